@@ -1,0 +1,95 @@
+"""One text in progress: its ids, its own generator, why it ended."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.distribution import History, SamplingParams
+from paceline.core.protocols import Slot, TokenLogprob
+from paceline.core.stopping import StopRules
+from paceline.core.tally import Tally
+
+_numbers = itertools.count()
+
+
+class Constraint(Protocol):
+    """A grammar over one text. It never changes what it is asked about: the same path gives the same mask."""
+
+    def allowed(self, path: list[int]) -> Tensor:
+        """bool [vocab]: which tokens may follow the text and then `path`."""
+
+    def advance(self, tokens: list[int]) -> None:
+        """These tokens are now part of the text."""
+
+
+class Sequence:
+    """One text: what was given, what was written, and everything that belongs to it alone.
+
+    Between rounds the target's slot holds every token of `ids` but the last (the invariant of decode/step.py).
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        stopping: StopRules,
+        *,
+        constraint: Constraint | None = None,
+        logprobs: int | None = None,
+    ) -> None:
+        self.number = next(_numbers)  # state kept elsewhere is keyed by this
+        self.ids = list(prompt)
+        self.prompt_length = len(prompt)
+        self.sampling = sampling
+        self.stopping = stopping
+        self.constraint = constraint
+        self.logprobs = logprobs
+        self.seed = sampling.seed if sampling.seed is not None else torch.seed() & (2**63 - 1)
+        self.rng = torch.Generator().manual_seed(self.seed & (2**63 - 1))
+        self.slot: Slot | None = None
+        self.finish_reason: str | None = None
+        self.guessed: list[bool] = []  # of each written token: was it a guess that stood?
+        self.token_logprobs: list[TokenLogprob] = []
+        self.tally = Tally()
+        self.method: str | None = None  # which drafter writes this text, where there is a choice
+        self.prediction: list[int] | None = None
+        self.draft_tokens: int | None = None  # a budget of its own
+
+    @property
+    def written(self) -> list[int]:
+        return self.ids[self.prompt_length :]
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be written."""
+        return self.stopping.max_new_tokens - self.new_tokens
+
+    def history(self, path: list[int]) -> History:
+        """What stands before the node at the end of `path`."""
+        return History(self.ids[: self.prompt_length], self.written + path)
+
+    def extend(self, tokens: list[int], accepted: int) -> list[int]:
+        """Append a run, the first `accepted` of them guesses; returns what of it really belongs to the text."""
+        before = self.new_tokens
+        self.ids += tokens
+        stop = self.stopping.check(self.written, len(tokens))
+        if stop is not None:
+            self.finish_reason = stop.reason
+            del self.ids[self.prompt_length + stop.kept :]
+        emitted = self.written[before:]
+        self.guessed += [index < accepted for index in range(len(emitted))]
+        if self.constraint is not None:
+            self.constraint.advance(emitted)
+        return emitted

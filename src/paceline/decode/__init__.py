@@ -1,0 +1,1 @@
+"""One round (step), rounds until done (generate), ids <-> characters (text)."""

@@ -1,0 +1,126 @@
+"""One round: guess, check, keep.
+
+THE INVARIANT: between rounds a slot holds every token of its text but the last. The last one is read together with
+the guesses that follow it, so plain decoding, prefill and verification are all the same pass.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.budget import Budget, Timing
+from paceline.core.protocols import Drafter, Output, Round, Row, Runner, as_outputs
+from paceline.core.sequence import Sequence
+from paceline.core.tree import DraftTree
+from paceline.decode.judge import Judge, logprobs_of
+from paceline.errors import AbilityError
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """What a round is made with. Put together once, at assembly."""
+
+    target: Runner
+    drafter: Drafter
+    budget: Budget
+    judge: Judge
+
+
+def check_abilities(target: Runner, drafter: Drafter) -> None:
+    """Ask once whether the target can do what the drafter needs."""
+    for ability in drafter.needs - target.abilities:
+        name = type(drafter).__name__
+        raise AbilityError(f"{name} needs a model that can {ability.value}; {target.card.name} cannot")
+
+
+def prefill(texts: list[Sequence], with_: Machinery, chunk: int = 2048) -> None:
+    """Read every prompt but its last token, several texts in one pass.
+
+    A text whose slot already holds a beginning goes on from there; the drafter is told only of what was read now.
+    """
+    read: dict[int, list[Output]] = {text.number: [] for text in texts}
+    for text in texts:
+        if text.slot is None:
+            text.slot = with_.target.open()
+    while pending := [text for text in texts if _held(text) < len(text.ids) - 1]:
+        rows = [_prompt_row(text, max(1, chunk // len(pending))) for text in pending]
+        outputs = as_outputs(with_.target.forward(rows, last_only=True))
+        for text, row, output in zip(pending, rows, outputs):
+            with_.target.keep(row.slot, list(range(len(row.parents))))
+            read[text.number].append(output)
+    for text in texts:
+        with_.drafter.begin(text, joined(read[text.number]))
+
+
+def joined(parts: list[Output]) -> Output | None:
+    """The outputs of a prompt read in chunks, as if it had been read at once."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    features = [part.features for part in parts if part.features is not None]
+    return Output(
+        parts[-1].logits, torch.cat(hidden) if hidden else None, torch.cat(features) if features else None
+    )
+
+
+def _held(text: Sequence) -> int:
+    assert text.slot is not None
+    return text.slot.length
+
+
+def _prompt_row(text: Sequence, chunk: int) -> Row:
+    assert text.slot is not None
+    start = text.slot.length
+    return Row.chain(text.slot, text.ids[start : min(start + chunk, len(text.ids) - 1)])
+
+
+def step(texts: list[Sequence], with_: Machinery) -> list[Round]:
+    """Run one round for all texts. Each grows by at least one token, unless it was already finished."""
+    started = time.perf_counter()
+    budgets = with_.budget.plan(texts)
+    trees = with_.drafter.propose(texts, budgets)
+    drafted = time.perf_counter()
+    rows = [_row(text, tree) for text, tree in zip(texts, trees)]
+    outputs = as_outputs(with_.target.forward(rows))
+    verdicts = with_.judge.verdicts(texts, trees, outputs)
+    checked = time.perf_counter()
+    rounds: list[Round] = []
+    for index, (text, tree, verdict) in enumerate(zip(texts, trees, verdicts)):
+        output = outputs[index]
+        with_.target.keep(rows[index].slot, [0] + [node + 1 for node in verdict.path])
+        if text.logprobs is not None:
+            text.token_logprobs += logprobs_of(text, tree, output, verdict, text.logprobs)
+        rounds.append(_settle(text, Round(tree, verdict, output), with_.target))
+    with_.drafter.observe(texts, rounds)
+    guesses = max((tree.guesses for tree in trees), default=0)
+    timing = Timing(drafted - started, checked - drafted, sum(outputs.sizes), guesses, len(texts))
+    with_.budget.observe(texts, rounds, timing)
+    return rounds
+
+
+def _row(text: Sequence, tree: DraftTree) -> Row:
+    """The last token of the text, not yet read, and the guesses after it."""
+    assert text.slot is not None, "prefill opens the slot"
+    assert text.slot.length == len(text.ids) - 1, "a slot holds every token of its text but the last"
+    last = torch.tensor([text.ids[-1]], dtype=torch.int64)
+    tokens = last if not len(tree) else torch.cat([last.to(tree.tokens.device, non_blocking=True), tree.tokens])
+    return Row(text.slot, tokens, [-1] + [parent + 1 for parent in tree.parents])
+
+
+def _settle(text: Sequence, done: Round, target: Runner) -> Round:
+    """Let the text grow, count, and hold the invariant where the end cut inside the run."""
+    path = done.verdict.path
+    guesses = done.tree.tokens.tolist() if path else []
+    run = [guesses[node] for node in path] + [done.verdict.token]
+    emitted = text.extend(run, len(path))
+    accepted = min(len(path), len(emitted))
+    cut = len(emitted) < len(run)
+    text.tally.add_round(done.tree, accepted, len(emitted), cut)
+    if cut:
+        assert text.slot is not None
+        target.trim(text.slot, len(text.ids) - 1)
+        del text.token_logprobs[text.new_tokens :]
+    return Round(done.tree, done.verdict, done.output, emitted, accepted)

@@ -1,0 +1,1 @@
+"""How guesses are made: one module a method, behind `Drafter`."""

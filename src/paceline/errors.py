@@ -1,0 +1,70 @@
+"""Everything paceline raises on purpose, and nothing else.
+
+PacelineError                 catch this to catch all of them
+├── OptionError               a value the user chose is not possible
+│   └── PromptError           the prompt is empty, too long or not a prompt
+├── ModelError                something about a model's files or its kind
+│   ├── ModelNotFound         no such name, directory or file
+│   ├── FetchError            it exists, but could not be obtained
+│   ├── WeightsError          files are there and are damaged, incomplete or unsafe to open
+│   └── AbilityError          the model cannot do what the method needs
+├── PairError                 target and draft do not fit together
+├── OutOfMemory               names the knob that makes it smaller
+├── MissingExtra              an optional package is needed; the message is the exact pip line
+└── EngineClosed              the engine was asked to work after it was closed
+
+Every message is written for the person at the keyboard: what is wrong, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(Exception):
+    """The root of all errors raised on purpose."""
+
+
+class OptionError(PacelineError, ValueError):
+    """A value the user chose is not possible."""
+
+
+class PromptError(OptionError):
+    """The prompt is empty, too long, or not a prompt at all."""
+
+
+class ModelError(PacelineError):
+    """Something about a model's files or its kind."""
+
+
+class ModelNotFound(ModelError):
+    """No such name, directory or file."""
+
+
+class FetchError(ModelError):
+    """The model exists but could not be obtained."""
+
+
+class WeightsError(ModelError):
+    """Weights are there, but damaged, incomplete or unsafe to open."""
+
+
+class AbilityError(ModelError):
+    """The model cannot do what the chosen method needs."""
+
+
+class PairError(PacelineError):
+    """Target and draft do not fit together."""
+
+
+class OutOfMemory(PacelineError, MemoryError):
+    """Memory ran out; the message names the knob."""
+
+
+class EngineClosed(PacelineError, RuntimeError):
+    """The engine was asked to work after it was closed."""
+
+
+class MissingExtra(PacelineError, ImportError):
+    """An optional package is needed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"this needs {package}: pip install 'paceline[{extra}]'")

@@ -1,0 +1,1 @@
+"""Sizes, memory, pairs and predicted speed-up, from numbers alone. Never imports torch."""

@@ -1,0 +1,67 @@
+"""The built-in catalogue of model shapes (`models.toml`), so that planning works without a network."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from paceline.plan.shapes import ModelShape, shape_from_config
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """One model people ask about: its shape, its other names, and the size its publisher states."""
+
+    shape: ModelShape
+    aliases: tuple[str, ...]
+    published_parameters: int
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def runnable_name(self) -> str:
+        """What to put after --target: a Hub id where there is one (the last listed, the instruct variant)."""
+        if "default" in self.aliases:
+            return "default"
+        hub_ids = [alias for alias in self.aliases if "/" in alias]
+        return hub_ids[-1] if hub_ids else self.name
+
+
+@cache
+def catalogue() -> tuple[CatalogueEntry, ...]:
+    """Every entry, in the order of the file."""
+    rows = load_table("models.toml")["model"]
+    configs = {row["name"]: row["config"] for row in rows if "config" in row}
+    return tuple(_entry(row, row.get("config") or configs[row["like"]]) for row in rows)
+
+
+def find_model(name: str) -> CatalogueEntry | None:
+    """The entry of this name or alias, in any case; None where the catalogue has no such model."""
+    return _by_name().get(name.strip().lower())
+
+
+def near_names(name: str) -> tuple[str, ...]:
+    """Names that look like a misspelt one, for an error message."""
+    return tuple(difflib.get_close_matches(name.strip().lower(), _by_name(), n=3, cutoff=0.6))
+
+
+def load_table(file_name: str) -> dict[str, Any]:
+    """One of the tables that ship beside this module."""
+    return tomllib.loads(files("paceline.plan").joinpath(file_name).read_text(encoding="utf-8"))
+
+
+@cache
+def _by_name() -> dict[str, CatalogueEntry]:
+    return {name.lower(): entry for entry in catalogue() for name in (entry.name, *entry.aliases)}
+
+
+def _entry(row: dict[str, Any], config: dict[str, Any]) -> CatalogueEntry:
+    shape = shape_from_config(config, row["name"])
+    shape = replace(shape, tokenizer=row["tokenizer"], other_parameters=row.get("other_parameters", 0))
+    return CatalogueEntry(shape, tuple(row["aliases"]), row["parameters"])

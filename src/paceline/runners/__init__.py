@@ -1,0 +1,1 @@
+"""How one model runs, behind `Runner`: one module a kind."""

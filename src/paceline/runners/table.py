@@ -1,0 +1,152 @@
+"""An exact toy model: the next token's logits stand in a table, looked up by the tokens just before it.
+
+Every distribution it has can be enumerated, so exactness of the whole machinery can be tested to the last digit. It
+ships with the package: tests, dry runs and `paceline audit` use it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from paceline.core.distribution import SamplingParams, distribution
+from paceline.core.protocols import Ability, ModelCard, Outputs, Row, Slot
+from paceline.core.tree import path_to
+from paceline.errors import OptionError
+
+LAYERS = 4  # the toy pretends to have this many: leaving early gives blurred logits
+
+
+class TableSlot(Slot):
+    """Remembers the tokens themselves."""
+
+    __slots__ = ("fresh", "tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: list[int] = []
+        self.fresh = Row(self, torch.empty(0, dtype=torch.int64), [])
+
+
+class TableRunner:
+    """Logits by the last `order` tokens. Two runners of one seed are the same model; `blur` makes one differ from it.
+
+    blur  0: the table itself; towards 1: more and more another table. A draft of the target is its blurred twin.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 6,
+        order: int = 2,
+        seed: int = 0,
+        blur: float = 0.0,
+        end_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        if vocab_size < 2 or order < 1 or not 0 <= blur <= 1:
+            raise OptionError("a table needs at least 2 tokens, an order of 1 or more and a blur from 0 to 1")
+        self.order, self.seed, self.blur = order, seed, blur
+        # One more symbol stands for "before the beginning".
+        shape = ((vocab_size + 1) ** order, vocab_size)
+        sharp = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 1.5
+        other = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7919)) * 1.5
+        self._other = other
+        self.table = (1 - blur) * sharp + blur * other  # [contexts, vocab]
+        self.card = ModelCard("table", vocab_size, end_tokens, 1 << 16, LAYERS, vocab_size, "cpu", "float32")
+        self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
+
+    def open(self) -> TableSlot:
+        return TableSlot()
+
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
+        logits, sizes, hidden, read = [], [], [], []
+        for row in rows:
+            slot = _own(row.slot)
+            said = torch.stack([self.table[self._context(slot.tokens + path)] for path in _paths(row)])
+            hidden.append(said)
+            read.append(said.shape[0])
+            logits.append(said[-1:] if last_only else said)
+            sizes.append(logits[-1].shape[0])
+            slot.fresh = row
+            slot.length = len(slot.tokens) + len(row.parents)
+        # The toy's hidden state is its logits: a head on top of it can be as good as the model.
+        seen = torch.cat(hidden)
+        return Outputs(torch.cat(logits), sizes, seen, torch.cat([seen] * 3, dim=-1), read)
+
+    def keep(self, slot: Slot, nodes: list[int]) -> None:
+        own = _own(slot)
+        tokens = own.fresh.tokens.tolist()
+        own.tokens += [tokens[node] for node in nodes]
+        self._settle(own)
+
+    def trim(self, slot: Slot, length: int) -> None:
+        own = _own(slot)
+        self._absorb(own)
+        del own.tokens[length:]
+        self._settle(own)
+
+    def close(self, slot: Slot) -> None:
+        _own(slot).tokens.clear()
+
+    def fork(self, slot: Slot, length: int) -> TableSlot:
+        twin = TableSlot()
+        twin.tokens = _own(slot).tokens[:length]
+        self._settle(twin)
+        return twin
+
+    def room(self) -> int:
+        return 1 << 30
+
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        """The toy always hands everything out."""
+
+    def exit_at(self, layer: int) -> TableRunner:
+        """The toy left after `layer` of its layers: a blurred twin."""
+        return TableRunner(self.card.vocab_size, self.order, self.seed, blur=0.5 * (1 - layer / LAYERS))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states -> logits."""
+        return hidden
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens -> input vectors."""
+        return torch.nn.functional.one_hot(tokens, self.card.width).float()
+
+    def exact(self, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+        """The exact probability of every continuation of `length` tokens. End tokens are not looked at."""
+        found: dict[tuple[int, ...], float] = {}
+        for path in itertools.product(range(self.card.vocab_size), repeat=length):
+            chance = 1.0
+            for depth, token in enumerate(path):
+                row = self.table[self._context(prompt + list(path[:depth]))]
+                chance *= float(distribution(row, sampling)[token])
+            found[path] = chance
+        return found
+
+    def _context(self, tokens: list[int]) -> int:
+        blank = self.card.vocab_size
+        recent = ([blank] * self.order + tokens)[-self.order :]
+        index = 0
+        for token in recent:
+            index = index * (blank + 1) + token
+        return index
+
+    def _absorb(self, slot: TableSlot) -> None:
+        """A row that nobody kept stands as a whole."""
+        if len(slot.fresh.parents):
+            slot.tokens += slot.fresh.tokens.tolist()
+
+    def _settle(self, slot: TableSlot) -> None:
+        slot.fresh = Row(slot, torch.empty(0, dtype=torch.int64), [])
+        slot.length = len(slot.tokens)
+
+
+def _own(slot: Slot) -> TableSlot:
+    assert isinstance(slot, TableSlot), "this slot belongs to another runner"
+    return slot
+
+
+def _paths(row: Row) -> list[list[int]]:
+    tokens = row.tokens.tolist()
+    return [[tokens[node] for node in path_to(row.parents, last)] for last in range(len(tokens))]

@@ -13,7 +13,8 @@ from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.core.distribution import SamplingParams
-    from paceline.decoder import Result, SpeculativeDecoder, hf_generate
+    from paceline.decoder import Result, SpeculativeDecoder
+    from paceline.hugging_face_bridge import hf_generate
 
 __version__ = "0.1.0"
 __all__ = ["PacelineError", "Result", "SamplingParams", "SpeculativeDecoder", "hf_generate"]
@@ -22,7 +23,7 @@ __all__ = ["PacelineError", "Result", "SamplingParams", "SpeculativeDecoder", "h
 _HOMES = {
     "SpeculativeDecoder": "paceline.decoder",
     "Result": "paceline.decoder",
-    "hf_generate": "paceline.decoder",
+    "hf_generate": "paceline.hugging_face_bridge",
     "SamplingParams": "paceline.core.distribution",
 }
 

@@ -5,21 +5,27 @@ Imports of the rooms stand inside the creators, so that choosing one method neve
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from paceline.core.budget import AdaptiveBudget, Budget, Costs, FixedBudget
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Ability, Drafter, OpenRunner, Runner
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery, check_abilities
 from paceline.decode.text import Codec, load_tokenizer
-from paceline.errors import OptionError, PairError
-from paceline.models import locate
+from paceline.errors import AbilityError, OptionError, PairError
+from paceline.models import DEFAULT, locate
 from paceline.options import AUTO, DecoderOptions
+
+if TYPE_CHECKING:
+    from paceline.engines.local import LocalEngine
+    from paceline.engines.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +64,51 @@ def chosen_device(word: str | None) -> str:
 
 
 def open_runner(model: Any, options: DecoderOptions, device: str, dtype: str | None = None) -> Runner:
-    """A runner for a name or a loaded model."""
-    from paceline.runners.huggingface import HuggingFaceRunner, dtype_named, load_model
+    """A runner for a name or a loaded model: our own run of the Llama family, transformers' of everything else."""
+    from paceline.runners.huggingface import DTYPES, HuggingFaceRunner, dtype_named, load_model
 
     if not isinstance(model, str | Path):
-        return HuggingFaceRunner(model, getattr(model.config, "_name_or_path", "") or type(model).__name__)
-    kind = dtype_named(dtype or options.dtype, device)
+        return _runner_of_loaded(model, options)
+    word = dtype_named(dtype or options.dtype, device)
     files = locate(str(model))
-    loaded = load_model(files.folder, files.name, kind, device, trust_remote_code=options.trust_remote_code)
-    return HuggingFaceRunner(loaded, files.name)
+    if options.runner != "hf" and _is_native(files.folder, options):
+        from paceline.runners.native import NativeRunner
+
+        return NativeRunner.load(files.folder, files.name, word, device, options.cache_tokens)
+    if options.runner == "native" or word not in DTYPES:
+        need = "runner native" if options.runner == "native" else f"dtype {word}"
+        raise OptionError(f"{need} is for the Llama family (Llama, Mistral, Qwen2, Qwen3) stored as safetensors")
+    remote = options.trust_remote_code
+    return HuggingFaceRunner(load_model(files.folder, files.name, DTYPES[word], device, trust_remote_code=remote), files.name)
+
+
+def _is_native(folder: Path, options: DecoderOptions) -> bool:
+    """Whether the directory holds a model of the family in safetensors."""
+    from transformers import AutoConfig
+
+    from paceline.runners.native import is_native
+
+    if not any(folder.glob("*.safetensors")):
+        return False
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=options.trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return False  # the Hugging Face runner says what is wrong with it
+    return is_native(config)
+
+
+def _runner_of_loaded(model: Any, options: DecoderOptions) -> Runner:
+    """A loaded model runs as it is; runner="native" copies its weights into our own layout."""
+    from paceline.runners.huggingface import HuggingFaceRunner
+
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    if options.runner != "native":
+        return HuggingFaceRunner(model, name)
+    from paceline.runners.native import NativeRunner, is_native
+
+    if not is_native(model.config):
+        raise OptionError(f"runner native is for the Llama family; {name} is not of it")
+    return NativeRunner.of_model(model, name, options.cache_tokens)
 
 
 def open_tokenizer(model: Any, tokenizer: Any, options: DecoderOptions) -> Any:
@@ -85,6 +127,15 @@ def open_tokenizer(model: Any, tokenizer: Any, options: DecoderOptions) -> Any:
 Creator = Callable[[DecoderOptions, Runner, Codec, str], Drafter]
 
 
+def configured(kind: Callable[..., Drafter], options: DecoderOptions) -> Drafter:
+    """A drafter made with the user's method options, or an OptionError that names those it has."""
+    known = list(inspect.signature(kind).parameters)
+    for name in options.method_options:
+        if name not in known:
+            raise OptionError(f"method {options.method} has no option {name!r}; it has {', '.join(known)}")
+    return kind(**options.method_options)
+
+
 def _nothing(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
     from paceline.drafting.nothing import Nothing
 
@@ -94,7 +145,19 @@ def _nothing(options: DecoderOptions, target: Runner, codec: Codec, device: str)
 def _ngram(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
     from paceline.drafting.ngram import Ngram
 
-    return Ngram(**options.method_options)
+    return configured(Ngram, options)
+
+
+def _suffix(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    from paceline.drafting.suffix import Suffix
+
+    return configured(Suffix, options)
+
+
+def _lookahead(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    from paceline.drafting.lookahead import Lookahead
+
+    return configured(Lookahead, options)
 
 
 def _draft_model(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
@@ -109,7 +172,107 @@ def _draft_model(options: DecoderOptions, target: Runner, codec: Codec, device: 
     return DraftModel(runner, target.card.vocab_size)
 
 
-DRAFTERS: dict[str, Creator] = {"none": _nothing, "ngram": _ngram, "draft": _draft_model}
+def _foreign(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    from paceline.drafting.foreign import Foreign
+
+    runner = open_runner(options.draft, options, device, options.draft_dtype)
+    theirs = open_tokenizer(options.draft, None, options)
+    return configured(partial(Foreign, runner, codec.tokenizer, theirs, target.card.vocab_size), options)
+
+
+def _auto(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    """A look into the text itself, and beside it a draft model if one was named, or else the head that is shipped."""
+    from paceline.drafting.combined import Combined
+    from paceline.drafting.suffix import Suffix
+
+    others: dict[str, Drafter] = {}
+    if options.draft is not None:
+        others["draft"] = _draft_model(options, target, codec, device)
+    elif _shipped("eagle", target) is not None:
+        others["eagle"] = _eagle(replace(options, method="eagle", method_options={}), target, codec, device)
+    return Combined(cast(Suffix, configured(Suffix, options)), others)
+
+
+def _eagle(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    from paceline.drafting.eagle import Eagle
+    from paceline.heads.files import load_eagle
+
+    head = load_eagle(_head_folder(options, target), dtype=_head_dtype(options, target), device=device)
+    return configured(partial(Eagle, head, _opened(target, Ability.HIDDEN)), options)
+
+
+def _medusa(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    from paceline.drafting.medusa import Medusa
+    from paceline.heads.files import load_medusa
+
+    heads = load_medusa(_head_folder(options, target), dtype=_head_dtype(options, target), device=device)
+    return configured(partial(Medusa, heads, _opened(target, Ability.HIDDEN)), options)
+
+
+def _layerskip(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
+    """The adapter is named as the draft or as the method's option `adapter`; without one the bare layer speaks."""
+    from paceline.drafting.layerskip import LayerSkip
+    from paceline.heads.files import load_exit
+
+    others = dict(options.method_options)
+    folder = others.pop("adapter", None) or options.draft
+    adapter = load_exit(folder, dtype=_head_dtype(options, target), device=device) if folder else None
+    kind = partial(LayerSkip, _opened(target, Ability.EXIT), adapter=adapter)
+    return configured(kind, replace(options, method_options=others))
+
+
+def _opened(target: Runner, ability: Ability) -> OpenRunner:
+    """A target one can look into; asked before a drafter that lives on it is made."""
+    if ability not in target.abilities:
+        raise AbilityError(f"this method needs a model that can {ability.value}; {target.card.name} cannot")
+    return cast(OpenRunner, target)
+
+
+def _head_folder(options: DecoderOptions, target: Runner) -> Path:
+    """Where the head lies: the directory or Hub id given as the draft, or the head that comes with paceline."""
+    if options.draft is not None:
+        named = Path(str(options.draft)).expanduser()
+        return named if named.is_dir() else locate(str(options.draft)).folder
+    found = _shipped(options.method or "", target)
+    if found is None:
+        raise OptionError(
+            f"method {options.method} needs a trained head for {target.card.name}: name its directory with draft=... "
+            f"(on the command line --draft), or train one (paceline train {options.method})"
+        )
+    return found
+
+
+def _shipped(method: str, target: Runner) -> Path | None:
+    """The head of this method that comes with paceline for this target, if there is one."""
+    from paceline.heads.shipped import shipped_head
+    from paceline.models.default import DIRECTORY
+
+    return shipped_head(method, DIRECTORY if target.card.name == DEFAULT else Path(target.card.name).name)
+
+
+def _head_dtype(options: DecoderOptions, target: Runner) -> torch.dtype:
+    """The target's, unless told: a head reads the target's states and may speak through its head.
+
+    A target with quantized weights still computes in the device's usual precision, and so does its head.
+    """
+    from paceline.runners.huggingface import DTYPES, dtype_named
+
+    own = target.card.dtype if target.card.dtype in DTYPES else None
+    return dtype_named(options.draft_dtype or own, target.card.device)
+
+
+DRAFTERS: dict[str, Creator] = {
+    "none": _nothing,
+    "draft": _draft_model,
+    "foreign": _foreign,
+    "ngram": _ngram,
+    "suffix": _suffix,
+    "lookahead": _lookahead,
+    "layerskip": _layerskip,
+    "medusa": _medusa,
+    "eagle": _eagle,
+    "auto": _auto,
+}
 
 
 def make_budget(options: DecoderOptions, target: Runner, drafter: Drafter) -> Budget:
@@ -128,3 +291,33 @@ def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) ->
     if isinstance(options.profile, Costs):
         return options.profile
     return measure_costs(target, getattr(drafter, "runner", None))
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+OFFERED = ("none", "ngram", "suffix", "lookahead")  # methods that need no weights: every request may name them
+
+
+def engine(options: DecoderOptions, settings: EngineSettings | None = None) -> LocalEngine:
+    """An engine that writes many texts at a time; each request may choose its own method and k."""
+    from paceline.drafting.by_text import PREDICTION, ByText
+    from paceline.drafting.prediction import Prediction
+    from paceline.engines.local import LocalEngine
+    from paceline.engines.settings import EngineSettings
+
+    settings = settings or EngineSettings()
+    if options.cache_tokens is None:
+        options = replace(options, cache_tokens=settings.cache_tokens + settings.spare)
+    assembly = assemble(replace(options, draft_tokens=0, largest_batch=settings.largest_batch))
+    target, own, device = assembly.machinery.target, options.method or "none", chosen_device(options.device)
+    plain = replace(options, method_options={})
+    drafters = {word: DRAFTERS[word](plain, target, assembly.codec, device) for word in OFFERED if word != own}
+    offered = {word: drafter for word, drafter in drafters.items() if drafter.needs <= target.abilities}
+    drafter = ByText({own: assembly.machinery.drafter, **offered, PREDICTION: Prediction()}, own)
+    budget: Budget
+    if isinstance(options.draft_tokens, int):
+        budget = FixedBudget(options.draft_tokens)
+    else:
+        budget = AdaptiveBudget(starting_costs(options, target, assembly.machinery.drafter))
+    machinery = replace(assembly.machinery, drafter=drafter, budget=budget)
+    return LocalEngine(machinery, assembly.codec, settings, methods=tuple(drafter.drafters))

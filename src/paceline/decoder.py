@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, overload
@@ -17,8 +16,10 @@ from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.core.tally import Tally
 from paceline.decode.generate import Progress, run
+from paceline.decode.rules import stop_rules
 from paceline.decode.text import Codec, Message, Prompt, Stream
-from paceline.errors import OptionError, PromptError
+from paceline.errors import OptionError
+from paceline.kv.prefixes import shared_beginning
 from paceline.options import DecoderOptions, checked_draft_tokens
 
 DEFAULT_NEW_TOKENS = 256
@@ -111,15 +112,11 @@ class SpeculativeDecoder:
         """Token ids [batch, length] or [length] in; prompt and continuation out, padded on the right, as
         transformers' generate returns them. Padding in front is marked by attention_mask."""
         ids = input_ids if input_ids.dim() == 2 else input_ids[None]
-        mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(ids.shape)
-        prompts = [row[seen.bool()].tolist() for row, seen in zip(ids.cpu(), mask.cpu())]
+        prompts = prompts_in(ids, attention_mask)
         texts = [self._text(prompt, number, settings) for number, prompt in enumerate(prompts)]
         for _ in run(texts, self._machinery, largest_batch=self.options.largest_batch):
             pass
-        pad = self._pad_token()
-        longest = max(text.new_tokens for text in texts)
-        fresh = torch.tensor([text.written + [pad] * (longest - text.new_tokens) for text in texts], dtype=ids.dtype)
-        out = torch.cat([ids.cpu(), fresh.reshape(len(texts), longest)], dim=-1).to(input_ids.device)
+        out = continued(ids, texts, self._pad_token())
         return out if input_ids.dim() == 2 else out[0]
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ class SpeculativeDecoder:
         last, self._resident = self._resident, None
         if last is None or last.slot is None:
             return
-        common = _shared_beginning(last.ids, text.ids)
+        common = shared_beginning(last.ids, text.ids)
         self._machinery.target.trim(last.slot, min(common, len(text.ids) - 1))
         text.slot, last.slot = last.slot, None
 
@@ -169,36 +166,22 @@ class SpeculativeDecoder:
         return min(self.card.end_tokens, default=0)
 
 
-def stop_rules(
-    card: ModelCard, codec: Codec, ids: list[int], wanted: int, stop: Any = (), ignore_end: bool = False
-) -> StopRules:
-    """What ends a text with this prompt, or the error that says why it cannot even begin."""
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise OptionError(f"max_new_tokens must be 1 or more, not {wanted!r}")
-    if len(ids) >= card.longest_text:
-        raise PromptError(f"the prompt has {len(ids)} tokens; {card.name} reads at most {card.longest_text - 1}")
-    outside = [token for token in ids if not 0 <= token < card.vocab_size]
-    if outside:
-        raise PromptError(f"the prompt holds token {outside[0]}; the vocabulary has {card.vocab_size}")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if any(not isinstance(string, str) or not string for string in strings):
-        raise OptionError("a stop string must be a text that is not empty")
-    ends: frozenset[int] = frozenset() if ignore_end else card.end_tokens
-    return StopRules(min(wanted, card.longest_text - len(ids)), ends, strings, codec.decode)
+def continued(ids: Tensor, texts: list[Sequence], pad: int) -> Tensor:
+    """Prompts [batch, length] with what was written behind them, shorter ones padded on the right."""
+    longest = max(text.new_tokens for text in texts)
+    fresh = [text.written + [pad] * (longest - text.new_tokens) for text in texts]
+    return torch.cat([ids, torch.tensor(fresh, dtype=ids.dtype).reshape(len(texts), longest).to(ids.device)], dim=-1)
+
+
+def prompts_in(ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """The token ids of each row [batch, length] without its padding."""
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(ids.shape)
+    return [row[seen.bool()].tolist() for row, seen in zip(ids.cpu(), mask.cpu())]
 
 
 def _is_many(prompt: Any) -> bool:
     """A list of prompts, as against one prompt that is a list of messages."""
     return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], dict | int)
-
-
-def _shared_beginning(one: list[int], other: list[int]) -> int:
-    count = 0
-    for a, b in zip(one, other):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _pieces(progress: Progress, characters: Stream) -> Iterator[Piece]:
@@ -220,32 +203,3 @@ def _pieces(progress: Progress, characters: Stream) -> Iterator[Piece]:
             text.finish_reason if last else None,
             text.tally if last else None,
         )
-
-
-def hf_generate(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    generation_config: Any = None,
-    draft: Any = "ngram",
-    draft_tokens: Any = 4,
-    method: str | None = None,
-    tokenizer: Any = None,
-    **model_kwargs: Any,
-) -> Tensor:
-    """For `model.generate(..., custom_generate=paceline.hf_generate)`: the same call, decoded speculatively.
-
-    Takes do_sample, temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens and eos from the generation
-    config; draft, draft_tokens and method are paceline's own and may be given beside them. What paceline cannot honour
-    (beams, several sequences a prompt, processors of your own) is refused.
-    """
-    from paceline.hugging_face_bridge import generate_for_model
-
-    return generate_for_model(
-        model, input_ids, logits_processor, generation_config, draft, draft_tokens, method, tokenizer, model_kwargs
-    )
-
-
-def seconds_since(started: float) -> float:
-    return time.perf_counter() - started

@@ -11,6 +11,8 @@ PacelineError                 catch this to catch all of them
 ├── PairError                 target and draft do not fit together
 ├── OutOfMemory               names the knob that makes it smaller
 ├── MissingExtra              an optional package is needed; the message is the exact pip line
+├── RoundFailed               the model broke while it was writing; only the texts of that round are lost
+├── TrainingDiverged          the loss of a training is no longer a number
 └── EngineClosed              the engine was asked to work after it was closed
 
 Every message is written for the person at the keyboard: what is wrong, and what to do about it.
@@ -57,6 +59,14 @@ class PairError(PacelineError):
 
 class OutOfMemory(PacelineError, MemoryError):
     """Memory ran out; the message names the knob."""
+
+
+class RoundFailed(PacelineError, RuntimeError):
+    """The model broke while it was writing."""
+
+
+class TrainingDiverged(PacelineError, ArithmeticError):
+    """The loss is no longer a number."""
 
 
 class EngineClosed(PacelineError, RuntimeError):

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.errors import OptionError
 
-METHODS = ("none", "draft", "ngram", "suffix", "lookahead", "layerskip", "medusa", "eagle", "auto")
+METHODS = ("none", "draft", "foreign", "ngram", "suffix", "lookahead", "layerskip", "medusa", "eagle", "auto")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
 RUNNERS = ("auto", "native", "hf")
 AUTO = "auto"
@@ -34,6 +34,7 @@ class DecoderOptions:
     runner: str = AUTO
     tokenizer: Any = None
     largest_batch: int = 8
+    cache_tokens: int | None = None  # tokens the cache holds over all texts; None: enough for largest_batch long ones
     trust_remote_code: bool = False
     method_options: dict[str, Any] = field(default_factory=dict)  # of the drafter: branches, layer, nodes, …
     profile: Any = None  # measured costs, as `paceline tune` writes them
@@ -45,8 +46,10 @@ class DecoderOptions:
         _one_of("acceptance", self.acceptance, ACCEPTANCE)
         _one_of("runner", self.runner, RUNNERS)
         object.__setattr__(self, "draft_tokens", checked_draft_tokens(self.draft_tokens))
-        if self.method == "draft" and self.draft is None:
-            raise OptionError("method draft needs a draft model: name one with draft=... (on the command line --draft)")
+        if self.method in ("draft", "foreign") and self.draft is None:
+            raise OptionError(
+                f"method {self.method} needs a draft model: name one with draft=... (on the command line --draft)"
+            )
         if not isinstance(self.largest_batch, int) or self.largest_batch < 1:
             raise OptionError(f"largest_batch must be 1 or more, not {self.largest_batch!r}")
 

@@ -4,9 +4,9 @@ A budget sees only what has already happened: the k of a round never depends on 
 what keeps the output exact (see `tests/core/test_budget.py` for the counterexample that breaks it).
 
 fixed      the same k every round
-adaptive   the k that has paid best lately, from acceptance by position and the cost of a pass by width
+adaptive   the k that has paid best lately, from acceptance by position and the cost of a pass by width.
            With costs that were really measured this is also the never-lose rule: k falls to 0 where guessing does not
-           pay, and a probe now and then, never more than a small share of the time, finds out whether it pays again.
+           pay, and a probe now and then, paid from a small share of the time, finds out whether it pays again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from paceline.options import checked_k
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one round cost. nodes: tokens read by the target in the pass; guesses: the longest chain drafted."""
+    """What one round cost. nodes: tokens read by the target in the pass; guesses: the most drafted for one text."""
 
     draft_seconds: float
     verify_seconds: float
     nodes: int
     guesses: int
     texts: int
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds
 
 
 class Budget(Protocol):
@@ -71,51 +75,109 @@ class FixedBudget:
 
 
 class CostCurve:
-    """Seconds of a pass by the number of tokens in it: straight lines between what was seen, smoothed over time."""
+    """Seconds by size (tokens in a pass, guesses in a round): straight lines between what was seen, smoothed over time.
 
-    WEIGHT = 0.2  # of a new sample
+    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy.
+    """
 
-    def __init__(self, seen: dict[int, float] | None = None) -> None:
-        self._seen = dict(seen or {})
+    WEIGHT = 0.2  # of a sample that follows another one
+    MEMORY = 32  # samples of other sizes after which an old value counts half
+    FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
+    PATIENCE = 2  # … unless it happens more often than this in a row
 
-    def add(self, nodes: int, seconds: float) -> None:
-        before = self._seen.get(nodes)
-        if before is not None and seconds > 4 * before:
-            return  # a hiccup of the machine, not the price of a pass
-        self._seen[nodes] = seconds if before is None else before + self.WEIGHT * (seconds - before)
+    def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0) -> None:
+        self._seen = dict(sorted((seen or {}).items()))
+        self._unknown = unknown
+        self._count = self._doubted = 0
+        self._when = {size: -self.MEMORY // 2 for size in self._seen}  # a first measurement is not the last word
+        self._known: list[int] = list(self._seen)
+        self._answers: dict[int, float] = {}  # asked many times between two samples
 
-    def at(self, nodes: int) -> float:
-        known = sorted(self._seen)
+    def add(self, size: int, seconds: float) -> None:
+        before = self._seen.get(size)
+        if before and seconds > self.FAR * before and self._doubted < self.PATIENCE:
+            self._doubted += 1
+            return
+        self._doubted, self._count = 0, self._count + 1
+        if before:
+            age = self._count - self._when[size]
+            weight = max(self.WEIGHT, age / (age + self.MEMORY))
+            seconds = before + weight * (min(seconds, 2 * before) - before)
+        self._seen[size], self._when[size] = seconds, self._count
+        self._known = sorted(self._seen) if before is None else self._known
+        self._answers.clear()
+
+    def at(self, size: int) -> float:
+        answer = self._answers.get(size)
+        if answer is None:
+            answer = self._answers[size] = self._between(size)
+        return answer
+
+    def _between(self, size: int) -> float:
+        known = self._known
         if not known:
-            return 1.0
-        right = bisect_left(known, nodes)
+            return self._unknown
+        right = bisect_left(known, size)
+        if right < len(known) and known[right] == size:
+            return self._seen[size]
         if right == 0:
             return self._seen[known[0]]
         low = known[right - 1]
         if right == len(known):
-            # Beyond what was seen, cost can only be assumed to grow in proportion: the cautious guess.
-            slope = self._seen[low] / low if len(known) == 1 else self._slope(known[-2], low)
-            return self._seen[low] + max(0.0, slope) * (nodes - low)
-        return self._seen[low] + self._slope(low, known[right]) * (nodes - low)
+            return self._seen[low] + self._slope_beyond() * (size - low)
+        return self._seen[low] + self._slope(low, known[right]) * (size - low)
+
+    def _slope_beyond(self) -> float:
+        """Beyond what was seen, cost can only be assumed to go on growing: the cautious guess."""
+        last = self._known[-1]
+        if len(self._known) == 1:
+            return self._seen[last] / last if last else 0.0
+        return max(0.0, self._slope(self._known[-2], last))
 
     def _slope(self, low: int, high: int) -> float:
         return (self._seen[high] - self._seen[low]) / (high - low)
 
+    def copy(self) -> CostCurve:
+        return CostCurve(self._seen, self._unknown)
+
     def as_dict(self) -> dict[int, float]:
-        return dict(sorted(self._seen.items()))
+        return {size: self._seen[size] for size in self._known}
+
+
+def no_guesses_are_free() -> CostCurve:
+    """The draft's curve before anything was measured: 0 guesses cost nothing, and so do others until they are tried."""
+    return CostCurve({0: 0.0}, unknown=0.0)
 
 
 @dataclass(slots=True)
 class Costs:
-    """What a round costs: the target's pass by width, and the draft by its number of steps."""
+    """What a round costs: the target's pass by the tokens in it, and the draft by its number of guesses.
+
+    A pass over one token of eight texts is not a pass over eight tokens of one, so each batch size learns on its own;
+    at first it is taken to cost what as many tokens of one text do.
+    """
 
     verify: CostCurve = field(default_factory=CostCurve)
-    draft: CostCurve = field(default_factory=CostCurve)  # keyed by k; 0 is free
+    draft: CostCurve = field(default_factory=no_guesses_are_free)
+    batches: dict[int, Costs] = field(default_factory=dict)
 
-    def observe(self, timing: Timing) -> None:
-        self.verify.add(timing.nodes, timing.verify_seconds)
-        if timing.guesses:
-            self.draft.add(timing.guesses, timing.draft_seconds)
+    def of(self, texts: int) -> Costs:
+        """The costs of a batch of so many texts."""
+        if texts <= 1:
+            return self
+        known = self.batches.get(texts)
+        if known is None:
+            nearest = max((size for size in self.batches if size < texts), default=1)
+            like = self.of(nearest)
+            known = self.batches[texts] = Costs(like.verify.copy(), like.draft.copy())
+        return known
+
+    def observe(self, timing: Timing, *, steady: bool = True) -> None:
+        """Learn from one round. Not `steady`: the draft had a text to catch up with, which no next round will cost."""
+        mine = self.of(timing.texts)
+        mine.verify.add(timing.nodes, timing.verify_seconds)
+        if timing.guesses and steady:
+            mine.draft.add(timing.guesses, timing.draft_seconds)
 
     def round(self, nodes: int, guesses: int) -> float:
         return self.verify.at(nodes) + (self.draft.at(guesses) if guesses else 0.0)
@@ -127,7 +189,7 @@ class Costs:
 class PositionRates:
     """How often a guess at each depth stands, given that all before it stood. Old rounds fade."""
 
-    def __init__(self, fade: float = 0.95, prior: float = 0.7, weight: float = 2.0) -> None:
+    def __init__(self, fade: float = 0.95, prior: float = 0.6, weight: float = 2.0) -> None:
         self.fade = fade
         self._prior, self._weight = prior, weight
         self._tried: list[float] = []
@@ -139,22 +201,32 @@ class PositionRates:
         while len(self._tried) < tried:
             self._tried.append(0.0)
             self._stood.append(0.0)
-        for depth in range(tried):
-            self._tried[depth] = self._tried[depth] * self.fade + 1.0
+        # A depth that was not tried fades as well: it leans on its neighbour again, and so is tried again some day.
+        for depth in range(len(self._tried)):
+            self._tried[depth] = self._tried[depth] * self.fade + (1.0 if depth < tried else 0.0)
             self._stood[depth] = self._stood[depth] * self.fade + (1.0 if depth < accepted else 0.0)
 
+    def ladder(self, size: int, others: list[float] | None = None) -> list[float]:
+        """The rate at each of `size` depths. A depth seldom tried leans on `others`, or else on the depth before it."""
+        found: list[float] = []
+        before = self._prior
+        for depth in range(size):
+            prior = before if others is None else others[depth]
+            if depth < len(self._tried):
+                before = (self._stood[depth] + self._weight * prior) / (self._tried[depth] + self._weight)
+            else:
+                before = prior
+            found.append(before)
+        return found
+
     def at(self, depth: int) -> float:
-        """A depth seldom tried leans on the one before it."""
-        prior = self._prior if depth == 0 else self.at(min(depth, len(self._tried)) - 1)
-        if depth >= len(self._tried):
-            return prior
-        return (self._stood[depth] + self._weight * prior) / (self._tried[depth] + self._weight)
+        return self.ladder(depth + 1)[-1]
 
     def expected_tokens(self, k: int) -> float:
         """Tokens a round of k guesses writes: 1 + a_1 + a_1·a_2 + …"""
         total, product = 1.0, 1.0
-        for depth in range(k):
-            product *= self.at(depth)
+        for rate in self.ladder(k):
+            product *= rate
             total += product
         return total
 
@@ -165,52 +237,171 @@ class PositionRates:
 @dataclass(slots=True)
 class _TextState:
     rates: PositionRates
-    idle: int = 0  # rounds without a guess since the last one
-    gap: int = 8  # rounds to wait before the next probe
+    asked: int = 0  # guesses wanted in this round
+    caught_up: bool = False  # it was also asked in the round before, so the draft has nothing to make up for
+    idle: int = 0  # rounds planned since it was last asked
+
+
+@dataclass(slots=True)
+class _Account:
+    """What probing may still cost. Filled by a share of all time that passes, emptied by what probes lose."""
+
+    seconds: float = 0.0
+    price: float = 0.0  # what the last probe lost
+    opened: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A k for each text, and the tokens per second it promises."""
+
+    ks: list[int]
+    rate: float
 
 
 class AdaptiveBudget:
     """The k that maximises tokens per second for the whole batch, from what was observed.
 
     Texts are given guesses one at a time, each to whom it brings the most expected tokens, as long as the batch's
-    tokens per second rises; so a hopeless text costs its neighbours nothing. A text left at 0 is probed with
-    PROBE_K guesses after a gap that doubles while probes fail; probes never take more than PROBE_SHARE of the time.
+    tokens per second rises; so a hopeless text costs its neighbours nothing. Where nothing pays, one text now and then
+    is probed with the k that would come nearest to paying. What probes lose is measured, and all of it together stays
+    within PROBE_SHARE of the time. While guessing pays, a plain round now and then keeps its price known.
     """
 
-    PROBE_K = 2
-    PROBE_SHARE = 0.015
+    PROBE_SHARE = 0.012
+    FIRST_PROBES = 1.5  # plain rounds' worth of time that probes may lose at the very start
     MARGIN = 1.02  # guessing must promise at least this much over plain decoding
-    LONGEST_GAP = 512
+    PLAIN_EVERY = 64  # rounds, times the gain: the more there is to win, the less an error about the price matters
+    SHARPEST = 0.001  # gains below this many tokens are not worth looking at
 
-    def __init__(self, costs: Costs | None = None, largest: int = 8) -> None:
+    def __init__(self, costs: Costs | None = None, largest: int = 16) -> None:
         self.costs = costs or Costs()
         self.largest = checked_k(largest)
-        self._overall = PositionRates(fade=0.98)
+        self._overall = PositionRates(fade=0.995, prior=0.55, weight=3.0)
         self._texts: dict[int, _TextState] = {}
+        self._depth_share = 1.0  # depths a guess adds: 1 for a chain, less for a tree
+        self._account = _Account()
+        self._probing = False
+        self._since_plain = 0
+        self._resting: frozenset[int] = frozenset()  # texts for which nothing pays, and the account allows no probe
+
+    # --- before a round -----------------------------------------------------------------------------------------------
 
     def plan(self, texts: list[Sequence]) -> list[int]:
+        if self._resting and self._still_resting(texts):
+            return [0] * len(texts)
         states = [self._state(text) for text in texts]
         limits = [within_room(text, self.largest) for text in texts]
-        chosen = self._best(states, limits)
-        for index, (text, state) in enumerate(zip(texts, states)):
-            if text.draft_tokens is not None:
-                chosen[index] = limits[index]
-            elif chosen[index] == 0 and limits[index] and state.idle >= self._gap(state, len(texts)):
-                chosen[index] = min(self.PROBE_K, limits[index])
+        chosen = self._choose(texts, states, limits)
+        for state, k in zip(states, chosen):
+            state.caught_up, state.asked = state.asked > 0, k
+            state.idle = 0 if k else state.idle + 1
         return chosen
 
+    def _still_resting(self, texts: list[Sequence]) -> bool:
+        """A plain round that changes nothing costs nothing: no sums are done until there is a reason to."""
+        if self._may_probe(len(texts)) or any(text.number not in self._resting for text in texts):
+            return False
+        return all(text.draft_tokens is None for text in texts)
+
+    def _choose(self, texts: list[Sequence], states: list[_TextState], limits: list[int]) -> list[int]:
+        free = [index for index, text in enumerate(texts) if text.draft_tokens is None]
+        chosen = [0 if text.draft_tokens is None else limit for text, limit in zip(texts, limits)]
+        self._probing, self._resting = False, frozenset()
+        if not any(limits[index] for index in free):
+            return chosen
+        nearest = self._best([states[index] for index in free], [limits[index] for index in free])
+        gain = nearest.rate * self.costs.of(len(free)).round(len(free), 0) / len(free)
+        pays = gain > self.MARGIN
+        self._since_plain += 1
+        if pays and self._since_plain < self.PLAIN_EVERY * gain:
+            for index, k in zip(free, nearest.ks):
+                chosen[index] = k
+            self._probe_one_left_out(states, limits, free, chosen)
+            return chosen
+        self._since_plain = 0
+        if not pays and self._may_probe(len(texts)):
+            asked = max((pair for pair in zip(free, nearest.ks) if pair[1]), key=lambda pair: states[pair[0]].idle)
+            chosen[asked[0]] = asked[1]
+            self._probing = True
+        elif not pays:
+            self._resting = frozenset(texts[index].number for index in free)
+        return chosen
+
+    def _probe_one_left_out(
+        self, states: list[_TextState], limits: list[int], free: list[int], chosen: list[int]
+    ) -> None:
+        """Where guessing pays for some texts, one that was given no guess gets one when the account allows it."""
+        left_out = [index for index in free if not chosen[index] and limits[index]]
+        if not left_out or not self._may_probe(len(states)):
+            return
+        nodes = len(states) + sum(chosen)
+        costs = self.costs.of(len(states))
+        self._account.seconds -= costs.verify.at(nodes + 1) - costs.verify.at(nodes)
+        chosen[max(left_out, key=lambda index: states[index].idle)] = 1
+
+    def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:
+        """Add the guess that promises most, one by one; the best batch on the way that guesses at all."""
+        ks, tokens, longest = [0] * len(states), float(len(states)), 0
+        costs = self.costs.of(len(states))
+        best = _Choice(ks, 0.0)
+        for nodes, (gain, index) in enumerate(self._gains(states, limits), start=len(states) + 1):
+            ks[index] += 1
+            longest = max(longest, ks[index])
+            tokens += gain
+            rate = tokens / costs.round(nodes, longest)
+            if rate > best.rate:
+                best = _Choice(list(ks), rate)
+        return best
+
+    def _gains(self, states: list[_TextState], limits: list[int]) -> list[tuple[float, int]]:
+        """Tokens that each further guess for each text promises, most first. Of one text they only ever fall."""
+        share, overall = self._depth_share, self._overall.ladder(max(limits))
+        found: list[tuple[float, int]] = []
+        for index, (state, limit) in enumerate(zip(states, limits)):
+            ladder, reach, depth = state.rates.ladder(limit, overall), 1.0, -1
+            for guess in range(limit):
+                if int(guess * share + 0.5) > depth:
+                    depth += 1
+                    reach *= ladder[depth]
+                if reach * share < self.SHARPEST and guess:
+                    break
+                found.append((reach * share, index))
+        found.sort(key=lambda pair: -pair[0])  # stable: of equals, the earlier text and the earlier guess
+        return found
+
+    def _may_probe(self, texts: int) -> bool:
+        account = self._account
+        if not account.opened:
+            account.opened = True
+            account.seconds = self.FIRST_PROBES * self.costs.of(texts).round(texts, 0)
+        return account.seconds > 0 and account.seconds >= account.price
+
+    # --- after a round ------------------------------------------------------------------------------------------------
+
     def observe(self, texts: list[Sequence], rounds: list[Round], timing: Timing) -> None:
-        self.costs.observe(timing)
-        for text, done in zip(texts, rounds):
-            state = self._state(text)
-            reach = max(depths(done.tree.parents[: done.tree.guesses]), default=-1) + 1
-            if not reach:
-                state.idle += 1
-                continue
-            state.rates.observe(reach, done.accepted)
-            self._overall.observe(reach, done.accepted)
-            state.gap = 8 if done.accepted == reach else min(2 * state.gap, self.LONGEST_GAP)
-            state.idle = 0
+        states = [self._state(text) for text in texts]
+        self.costs.observe(timing, steady=all(state.caught_up for state in states if state.asked))
+        self._settle(timing, sum(len(done.emitted) for done in rounds))
+        if not timing.guesses:
+            return
+        for state, done in zip(states, rounds):
+            guesses = done.tree.guesses
+            if guesses:
+                reach = max(depths(done.tree.parents[:guesses])) + 1
+                self._depth_share += 0.1 * (reach / guesses - self._depth_share)
+                stood = len(done.verdict.path)  # also what an end cut off was judged
+                state.rates.observe(reach, stood)
+                self._overall.observe(reach, stood)
+
+    def _settle(self, timing: Timing, emitted: int) -> None:
+        """Keep the account. A probe's loss is all that it cost beyond the plain time of what it wrote."""
+        account, plain = self._account, self.costs.of(timing.texts).round(timing.texts, 0)
+        account.seconds += self.PROBE_SHARE * timing.seconds
+        if self._probing and timing.guesses:
+            account.price = max(0.0, timing.seconds - plain * emitted / timing.texts)
+            account.seconds -= account.price
+        account.seconds = min(account.seconds, max(2 * account.price, self.FIRST_PROBES * plain))
 
     def forget(self, text: Sequence) -> None:
         self._texts.pop(text.number, None)
@@ -218,34 +409,5 @@ class AdaptiveBudget:
     def _state(self, text: Sequence) -> _TextState:
         state = self._texts.get(text.number)
         if state is None:
-            # A new text starts from what texts before it have shown.
-            rates = PositionRates(fade=0.9, prior=self._overall.at(0))
-            state = self._texts[text.number] = _TextState(rates)
+            state = self._texts[text.number] = _TextState(PositionRates(fade=0.97, weight=6.0))
         return state
-
-    def _best(self, states: list[_TextState], limits: list[int]) -> list[int]:
-        """Add the guess that promises most, one by one, and remember the best batch seen on the way."""
-        ks = [0] * len(states)
-        reach = [1.0] * len(states)  # the chance that a text's next guess is reached at all
-        tokens = float(len(states))
-        plain = tokens / self.costs.round(len(states), 0)
-        best, best_rate = list(ks), plain * self.MARGIN
-        while True:
-            gains = [
-                reach[i] * state.rates.at(ks[i]) if ks[i] < limits[i] else -1.0 for i, state in enumerate(states)
-            ]
-            winner = max(range(len(gains)), key=gains.__getitem__)
-            if gains[winner] < 0:
-                return best
-            ks[winner] += 1
-            reach[winner] = gains[winner]
-            tokens += gains[winner]
-            rate = tokens / self.costs.round(len(states) + sum(ks), max(ks))
-            if rate > best_rate:
-                best, best_rate = list(ks), rate
-
-    def _gap(self, state: _TextState, texts: int) -> float:
-        """Rounds between probes: long enough that probing stays within its share, longer while probes fail."""
-        plain = self.costs.round(texts, 0)
-        extra = self.costs.round(texts + self.PROBE_K, self.PROBE_K) - plain
-        return max(state.gap, extra / (self.PROBE_SHARE * plain))

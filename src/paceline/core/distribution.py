@@ -172,7 +172,7 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     large vocabulary would be misweighed.
     """
     sums = probs.double().cumsum(dim=-1)
-    point = uniform.to(sums.dtype).to(sums.device).unsqueeze(-1) * sums[..., -1:]
-    token = torch.searchsorted(sums, point, right=True).squeeze(-1)
-    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.uint8).argmax(dim=-1)  # rounding may step past the end
-    return torch.minimum(token, last)
+    total = sums[..., -1:]
+    # The product may round up to the total itself; the number below it falls on the last token that has any weight.
+    point = torch.minimum(uniform.to(sums).unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, point, right=True).squeeze(-1).clamp_max(probs.shape[-1] - 1)

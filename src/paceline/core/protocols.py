@@ -60,11 +60,23 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """Tokens to read after what a slot holds. parents[i] == -1: node i follows the slot's last token."""
+    """Tokens to read after what a slot holds. parents[i] == -1: node i follows the slot's last token.
+
+    `lead` is a token the host knows and that stands before `tokens`, which may still be in the making on a device:
+    joining them is left to the runner, so that putting a row together never touches the device.
+    """
 
     slot: Slot
     tokens: Tensor
     parents: list[int]
+    lead: int | None = None
+
+    def ids(self) -> Tensor:
+        """All token ids of the row, where `tokens` are."""
+        if self.lead is None:
+            return self.tokens
+        first = torch.tensor([self.lead], dtype=torch.int64, device=self.tokens.device)
+        return torch.cat([first, self.tokens])
 
     @classmethod
     def chain(cls, slot: Slot, tokens: Tensor | list[int]) -> Row:
@@ -102,6 +114,7 @@ class Outputs:
     hidden: Tensor | None = None  # [all nodes, width]; with last_only still of every node
     features: Tensor | None = None
     read: list[int] | None = None  # nodes per row of hidden and features, where that differs from `sizes`
+    best: Tensor | None = None  # int64 [all nodes]: the argmax of each row of logits, where the pass has found it
 
     @classmethod
     def of(cls, outputs: list[Output]) -> Outputs:
@@ -203,6 +216,34 @@ class OpenRunner(Runner, Protocol):
         """The same model left after `layer` layers (final norm and head on top), on the same cache and slots."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lead:
+    """A text to be drafted for in a loop: all its ids, and how its guesses are chosen."""
+
+    slot: Slot
+    ids: list[int]
+    temperature: float = 0.0  # 0: the argmax
+    chances: list[float] | None = None  # a uniform number a step; needed where the temperature is above 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guesses:
+    """What a loop drafted, on the device: tokens [texts, steps]; probs [texts, steps, vocab], or None if chosen."""
+
+    tokens: Tensor
+    probs: Tensor | None = None
+
+
+class LoopRunner(Runner, Protocol):
+    """A runner that drafts several steps without returning to the host (Ability.LOOP)."""
+
+    def loop(self, leads: list[Lead], steps: int) -> Guesses | None:
+        """Draft `steps` tokens for every text; each slot then holds its text and all guesses but the last.
+
+        None: not possible for these texts (too many, too long, greedy and sampled mixed); use `forward`.
+        """
+
+
 class Drafter(Protocol):
     """Guesses what the target will say. State is kept per text, and nothing of one text shows in another."""
 
@@ -256,6 +297,7 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: str | None = None
     tally: Tally | None = None  # on the last piece
+    drafted: int | None = None  # on the last piece of a round: guesses put to the target in it, where that is known
 
 
 @runtime_checkable

@@ -48,13 +48,15 @@ class Sequence:
         self.stopping = stopping
         self.constraint = constraint
         self.logprobs = logprobs
-        self.seed = sampling.seed if sampling.seed is not None else torch.seed() & (2**63 - 1)
+        # Without a seed of its own a text draws one from torch's generator, so that torch.manual_seed still decides.
+        self.seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
         self.rng = torch.Generator().manual_seed(self.seed & (2**63 - 1))
         self.slot: Slot | None = None
         self.finish_reason: str | None = None
         self.guessed: list[bool] = []  # of each written token: was it a guess that stood?
         self.token_logprobs: list[TokenLogprob] = []
         self.tally = Tally()
+        self.acceptance: str | None = None  # a rule of its own; None: the judge's
         self.method: str | None = None  # which drafter writes this text, where there is a choice
         self.prediction: list[int] | None = None
         self.draft_tokens: int | None = None  # a budget of its own

@@ -8,41 +8,65 @@ from statistics import median
 import torch
 
 from paceline.core.budget import CostCurve, Costs
-from paceline.core.protocols import Row, Runner
+from paceline.core.protocols import Row, Runner, Slot
 
-WIDTHS = (1, 2, 3, 5, 9)
+WIDTHS = (1, 2, 3, 5, 9, 17)
 CONTEXT = 48  # tokens in the slot while measuring
 REPEATS = 3
+LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
 
 
-def measure_pass(target: Runner, widths: tuple[int, ...] = WIDTHS, repeats: int = REPEATS) -> CostCurve:
-    """Seconds of a pass of the target by width. Interleaved, medians; leaves nothing behind."""
-    slot = target.open()
+def measure_pass(
+    target: Runner,
+    widths: tuple[int, ...] = WIDTHS,
+    repeats: int = REPEATS,
+    *,
+    texts: int = 1,
+    longest_seconds: float = LONGEST_SECONDS,
+) -> CostCurve:
+    """Seconds of a pass of the target over `texts` texts, by all tokens in it. Interleaved, medians; leaves nothing.
+
+    The first turn warms up. At least one turn is measured; no further one begins after `longest_seconds`.
+    """
     samples: dict[int, list[float]] = {width: [] for width in widths}
+    slots: list[Slot] = []
     token = min(7, target.card.vocab_size - 1)
+    began = time.perf_counter()
     try:
-        target.forward([Row.chain(slot, [token] * CONTEXT)], last_only=True)
+        for _ in range(texts):
+            slots.append(target.open())
+        target.forward([Row.chain(slot, [token] * CONTEXT) for slot in slots], last_only=True)
         for turn in range(repeats + 1):
+            if turn > 1 and time.perf_counter() - began > longest_seconds:
+                break
             for width in widths:
-                target.trim(slot, CONTEXT)
-                started = time.perf_counter()
-                said = target.forward([Row.chain(slot, [token] * width)])
-                int(said.logits[-1].argmax())  # wait for the device
-                if turn:  # the first turn warms up
-                    samples[width].append(time.perf_counter() - started)
+                taken = _one_pass(target, slots, [token] * width)
+                if turn:
+                    samples[width].append(taken)
     finally:
-        target.close(slot)
-    return CostCurve({width: median(taken) for width, taken in samples.items()})
+        for slot in slots:
+            target.close(slot)
+    return CostCurve({width * texts: median(taken) for width, taken in samples.items()})
 
 
-def measure_costs(target: Runner, draft: Runner | None = None) -> Costs:
-    """Costs of the target, and of a draft model that makes one pass a guess."""
-    costs = Costs(verify=measure_pass(target))
+def _one_pass(target: Runner, slots: list[Slot], tokens: list[int]) -> float:
+    for slot in slots:
+        target.trim(slot, CONTEXT)
+    started = time.perf_counter()
+    said = target.forward([Row.chain(slot, tokens) for slot in slots])
+    said.logits.argmax(dim=-1).tolist()  # as a round does: choose, and wait for the device
+    return time.perf_counter() - started
+
+
+def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve | None = None) -> Costs:
+    """Costs of the target (`verify`, where they are known already), and of a draft model that makes one pass a guess.
+
+    What other drafters cost is measured as rounds go by; until then they are taken to be free.
+    """
+    costs = Costs(verify=measure_pass(target) if verify is None else verify.copy())
     if draft is not None:
         one = measure_pass(draft, widths=(1,)).at(1)
-        costs.draft = CostCurve({k: one * k for k in (1, 4, 8)})
-    else:
-        costs.draft = CostCurve({1: 1e-4, 8: 2e-4})  # looking something up; measured for real as rounds go by
+        costs.draft = CostCurve({0: 0.0, 1: one, 8: 8 * one}, unknown=0.0)
     return costs
 
 

@@ -27,7 +27,8 @@ def run(
     Yields after every round, for every text in it. Leaving the iterator early gives everything back. `keep_slots`: the
     caller goes on using the finished texts' slots, and closes them.
     """
-    waiting, running = list(reversed(texts)), []
+    waiting = list(reversed(texts))
+    running: list[Sequence] = []
     clocks = {text.number: 0.0 for text in texts}
     try:
         while waiting or running:

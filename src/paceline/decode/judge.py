@@ -14,22 +14,26 @@ from paceline.core.distribution import adjusted, distribution
 from paceline.core.protocols import Output, Outputs, TokenLogprob, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree, path_to
+from paceline.decode.device_judge import DeviceJudge, can_judge
 from paceline.errors import OptionError
 
 
 class Judge:
-    """Applies one acceptance rule."""
+    """Applies one acceptance rule, except to texts that carry their own."""
 
     def __init__(self, rule: str = "token") -> None:
         if rule != COUPLED and rule not in RULES:
             raise OptionError(f"acceptance must be one of {', '.join((*RULES, COUPLED))}, not {rule!r}")
         self.rule = rule
+        self._device = DeviceJudge()
 
     def verdicts(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
         """One verdict a text, in order."""
+        if can_judge(texts, trees, outputs) and all(self._rule(text) == "token" for text in texts):
+            return self._device.verdicts(texts, trees, outputs)
         plain = [text.sampling.plain_greedy and text.constraint is None for text in texts]
         # The lossy rule is not argmax equality, not even for a greedy text: let it show.
-        plain = [False] * len(texts) if self.rule == "lossy-typical" else plain
+        plain = [ours and self._rule(text) != "lossy-typical" for ours, text in zip(plain, texts)]
         best = _best_of_all(trees, outputs) if any(plain) else None
         verdicts: list[Verdict] = []
         for index, (text, tree) in enumerate(zip(texts, trees)):
@@ -39,13 +43,16 @@ class Judge:
                 verdicts.append(self._drawn(text, tree, outputs[index]))
         return verdicts
 
+    def _rule(self, text: Sequence) -> str:
+        return text.acceptance or self.rule
+
     def _drawn(self, text: Sequence, tree: DraftTree, output: Output) -> Verdict:
-        target = target_rows(text, tree, output.logits)
-        if self.rule == COUPLED:
+        target, rule = target_rows(text, tree, output.logits), self._rule(text)
+        if rule == COUPLED:
             first = text.new_tokens
             chance = [position_uniform(text.seed, first + depth) for depth in range(tree.guesses + 1)]
             return walk_coupled(tree, target, chance)
-        return RULES[self.rule](tree, target, text.rng)
+        return RULES[rule](tree, target, text.rng)
 
 
 def target_rows(text: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
@@ -81,7 +88,7 @@ class _Best:
 
 def _best_of_all(trees: list[DraftTree], outputs: Outputs) -> _Best:
     """One argmax, one copy to the host: guesses and answers travel together."""
-    best = outputs.logits.argmax(dim=-1)
+    best = outputs.logits.argmax(dim=-1) if outputs.best is None else outputs.best
     guesses = torch.cat([tree.tokens.to(best.device, non_blocking=True) for tree in trees])
     numbers = torch.cat([best, guesses]).tolist()
     return _Best(trees, numbers[: best.shape[0]], numbers[best.shape[0] :], outputs.sizes)
@@ -96,7 +103,8 @@ def logprobs_of(text: Sequence, tree: DraftTree, output: Output, verdict: Verdic
     emitted = [int(tree.tokens[node]) for node in verdict.path] + [verdict.token]
     paths = [emitted[:depth] for depth in range(len(rows))]
     histories = [text.history(path) for path in paths] if text.sampling.penalised else None
-    scores = torch.log_softmax(adjusted(output.logits[rows], text.sampling, histories), dim=-1).cpu()
+    allowed = None if text.constraint is None else torch.stack([text.constraint.allowed(path) for path in paths])
+    scores = torch.log_softmax(adjusted(output.logits[rows], text.sampling, histories, allowed), dim=-1).cpu()
     found: list[TokenLogprob] = []
     for row, token in zip(scores, emitted):
         best = row.topk(wanted) if wanted else None

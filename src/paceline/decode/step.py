@@ -45,14 +45,26 @@ def prefill(texts: list[Sequence], with_: Machinery, chunk: int = 2048) -> None:
     for text in texts:
         if text.slot is None:
             text.slot = with_.target.open()
-    while pending := [text for text in texts if _held(text) < len(text.ids) - 1]:
-        rows = [_prompt_row(text, max(1, chunk // len(pending))) for text in pending]
-        outputs = as_outputs(with_.target.forward(rows, last_only=True))
-        for text, row, output in zip(pending, rows, outputs):
-            with_.target.keep(row.slot, list(range(len(row.parents))))
+    while pending := [text for text in texts if unread(text)]:
+        for text, output in zip(pending, read_some(pending, with_, chunk)):
             read[text.number].append(output)
     for text in texts:
         with_.drafter.begin(text, joined(read[text.number]))
+
+
+def unread(text: Sequence) -> int:
+    """Tokens of a text that its slot must still take before a round: all but the last."""
+    assert text.slot is not None
+    return len(text.ids) - 1 - text.slot.length
+
+
+def read_some(pending: list[Sequence], with_: Machinery, chunk: int) -> list[Output]:
+    """One pass over the next tokens of texts that have some unread, at most `chunk` of them shared out evenly."""
+    rows = [_prompt_row(text, max(1, chunk // len(pending))) for text in pending]
+    outputs = as_outputs(with_.target.forward(rows, last_only=True))
+    for row in rows:
+        with_.target.keep(row.slot, list(range(len(row.parents))))
+    return list(outputs)
 
 
 def joined(parts: list[Output]) -> Output | None:
@@ -66,21 +78,19 @@ def joined(parts: list[Output]) -> Output | None:
     )
 
 
-def _held(text: Sequence) -> int:
-    assert text.slot is not None
-    return text.slot.length
-
-
 def _prompt_row(text: Sequence, chunk: int) -> Row:
     assert text.slot is not None
     start = text.slot.length
     return Row.chain(text.slot, text.ids[start : min(start + chunk, len(text.ids) - 1)])
 
 
-def step(texts: list[Sequence], with_: Machinery) -> list[Round]:
-    """Run one round for all texts. Each grows by at least one token, unless it was already finished."""
+def step(texts: list[Sequence], with_: Machinery, budgets: list[int] | None = None) -> list[Round]:
+    """Run one round for all texts. Each grows by at least one token, unless it was already finished.
+
+    budgets: guesses a text, where the caller has already asked the budget and made room for them.
+    """
     started = time.perf_counter()
-    budgets = with_.budget.plan(texts)
+    budgets = with_.budget.plan(texts) if budgets is None else budgets
     trees = with_.drafter.propose(texts, budgets)
     drafted = time.perf_counter()
     rows = [_row(text, tree) for text, tree in zip(texts, trees)]
@@ -105,9 +115,7 @@ def _row(text: Sequence, tree: DraftTree) -> Row:
     """The last token of the text, not yet read, and the guesses after it."""
     assert text.slot is not None, "prefill opens the slot"
     assert text.slot.length == len(text.ids) - 1, "a slot holds every token of its text but the last"
-    last = torch.tensor([text.ids[-1]], dtype=torch.int64)
-    tokens = last if not len(tree) else torch.cat([last.to(tree.tokens.device, non_blocking=True), tree.tokens])
-    return Row(text.slot, tokens, [-1] + [parent + 1 for parent in tree.parents])
+    return Row(text.slot, tree.tokens, [-1] + [parent + 1 for parent in tree.parents], lead=text.ids[-1])
 
 
 def _settle(text: Sequence, done: Round, target: Runner) -> Round:

@@ -54,6 +54,8 @@ class Codec:
     def _chat_ids(self, messages: list[Message]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError("this model has no chat template; give the prompt as a text")
+        if not all("role" in message for message in messages):
+            raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
         try:
             said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # templates are programs of their own and raise what they like

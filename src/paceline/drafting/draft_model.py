@@ -10,13 +10,26 @@ distribution travels with the guess. A greedy text gets greedy guesses, whose q 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.distribution import distribution, draw
-from paceline.core.protocols import Ability, Output, Outputs, Round, Row, Runner, Slot, as_outputs
+from paceline.core.protocols import (
+    Ability,
+    Guesses,
+    Lead,
+    LoopRunner,
+    Output,
+    Outputs,
+    Round,
+    Row,
+    Runner,
+    Slot,
+    as_outputs,
+)
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 
@@ -45,13 +58,34 @@ class DraftModel:
         """The draft reads the prompt when it is first asked; a text never guessed for costs it nothing."""
 
     def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        drawn = {text.number: _Drawn() for text in texts}
         for text in texts:
             self._before[text.number] = len(text.ids)
+        guessed = self._in_one_loop(texts, budgets)
+        return self._step_by_step(texts, budgets) if guessed is None else guessed
+
+    def _in_one_loop(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree] | None:
+        """All steps without returning to the host, where the runner can. None: it cannot, or not for these texts."""
+        asked = [text for text, budget in zip(texts, budgets) if budget]
+        if Ability.LOOP not in self.runner.abilities or not asked or not all(map(_loops, asked)):
+            return None
+        if self.runner.card.vocab_size != self._vocab:
+            return None
+        steps = max(budgets)
+        leads = [Lead(self._slot(text), text.ids, text.sampling.temperature, _chances(text, steps)) for text in asked]
+        drafted = cast(LoopRunner, self.runner).loop(leads, steps)
+        if drafted is None:
+            return None
+        rows = {text.number: row for row, text in enumerate(asked)}
+        return [
+            _cut(drafted, rows[text.number], budget) if budget else tree.empty() for text, budget in zip(texts, budgets)
+        ]
+
+    def _step_by_step(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        drawn = {text.number: _Drawn() for text in texts}
         for depth in range(max(budgets, default=0)):
             active = [text for text, budget in zip(texts, budgets) if depth < budget]
-            said = as_outputs(self.runner.forward([self._row(text, drawn[text.number]) for text in active], last_only=True))
-            self._choose(active, said, drawn)
+            rows = [self._row(text, drawn[text.number]) for text in active]
+            self._choose(active, as_outputs(self.runner.forward(rows, last_only=True)), drawn)
         return [self._tree(text, drawn[text.number]) for text in texts]
 
     def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
@@ -71,10 +105,14 @@ class DraftModel:
         """What the draft has not read yet: the last guess, or at first all that is new in the text."""
         if drawn.tokens:
             return Row(self._slots[text.number], drawn.tokens[-1], [-1])
+        slot = self._slot(text)
+        return Row.chain(slot, text.ids[slot.length :])
+
+    def _slot(self, text: Sequence) -> Slot:
         slot = self._slots.get(text.number)
         if slot is None:
             slot = self._slots[text.number] = self.runner.open()
-        return Row.chain(slot, text.ids[slot.length :])
+        return slot
 
     def _choose(self, texts: list[Sequence], said: Outputs, drawn: dict[int, _Drawn]) -> None:
         """Choose the next guess of every text: one argmax for all greedy texts, a draw for each other one."""
@@ -104,3 +142,24 @@ class DraftModel:
         # A greedy text's guess is an argmax: chosen, not drawn.
         probs = torch.stack(drawn.probs) if drawn.probs and not text.sampling.greedy else None
         return tree.chain(torch.cat(drawn.tokens), probs)
+
+
+def _loops(text: Sequence) -> bool:
+    """Whether a loop on the device knows how to choose for this text: an argmax, or a draw at some temperature."""
+    sampling = text.sampling
+    if sampling.penalised or sampling.logit_bias:
+        return False
+    return sampling.greedy or (not sampling.top_k and sampling.top_p == 1 and not sampling.min_p)
+
+
+def _chances(text: Sequence, steps: int) -> list[float] | None:
+    """The numbers a loop draws with, from the text's own generator."""
+    if text.sampling.greedy:
+        return None
+    chances: list[float] = torch.rand(steps, generator=text.rng, dtype=torch.float64).tolist()
+    return chances
+
+
+def _cut(drafted: Guesses, row: int, budget: int) -> DraftTree:
+    probs = None if drafted.probs is None else drafted.probs[row, :budget]
+    return tree.chain(drafted.tokens[row, :budget], probs)

@@ -83,7 +83,12 @@ _LONGEST_STRING = 1 << 26
 _MOST_ENTRIES = 1 << 24
 
 # GGUF's word for an architecture, where Hugging Face's `model_type` is another.
-_FAMILY_NAMES: Mapping[str, str] = {"qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "gptneox": "gpt_neox", "phi2": "phi"}
+_FAMILY_NAMES: Mapping[str, str] = {
+    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+    "gptneox": "gpt_neox",
+    "phi2": "phi",
+}
 
 _CONFIG_KEYS: Mapping[str, str] = {
     "hidden_size": "embedding_length",

@@ -1,4 +1,4 @@
-"""A name -> a `ModelShape`: a file or directory on disk, the catalogue, or a Hub id (from the cache, else the network)."""
+"""A name -> a `ModelShape`: something on disk, the catalogue, or a Hub id (from its cache, else the network)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_shape(name: str) -> ModelShape:
     """The shape of the model of this name.
 
     Tried in this order: something on disk (a directory with config.json, a config.json, a .gguf), the catalogue, the
-    Hub. Raises ModelNotFound when none has it, WeightsError when a file is damaged, OptionError when it cannot be sized.
+    Hub. Raises ModelNotFound when none has it, WeightsError for a damaged file, OptionError when it cannot be sized.
     """
     path = Path(name).expanduser()
     if name.strip() and path.exists():
@@ -65,8 +65,11 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
-# safetensors' names for its element types, with their bytes and ours.
-_ELEMENTS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+# safetensors' names for its element types: their bytes, and what we call them.
+_ELEMENTS: Mapping[str, int] = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
 _ELEMENT_PRECISION: Mapping[str, str] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 

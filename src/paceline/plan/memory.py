@@ -146,7 +146,7 @@ def plan_memory(setting: Setting) -> MemoryPlan:
 def kv_bytes(shape: ModelShape, setting: Setting) -> int:
     """One model's cache, for every text of the batch at its longest.
 
-    Sliding-window layers are counted at full length: a window that has moved on cannot be rolled back after a rejection.
+    Sliding-window layers are counted at full length: one that has moved on cannot be rolled back on rejection.
     """
     values = shape.kv_values_per_token * setting.cached_tokens * setting.batch
     return round(values * setting.kv_bits / 8)
@@ -172,7 +172,7 @@ def activation_bytes(setting: Setting) -> int:
 
 
 def eagle_head(target: ModelShape) -> ModelShape:
-    """EAGLE: one decoder layer of the target's size and a matrix that joins feature and token; table and head shared."""
+    """EAGLE: one decoder layer of the target's size and a matrix joining feature and token; table and head shared."""
     return replace(
         target,
         name=f"EAGLE head for {target.name}",

@@ -93,12 +93,21 @@ def pairing_note(target: ModelShape, draft: ModelShape) -> str | None:
     return None
 
 
-def _published_tokens(setting: Setting) -> Expectation | None:
+def listed_pair(setting: Setting) -> Pair | None:
+    """The catalogue's entry for this very target, draft and method, where there is one."""
+    draft = setting.draft.name if setting.draft else None
     for pair in pairs_for(setting.target.name):
-        same_draft = (pair.draft.name if pair.draft else None) == (setting.draft.name if setting.draft else None)
-        if same_draft and pair.method is setting.method and (tokens := _tokens(pair.published, setting.draft_tokens)):
-            return Expectation(tokens, tokens, f"published for this pair: {pair.source}")
+        if pair.method is setting.method and (pair.draft.name if pair.draft else None) == draft:
+            return pair
     return None
+
+
+def _published_tokens(setting: Setting) -> Expectation | None:
+    pair = listed_pair(setting)
+    tokens = _tokens(pair.published, setting.draft_tokens) if pair else None
+    if pair is None or tokens is None:
+        return None
+    return Expectation(tokens, tokens, f"published for this pair: {pair.source}")
 
 
 def _tokens(published: Published, draft_tokens: int) -> float | None:
@@ -111,9 +120,7 @@ def _tokens(published: Published, draft_tokens: int) -> float | None:
 
 
 def _pair(row: dict[str, Any]) -> Pair:
-    numbers = Published(
-        row.get("speedup"), row.get("acceptance"), row.get("tokens_per_step"), row.get("draft_tokens"), row.get("hardware")
-    )
+    numbers = Published(**{key: row.get(key) for key in Published.__slots__})
     draft = _known(row["draft"]) if "draft" in row else None
     return Pair(_known(row["target"]), draft, Method(row["method"]), row["suits"], numbers, row["source"])
 

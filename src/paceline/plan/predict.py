@@ -122,7 +122,7 @@ def estimate_speed(setting: Setting, card: Card, expectation: Expectation) -> Sp
 
 
 def pass_seconds(shape: ModelShape, precision: Precision, setting: Setting, card: Card, *, width: int) -> float:
-    """One pass over `width` tokens of each text. GPUs that share layers work one after the other, so they add nothing."""
+    """One pass over `width` tokens of each text. GPUs that divide the layers take turns: no faster."""
     tokens = width * setting.batch
     # On average over an answer the cache is half full.
     cache = shape.kv_values_per_token * setting.batch * setting.context / 2 * setting.kv_bits / 8

@@ -8,7 +8,7 @@ whether the MLP is gated), so a family is a row of `FAMILIES`, not a class.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -144,7 +144,7 @@ class Family:
 
 
 _LLAMA = Family()
-_GPT2 = Family(gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True, learned_positions=True, tied=True)
+_BIASED = Family(gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True)
 _GEMMA3 = Family(
     norms=4,
     query_key_norms=True,
@@ -167,9 +167,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(norms=4, tied=True),
     "gemma3": _GEMMA3,
     "gemma3_text": _GEMMA3,
-    "gpt2": _GPT2,
-    "gpt_neox": Family(gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norm_bias=True),
-    "phi": Family(gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norms=1, norm_bias=True, head_bias=True),
+    "gpt2": replace(_BIASED, learned_positions=True, tied=True),
+    "gpt_neox": _BIASED,
+    "phi": replace(_BIASED, norms=1, head_bias=True),
 }
 
 # Shapes these formulas do not describe: a wrong size would be worse than none.
@@ -189,13 +189,12 @@ def shape_from_config(config: Config, name: str) -> ModelShape:
     """
     reader = _Reader(config, name)
     reader.refuse_what_is_not_modelled()
-    width, layers, heads = reader.need("hidden_size"), reader.need("num_hidden_layers"), reader.need("num_attention_heads")
-    family = reader.family
+    width, heads, family = reader.need("hidden_size"), reader.need("num_attention_heads"), reader.family
     experts = reader.get("num_local_experts", "num_experts")
     return ModelShape(
         name=name,
         family=reader.family_name,
-        layers=layers,
+        layers=reader.need("num_hidden_layers"),
         width=width,
         vocab=reader.need("vocab_size"),
         heads=heads,

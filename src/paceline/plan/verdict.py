@@ -106,7 +106,8 @@ def _first_fitting(setting: Setting, card: Card) -> Iterator[Change]:
     if smaller and (context := longest_context(smaller[-1], card)):
         name = smaller[-1].precision.name
         left = _left(replace(smaller[-1], context=context), card)
-        yield Change(f"weights in {name} and a context of {context:,} tokens", f"--dtype {name} --context {context}", left)
+        words = f"weights in {name} and a context of {context:,} tokens"
+        yield Change(words, f"--dtype {name} --context {context}", left)
 
 
 def _fewer_bits(precision: Precision) -> list[Precision]:
@@ -116,8 +117,21 @@ def _fewer_bits(precision: Precision) -> list[Precision]:
 
 
 def _more_gpus(setting: Setting, card: Card) -> Iterator[Change]:
-    for gpus in range(setting.gpus + 1, _MOST_GPUS + 1):
+    """How many cards it takes as it is, and how many with the fewest bits."""
+    if gpus := _cards_needed(setting, card):
         left = _left(replace(setting, gpus=gpus), card)
-        if left >= 0:
-            yield Change(f"{gpus} of these cards", f"--gpus {gpus}", left)
-            return
+        yield Change(f"{gpus} of these cards", f"--gpus {gpus}", left)
+    smallest = [replace(setting, precision=precision) for precision in _fewer_bits(setting.precision)[-1:]]
+    for choice in smallest:
+        fewer = _cards_needed(choice, card)
+        if fewer and (gpus == 0 or fewer < gpus):
+            name, left = choice.precision.name, _left(replace(choice, gpus=fewer), card)
+            yield Change(f"{fewer} of these cards and weights in {name}", f"--gpus {fewer} --dtype {name}", left)
+
+
+def _cards_needed(setting: Setting, card: Card) -> int:
+    """The smallest number of cards, above the one at hand, that holds it; 0 when none does."""
+    for gpus in range(setting.gpus + 1, _MOST_GPUS + 1):
+        if _left(replace(setting, gpus=gpus), card) >= 0:
+            return gpus
+    return 0

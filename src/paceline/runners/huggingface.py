@@ -22,6 +22,7 @@ from paceline.core.tree import ancestors, depths
 from paceline.errors import AbilityError, ModelError, OptionError, OutOfMemory, WeightsError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INTEGER_WORDS = ("int8", "int4")  # runners/native/quantized.py
 DTYPE_WORDS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FIRST_CAPACITY = 256
 FOREIGN_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
@@ -156,7 +157,7 @@ class HuggingFaceRunner:
     def __init__(
         self, model: PreTrainedModel, name: str, *, hidden: bool = False, features: tuple[int, ...] = ()
     ) -> None:
-        refuse_what_cannot_roll_back(model.config, name)
+        refuse_what_cannot_roll_back(model.config, name, stateful=bool(getattr(model, "_is_stateful", False)))
         self.model = model.eval()
         self.want_hidden, self.feature_layers = hidden, features
         config = model.config.get_text_config()
@@ -189,6 +190,7 @@ class HuggingFaceRunner:
         self._rows += 1
         return HuggingFaceSlot(self._rows - 1)
 
+    @torch.inference_mode()
     def keep(self, slot: Slot, nodes: list[int]) -> None:
         own = _own(slot)
         source = [own.fresh + node for node in nodes]
@@ -207,6 +209,7 @@ class HuggingFaceRunner:
             self._free.append(own.row)
             own.row, own.length = -1, 0
 
+    @torch.inference_mode()
     def fork(self, slot: Slot, length: int) -> HuggingFaceSlot:
         twin = self.open()
         self._store.reserve(self._rows, length)
@@ -264,7 +267,7 @@ class HuggingFaceRunner:
         visible = torch.zeros(len(rows), width, plan.end, dtype=torch.bool)
         for index, (row, start) in enumerate(zip(rows, plan.starts)):
             count = len(row.parents)
-            tokens[index, :count] = row.tokens.to(self._device)
+            tokens[index, :count] = row.ids().to(self._device)
             positions[index, :count] = torch.tensor(depths(row.parents)) + start
             visible[index, :, : max(start, 1)] = True  # padding looks at something, or its softmax would be NaN
             visible[index, :count, :start] = True
@@ -361,15 +364,18 @@ def end_tokens_of(model: PreTrainedModel) -> frozenset[int]:
     return frozenset()
 
 
-def refuse_what_cannot_roll_back(config: Any, name: str) -> None:
-    """Raise AbilityError for models whose memory of a text cannot be cut back to a shorter one."""
+def refuse_what_cannot_roll_back(config: Any, name: str, *, stateful: bool = False) -> None:
+    """Raise AbilityError for models whose memory of a text cannot be cut back to a shorter one.
+
+    stateful: transformers marks the model's class as one that carries a state from token to token
+    """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = set(getattr(config, "layer_types", None) or ())
     bad = sorted(kind for kind in kinds if any(word in kind for word in CANNOT_ROLL_BACK))
     window = getattr(config, "sliding_window", None)
     if not kinds and window and getattr(config, "use_sliding_window", True):
         bad = ["sliding_attention"]
-    if any(hasattr(config, mark) for mark in ("ssm_cfg", "state_size", "rwkv_hidden_size", "conv_kernel")):
+    if stateful:
         bad = bad or ["recurrent state"]
     if bad:
         raise AbilityError(
@@ -378,14 +384,16 @@ def refuse_what_cannot_roll_back(config: Any, name: str) -> None:
         )
 
 
-def dtype_named(word: str | None, device: str) -> torch.dtype:
-    """fp32 on a CPU, bf16 on a GPU, unless told."""
+def dtype_named(word: str | None, device: str) -> str:
+    """A dtype's full name: float32 on a CPU and bfloat16 on a GPU unless told; int8 and int4 on a CPU."""
     if word is None or word == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
+        return "float32" if device == "cpu" else "bfloat16"
     name = DTYPE_WORDS.get(word, word)
-    if name not in DTYPES:
-        raise OptionError(f"dtype must be one of {', '.join((*DTYPES, *DTYPE_WORDS))}, not {word!r}")
-    return DTYPES[name]
+    if name not in DTYPES and name not in INTEGER_WORDS:
+        raise OptionError(f"dtype must be one of {', '.join((*DTYPE_WORDS, *DTYPES, *INTEGER_WORDS))}, not {word!r}")
+    if name in INTEGER_WORDS and device != "cpu":
+        raise OptionError(f"dtype {name} runs on a CPU only; on {device} use bfloat16")
+    return name
 
 
 def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trust_remote_code: bool = False) -> Any:

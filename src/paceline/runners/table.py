@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.distribution import SamplingParams, distribution
 from paceline.core.protocols import Ability, ModelCard, Outputs, Row, Slot
-from paceline.core.tree import path_to
+from paceline.core.tree import ROOT
 from paceline.errors import OptionError
 
 LAYERS = 4  # the toy pretends to have this many: leaving early gives blurred logits
@@ -60,23 +60,25 @@ class TableRunner:
         return TableSlot()
 
     def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
-        logits, sizes, hidden, read = [], [], [], []
+        contexts: list[int] = []
         for row in rows:
             slot = _own(row.slot)
-            said = torch.stack([self.table[self._context(slot.tokens + path)] for path in _paths(row)])
-            hidden.append(said)
-            read.append(said.shape[0])
-            logits.append(said[-1:] if last_only else said)
-            sizes.append(logits[-1].shape[0])
+            self._absorb(slot)
+            contexts += [self._context(recent) for recent in _recent(slot.tokens[-self.order :], row, self.order)]
             slot.fresh = row
             slot.length = len(slot.tokens) + len(row.parents)
+        read = [len(row.parents) for row in rows]
         # The toy's hidden state is its logits: a head on top of it can be as good as the model.
-        seen = torch.cat(hidden)
-        return Outputs(torch.cat(logits), sizes, seen, torch.cat([seen] * 3, dim=-1), read)
+        said = self.table[torch.tensor(contexts, dtype=torch.int64)]
+        features = torch.cat([said] * 3, dim=-1)
+        if last_only:
+            ends = torch.tensor(read).cumsum(0) - 1
+            return Outputs(said[ends], [1] * len(rows), said, features, read)
+        return Outputs(said, read, said, features, read)
 
     def keep(self, slot: Slot, nodes: list[int]) -> None:
         own = _own(slot)
-        tokens = own.fresh.tokens.tolist()
+        tokens = _tokens(own.fresh)
         own.tokens += [tokens[node] for node in nodes]
         self._settle(own)
 
@@ -135,7 +137,7 @@ class TableRunner:
     def _absorb(self, slot: TableSlot) -> None:
         """A row that nobody kept stands as a whole."""
         if len(slot.fresh.parents):
-            slot.tokens += slot.fresh.tokens.tolist()
+            slot.tokens += _tokens(slot.fresh)
 
     def _settle(self, slot: TableSlot) -> None:
         slot.fresh = Row(slot, torch.empty(0, dtype=torch.int64), [])
@@ -147,6 +149,14 @@ def _own(slot: Slot) -> TableSlot:
     return slot
 
 
-def _paths(row: Row) -> list[list[int]]:
-    tokens = row.tokens.tolist()
-    return [[tokens[node] for node in path_to(row.parents, last)] for last in range(len(tokens))]
+def _recent(before: list[int], row: Row, order: int) -> list[list[int]]:
+    """The last `order` tokens up to and including each node of a row, along its path."""
+    found: list[list[int]] = []
+    for token, parent in zip(_tokens(row), row.parents):
+        found.append(((before if parent == ROOT else found[parent]) + [token])[-order:])
+    return found
+
+
+def _tokens(row: Row) -> list[int]:
+    """All token ids of a row, its lead included."""
+    return ([] if row.lead is None else [row.lead]) + row.tokens.tolist()

@@ -1,0 +1,34 @@
+# make demo   see it work: one prompt, plain and speculative
+# make test   the whole test suite
+# make check  ruff and mypy
+# Each makes .venv if it is missing and installs exact versions (constraints.txt) into it.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check
+
+demo: $(VENV)/.installed
+	$(RUN) -m paceline demo
+
+test: $(VENV)/.installed-dev
+	$(RUN) -m pytest
+
+check: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+$(RUN):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11: make PYTHON=python3.12 …")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
+	@echo "installing into $(VENV) (the first time this takes minutes)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(INSTALL) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,154 @@
+"""Does greedy speculative decoding write token for token what transformers writes?
+
+    python benchmarks/equality.py --prompts DIR                 every *.jsonl of DIR, fields "id" and "prompt"
+    python benchmarks/equality.py --prompts DIR --limit 5       the first five of each file
+
+For every prompt: AutoModelForCausalLM.generate(do_sample=False) on the default model in float32, then the same text by
+the methods none, ngram and draft (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference is
+a near-tie if the two best logits lie closer than 1e-3 where the texts part: there, another order of additions decides.
+Any other difference is a bug, and the exit status is 1. The last line on stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEAR_TIE = 1e-3  # between the two best logits
+METHODS = ("none", "ngram", "draft")
+BATCHES = (1, 8)
+GUESSES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two texts part, and how far apart the target's two best tokens were there."""
+
+    place: int
+    gap: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap < NEAR_TIE
+
+
+def rounded_copy(model: Any, bits: int) -> Any:
+    """A draft made of the model itself: every matrix of its layers rounded, row by row, to 2^bits levels."""
+    twin = copy.deepcopy(model)
+    levels = 2 ** (bits - 1) - 1
+    with torch.no_grad():
+        for layer in twin.model.layers:
+            for weight in (parameter for parameter in layer.parameters() if parameter.dim() == 2):
+                step = weight.abs().amax(dim=1, keepdim=True) / levels
+                weight.copy_((weight / step).round() * step)
+    return twin
+
+
+def compared(model: Any, prompt: list[int], theirs: list[int], ours: list[int]) -> list[Difference]:
+    """No difference, or the first one: after it the texts are different texts."""
+    if theirs == ours:
+        return []
+    place = next((n for n, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+    with torch.no_grad():
+        row = model(torch.tensor([prompt + theirs[:place]])).logits[0, -1]
+    best = row.topk(2).values
+    return [Difference(place, float(best[0] - best[1]))]
+
+
+def prompts_of(folder: Path, limit: int | None) -> Iterator[str]:
+    for file in sorted(folder.glob("*.jsonl")):
+        for line in file.read_text().splitlines()[:limit]:
+            yield json.loads(line)["prompt"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=Path, required=True, help="a folder of .jsonl files")
+    parser.add_argument("--limit", type=int, help="prompts a file")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--runner", default="auto", help="auto, native or hf")
+    args = parser.parse_args()
+    report = _report(args)
+    print(json.dumps(report))
+    return 1 if report["bugs"] else 0
+
+
+def _report(args: argparse.Namespace) -> dict[str, Any]:
+    """Every method and batch size against transformers' texts."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from paceline import SpeculativeDecoder
+    from paceline.decode.text import Codec
+    from paceline.models import locate
+
+    folder = locate(args.target).folder
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    codec = Codec(AutoTokenizer.from_pretrained(folder))
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts_of(args.prompts, args.limit)]
+    prompts = [codec.encode(chat) for chat in chats]
+    theirs = [_their_text(model, prompt, args.new_tokens) for prompt in prompts]
+    draft = rounded_copy(model, bits=4)
+    ways: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"draft": "ngram"}, "draft": {"draft": draft}}
+    rows: list[dict[str, Any]] = []
+    print(f"{'method':<8}{'batch':>6}{'equal':>12}{'near-ties':>11}{'bugs':>6}{'accepted':>10}{'τ':>7}")
+    for method in METHODS:
+        for batch in BATCHES:
+            decoder = SpeculativeDecoder(
+                model,
+                draft_tokens=GUESSES,
+                tokenizer=codec.tokenizer,
+                largest_batch=batch,
+                runner=args.runner,
+                **ways[method],
+            )
+            rows.append(_row(decoder, model, prompts, theirs, args.new_tokens))
+            print(_shown(rows[-1]), flush=True)
+    near = sum(row["near_ties"] for row in rows)
+    return {"prompts": len(prompts), "near_ties": near, "bugs": sum(row["bugs"] for row in rows), "rows": rows}
+
+
+def _their_text(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    whole = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
+    said: list[int] = whole[0, len(prompt) :].tolist()
+    return said
+
+
+def _row(
+    decoder: Any, model: Any, prompts: list[list[int]], theirs: list[list[int]], new_tokens: int
+) -> dict[str, Any]:
+    from paceline.core.tally import Tally
+
+    total, found = Tally(), []
+    for prompt, said, result in zip(prompts, theirs, decoder.generate(prompts, max_new_tokens=new_tokens)):
+        total.add(result.stats)
+        found += compared(model, prompt, said, result.token_ids)
+    near = sum(difference.near_tie for difference in found)
+    return {
+        "method": decoder.options.method,
+        "batch": decoder.options.largest_batch,
+        "texts": len(prompts),
+        "equal": len(prompts) - len(found),
+        "near_ties": near,
+        "bugs": len(found) - near,
+        "acceptance_rate": total.acceptance_rate,
+        "tokens_per_step": total.tokens_per_step,
+    }
+
+
+def _shown(row: dict[str, Any]) -> str:
+    equal = f"{row['equal']}/{row['texts']}"
+    rates = f"{row['acceptance_rate']:>10.1%}{row['tokens_per_step']:>7.2f}"
+    return f"{row['method']:<8}{row['batch']:>6}{equal:>12}{row['near_ties']:>11}{row['bugs']:>6}{rates}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""The GPU rig: a small model inflated to the cost of a 7.5B one, drafted for by its own low-bit copy.
+
+    PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER [--out FILE.json] [--quick]
+
+The inflated model says what the small one says (its new widths, heads and layers contribute exactly zero) and costs
+what its shape costs; the draft is the small model with every projection rounded to 4 bits. Both are built on the
+device, nothing large is read. Everything is measured in one run, side by side: plain decoding, a draft with k = 1..8,
+n-grams, greedy and at temperature 0.7, one text and batches; transformers' generate and assisted generation on the
+same weights; a long prompt; memory. Whether the greedy texts are equal is checked for every prompt.
+
+Prints a table; the last line on stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+
+from paceline.core import AdaptiveBudget, FixedBudget, ModelCard, Row, SamplingParams, Sequence, StopRules
+from paceline.core.protocols import Lead
+from paceline.decode.generate import run
+from paceline.decode.judge import Judge
+from paceline.decode.step import Machinery
+from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.ngram import Ngram
+from paceline.drafting.nothing import Nothing
+from paceline.runners.native.runner import NativeRunner
+from paceline.runners.native.shape import shape_of
+from paceline.runners.native.weights import gather, matrices
+
+LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
+GROUP = 64  # weights that share a scale in the low-bit copy
+COPY_BANDWIDTH = 4.3e12  # bytes a second this card copies at
+BEGAN = time.perf_counter()
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f} s]", *words, flush=True)
+
+
+# --- the pair ---------------------------------------------------------------------------------------------------------
+
+
+def large_config(small: Any) -> Any:
+    large = AutoConfig.for_model(**small.to_dict())
+    heads = LARGE["num_key_value_heads"] * (small.num_attention_heads // small.num_key_value_heads)
+    for name, value in (LARGE | {"num_attention_heads": heads, "head_dim": small.head_dim}).items():
+        setattr(large, name, value)
+    large.rms_norm_eps = small.rms_norm_eps * small.hidden_size / large.hidden_size
+    return large
+
+
+def inflated(state: dict[str, Tensor], small: Any, large: Any) -> dict[str, Tensor]:
+    """The small model's weights in the corner of larger ones. What writes into the residual stream writes zeros there,
+    so whatever else is new meets only zeros; norms average over more entries and are scaled to make up for it."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(large).state_dict().items()}
+    shrink = math.sqrt(small.hidden_size / large.hidden_size)
+    made: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if name == "lm_head.weight" and large.tie_word_embeddings:
+            continue
+        kind = name.split(".")[-2]
+        new = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
+        if "norm" in kind:
+            new.fill_(1.0)
+        elif kind not in ("embed_tokens", "o_proj", "down_proj"):
+            new.normal_(0.0, 0.02)
+        old = state.get(name)
+        if old is not None:
+            corner = tuple(slice(size) for size in old.shape)
+            new[corner] = (old.float() * shrink).bfloat16() if "norm" in kind else old
+        made[name] = new
+    return made
+
+
+def rounded(state: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """Every projection rounded to 2**bits even steps between the ends of each group of a row."""
+    made = dict(state)
+    for name, weight in state.items():
+        if name.endswith("_proj.weight"):
+            groups = weight.float().view(weight.shape[0], -1, GROUP)
+            low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+            step = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
+            made[name] = (((groups - low) / step).round() * step + low).view_as(weight).bfloat16()
+    return made
+
+
+def native(state: dict[str, Tensor], config: Any, name: str, cache_tokens: int) -> NativeRunner:
+    shape = shape_of(config)
+    weights = gather(state.get, shape, torch.bfloat16, "cuda")
+    ends = frozenset([config.eos_token_id])
+    card = ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, "cuda", "bfloat16")
+    return NativeRunner(shape, weights, config, card, cache_tokens)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Line:
+    """One row of the table."""
+
+    name: str
+    batch: int
+    temperature: float
+    tokens_per_second: float
+    tokens_per_step: float
+    round_ms: float
+    tokens: int
+    seconds: float
+    equal: str = ""  # greedy texts equal to plain ones
+    texts: list[list[int]] = field(default_factory=list, repr=False)
+
+
+def texts_for(prompts: list[list[int]], ends: frozenset[int], temperature: float, length: int) -> list[Sequence]:
+    return [
+        Sequence(prompt, SamplingParams(temperature=temperature, seed=number), StopRules(length, ends))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def measure(
+    name: str, make: Callable[[], Machinery], prompts: list[list[int]], temperature: float, batch: int, length: int
+) -> Line:
+    """Decode all prompts, prefill included. The same run goes before: captures and compilations happen there."""
+    machinery = make()
+    ends = machinery.target.card.end_tokens
+    for _ in run(texts_for(prompts, ends, temperature, length), machinery, largest_batch=batch):
+        pass
+    texts = texts_for(prompts, ends, temperature, length)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in run(texts, machinery, largest_batch=batch):
+        pass
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - started
+    tokens = sum(text.new_tokens for text in texts)
+    steps = sum(text.tally.steps for text in texts)
+    accepted = sum(text.tally.accepted for text in texts)
+    rounds = steps / batch if batch > 1 else steps
+    rate, tau = tokens / seconds, 1 + accepted / steps
+    line = Line(name, batch, temperature, rate, tau, 1e3 * seconds / rounds, tokens, seconds)
+    line.texts = [text.written for text in texts]
+    return line
+
+
+def replay_ms(work: Callable[[], Any], repeats: int = 20) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    taken = []
+    for _ in range(repeats):
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return statistics.median(taken)
+
+
+def pass_times(target: NativeRunner, widths: tuple[int, ...]) -> dict[int, float]:
+    """Milliseconds of a captured pass of one text by width, at 300 tokens of context."""
+    slot = target.open()
+    target.forward([Row.chain(slot, list(range(100, 400)))], last_only=True)
+    found = {}
+    assert target.narrow is not None
+    for width in widths:
+        target.trim(slot, 300)
+        target.forward([Row.chain(slot, [5] * width)])
+        size = target.narrow.fits(1, width, 300 + width)
+        assert size is not None
+        found[width] = replay_ms(target.narrow.check(size).run)
+    target.close(slot)
+    return found
+
+
+def loop_times(draft: NativeRunner, steps: tuple[int, ...], sampled: bool = False) -> dict[int, float]:
+    slot, found = draft.open(), {}
+    assert draft.narrow is not None
+    for k in steps:
+        lead = Lead(slot, list(range(100, 400)), 0.7 if sampled else 0.0, [0.5] * k if sampled else None)
+        draft.loop([lead], k)
+        size = draft.narrow.fits(1, 2, 300 + k)
+        assert size is not None
+        found[k] = replay_ms(draft.narrow.loop(size, k, sampled).run)
+    draft.close(slot)
+    return found
+
+
+def prefill_ms(work: Callable[[], Any]) -> float:
+    work()
+    return replay_ms(work, 3)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """Everything measured in one process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.lines: list[Line] = []
+        self.facts: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        small = AutoConfig.from_pretrained(args.small)
+        state = {k: v.cuda() for f in sorted(Path(args.small).glob("*.safetensors")) for k, v in load_file(f).items()}
+        self.tokenizer = AutoTokenizer.from_pretrained(args.small)
+        self.config = large_config(small)
+        self.large = inflated(state, small, self.config)
+        self.small_state, self.small_config = rounded(state, 4), small
+        before = torch.cuda.memory_allocated()
+        self.target = native(self.large, self.config, "rig", args.cache_tokens)
+        self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
+        self.facts["load_extra_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
+        self.draft = native(self.small_state, small, "draft", args.cache_tokens)
+        self.prompts = self._prompts(Path(args.prompts))
+        say(f"built: {self.facts['target_bytes'] / 1e9:.2f} GB a pass; {len(self.prompts)} prompts")
+
+    def _prompts(self, folder: Path) -> list[list[int]]:
+        """Every sixth development prompt, through the chat template: 23 of four kinds."""
+        lines = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+        chosen = lines[3::6][: self.args.count]
+        made = []
+        for one in chosen:
+            messages = [{"role": "user", "content": one["prompt"]}]
+            said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            made.append([int(token) for token in said["input_ids"]])
+        return made
+
+    def plain(self) -> Machinery:
+        return Machinery(self.target, Nothing(), FixedBudget(0), Judge())
+
+    def drafted(self, k: int) -> Machinery:
+        return Machinery(self.target, DraftModel(self.draft, self.target.card.vocab_size), FixedBudget(k), Judge())
+
+    def ngram(self, k: int) -> Machinery:
+        return Machinery(self.target, Ngram(), FixedBudget(k), Judge())
+
+    def add(self, line: Line, reference: Line | None = None) -> Line:
+        if reference is not None:
+            same = sum(a == b for a, b in zip(line.texts, reference.texts))
+            line.equal = f"{same}/{len(line.texts)}"
+        self.lines.append(line)
+        say(
+            f"{line.name:12} batch {line.batch:2} T {line.temperature:.1f}: {line.tokens_per_second:7.1f} tokens/s  "
+            f"tau {line.tokens_per_step:.3f}  round {line.round_ms:.2f} ms  equal {line.equal}"
+        )
+        return line
+
+    def section(self, name: str, work: Callable[[], None]) -> None:
+        """One part of the run; a failure is printed and the rest goes on."""
+        try:
+            work()
+        except Exception:
+            self.facts.setdefault("failed", []).append(name)
+            say(f"FAILED {name}")
+            traceback.print_exc()
+
+    def single(self) -> None:
+        length = self.args.length
+        plain = self.add(measure("plain", self.plain, self.prompts, 0.0, 1, length))
+        self.add(measure("draft k=5", lambda: self.drafted(5), self.prompts, 0.0, 1, length), plain)
+        self.add(measure("ngram k=5", lambda: self.ngram(5), self.prompts, 0.0, 1, length), plain)
+
+    def sampled(self) -> None:
+        self.add(measure("plain", self.plain, self.prompts[::2], 0.7, 1, self.args.length))
+        self.add(measure("draft k=5", lambda: self.drafted(5), self.prompts[::2], 0.7, 1, self.args.length))
+
+    def sweep(self) -> None:
+        few = self.prompts[::3]
+        for k in (1, 2, 3, 4, 6, 7, 8):
+            self.add(measure(f"draft k={k}", lambda k=k: self.drafted(k), few, 0.0, 1, self.args.length))
+
+    def batches(self) -> None:
+        for batch in (8, 32):
+            prompts = (self.prompts * 2)[: max(batch, len(self.prompts))]
+            plain = self.add(measure("plain", self.plain, prompts, 0.0, batch, self.args.length))
+            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.0, batch, self.args.length), plain)
+
+    def passes(self) -> None:
+        widths = pass_times(self.target, (1, 6, 16))
+        loops, drawn = loop_times(self.draft, (1, 5)), loop_times(self.draft, (5,), sampled=True)
+        self.facts["pass_ms"] = widths
+        self.facts["width_16_over_1"] = widths[16] / widths[1]
+        self.facts["bandwidth_share"] = self.facts["target_bytes"] / (widths[1] / 1e3) / COPY_BANDWIDTH
+        self.facts["loop_ms"], self.facts["loop_sampled_ms"] = loops, drawn
+        self.facts["draft_step_ms"] = loops[5] / 5
+        for line in self.lines:
+            if line.batch == 1 and line.temperature == 0 and line.name in ("plain", "draft k=5"):
+                busy = widths[1] if line.name == "plain" else widths[6] + loops[5]
+                self.facts[f"host_ms {line.name}"] = self.round_wall(line.name) - busy
+        say({name: value for name, value in self.facts.items() if "ms" in name or "share" in name or "over" in name})
+
+    def round_wall(self, name: str) -> float:
+        """Median milliseconds of a round in the middle of a text, prefill not included."""
+        machinery = self.plain() if name == "plain" else self.drafted(5)
+        text = texts_for([self.prompts[0]], frozenset(), 0.0, 256)[0]
+        taken, before = [], time.perf_counter()
+        for _ in run([text], machinery):
+            now = time.perf_counter()
+            taken.append(1e3 * (now - before))
+            before = now
+        return statistics.median(taken[5:])
+
+    def long_prompt(self) -> None:
+        ids = torch.randint(100, 40000, (4096,))
+        slot = self.target.open()
+
+        def ours() -> None:
+            self.target.trim(slot, 0)
+            self.target.forward([Row.chain(slot, ids)], last_only=True)
+
+        self.facts["prefill_4096_ms"] = prefill_ms(ours)
+        self.target.close(slot)
+        model = self.hugging_face(self.large, self.config)
+        batch = ids[None].cuda()
+        with torch.inference_mode():
+            self.facts["prefill_4096_ms_hf"] = prefill_ms(lambda: model(batch, logits_to_keep=1, use_cache=True))
+        say("prefill of 4096 tokens, ms; ours, theirs:", [v for k, v in self.facts.items() if k.startswith("prefill")])
+
+    def hugging_face(self, state: dict[str, Tensor], config: Any) -> Any:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        full = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
+        model.load_state_dict(full, strict=False, assign=True)
+        rotary = type(model.model.rotary_emb)(config)
+        model.model.rotary_emb = rotary.cuda()
+        model.generation_config.eos_token_id = config.eos_token_id
+        return model.eval()
+
+    def peers(self) -> None:
+        target = self.hugging_face(self.large, self.config)
+        draft = self.hugging_face(self.small_state, self.small_config)
+        for name, extra in (("hf generate", {}), ("hf assistant", {"assistant_model": draft})):
+            tokens, started = 0, time.perf_counter()
+            for number, prompt in enumerate(self.prompts[:3]):
+                if number == 1:  # the first one warms up
+                    tokens, started = 0, time.perf_counter()
+                ids = torch.tensor([prompt], device="cuda")
+                if extra:
+                    draft.generation_config.num_assistant_tokens = 5
+                settings = {"max_new_tokens": 96 if number else 8, "do_sample": False, "pad_token_id": 2} | extra
+                said = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                tokens += said.shape[1] - ids.shape[1]
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            self.add(Line(name, 1, 0.0, tokens / seconds, 0.0, 0.0, tokens, seconds))
+
+    def auto(self) -> None:
+        """The never-lose budget with the same pair."""
+        from paceline.decode.calibrate import measure_costs
+
+        costs = measure_costs(self.target, self.draft)
+        drafter = DraftModel(self.draft, self.target.card.vocab_size)
+        made = Machinery(self.target, drafter, AdaptiveBudget(costs), Judge())
+        self.add(measure("draft k=auto", lambda: made, self.prompts[::3], 0.0, 1, self.args.length))
+
+    def all(self) -> None:
+        self.section("single", self.single)
+        self.section("passes", self.passes)
+        self.section("sampled", self.sampled)
+        self.section("batches", self.batches)
+        self.facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if not self.args.quick:
+            self.section("long prompt", self.long_prompt)
+            self.section("peers", self.peers)
+            self.section("sweep", self.sweep)
+            self.section("auto", self.auto)
+        self.report()
+
+    def report(self) -> None:
+        print("\n| system | batch | T | tokens/s | tau | ms a round | equal to plain |\n|---|---|---|---|---|---|---|")
+        for line in self.lines:
+            print(
+                f"| {line.name} | {line.batch} | {line.temperature} | {line.tokens_per_second:.1f} | "
+                f"{line.tokens_per_step:.3f} | {line.round_ms:.2f} | {line.equal} |"
+            )
+        rows = [{name: value for name, value in asdict(line).items() if name != "texts"} for line in self.lines]
+        text = json.dumps(self.facts | {"lines": rows})
+        if self.args.out:
+            Path(self.args.out).write_text(text + "\n")
+        print(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", required=True, help="directory of the small model")
+    parser.add_argument("--prompts", required=True, help="folder of *.jsonl with a prompt a line")
+    parser.add_argument("--out", help="write the record here too")
+    parser.add_argument("--count", type=int, default=23)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--cache-tokens", type=int, default=65536)
+    parser.add_argument("--quick", action="store_true", help="the headline rows only")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("the rig needs a CUDA device", file=sys.stderr)
+        return 2
+    Rig(args).all()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""A `paceline serve` process and clients that read its streams: what soak.py and serving.py share."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. `log` is where its standard error goes."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def megabytes(self) -> float:
+        """Memory the process holds now."""
+        with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:
+            found = re.search(r"VmRSS:\s+(\d+) kB", status.read())
+        return int(found.group(1)) / 1024 if found else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Every number of /metrics by its name and labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+
+@contextmanager
+def server(arguments: list[str]) -> Iterator[Server]:
+    """Start `paceline serve` with these arguments on a free port, and stop it at the end."""
+    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--log-level", "error", *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        found = re.search(r"(http://\S+)/v1", said)
+        if found is None:
+            raise SystemExit(f"the server did not start: {said}")
+        yield Server(found.group(1), process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The documents of one stream. Raises for an error status or an error event."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            raise RuntimeError(f"{answer.status_code}: {(await answer.aread())[:200]!r}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            document: dict[str, Any] = json.loads(line[6:])
+            if "error" in document:
+                raise RuntimeError(document["error"]["message"])
+            yield document

@@ -1,0 +1,128 @@
+"""Tokens per second of a whole server, speculation auto against off, under several loads, in one run.
+
+    python benchmarks/serving.py --loads 1 8 32 --seconds 20 --repeats 2
+
+Clients send one request after another and read the streams; tokens that arrive inside the window count. The two sides
+take turns, so that a busy moment of the machine hits both. Two workloads: chat questions, and code edits that bring the
+file as a `prediction`. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import httpx
+from server_process import Server, server, streamed
+
+PATH = "/v1/chat/completions"
+QUESTIONS = [
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse keeper.",
+    "What are the main causes of inflation?",
+    "Describe the water cycle for a child.",
+    "Give three tips for learning a language.",
+    "Why is the sky blue?",
+]
+CODE = '''def mean(values):
+    """The mean of a list of numbers."""
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def median(values):
+    """The middle of a sorted list."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One workload under one load on one side."""
+
+    workload: str
+    clients: int
+    side: str
+
+
+def body(cell: Cell, number: int, tokens: int) -> dict[str, Any]:
+    """What one request of a cell asks for."""
+    k: str | int = "auto" if cell.side == "auto" else 0
+    asked: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    if cell.workload == "chat":
+        words = QUESTIONS[number % len(QUESTIONS)]
+        return {**asked, "messages": [{"role": "user", "content": words}], "speculative": {"draft_tokens": k}}
+    words = f"Rename the function mean to average_{number} and repeat the whole file:\n{CODE}"
+    asked |= {"messages": [{"role": "user", "content": words}], "speculative": {"draft_tokens": k}}
+    return {**asked, "prediction": {"type": "content", "content": CODE}} if cell.side == "auto" else asked
+
+
+async def measured(served: Server, cell: Cell, seconds: float, tokens: int) -> float:
+    """Tokens per second that the clients of one cell receive."""
+    started = time.monotonic()
+    counted = 0
+
+    async def client(number: int) -> None:
+        nonlocal counted
+        async with httpx.AsyncClient(base_url=served.url, timeout=300) as line:
+            while time.monotonic() < started + seconds:
+                asked = {**body(cell, number, tokens), "logprobs": True}
+                async for document in streamed(line, PATH, asked):
+                    found = document["choices"][0]["logprobs"]
+                    if found and time.monotonic() < started + seconds:
+                        counted += len(found["content"])
+                    if time.monotonic() > started + seconds:
+                        break
+
+    await asyncio.gather(*(client(number) for number in range(cell.clients)))
+    return counted / seconds
+
+
+async def compare(served: Server, args: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    for workload in args.workloads:
+        for clients in args.loads:
+            rates: dict[str, list[float]] = {"off": [], "auto": []}
+            for turn in range(args.repeats + 1):
+                for side in ("off", "auto") if turn % 2 else ("auto", "off"):
+                    seconds = args.seconds if turn else args.seconds / 2
+                    rate = await measured(served, Cell(workload, clients, side), seconds, args.tokens)
+                    if turn:  # the first turn warms up
+                        rates[side].append(rate)
+            row = {"workload": workload, "clients": clients, **{side: mean(each) for side, each in rates.items()}}
+            found.append({**row, "ratio": row["auto"] / row["off"], "each": rates})
+            print(
+                f"{workload:6} {clients:3} clients: off {row['off']:6.1f}, auto {row['auto']:6.1f} tokens/s, "
+                f"ratio {row['auto'] / row['off']:.2f}",
+                flush=True,
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--workloads", nargs="+", default=["chat", "edits"], choices=("chat", "edits"))
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("serve", nargs="*", help="further arguments of `paceline serve`, after --")
+    args = parser.parse_args()
+    with server(["--batch", "32", *args.serve]) as served:
+        found = asyncio.run(compare(served, args))
+    print(json.dumps({"cells": found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""Train the shipped EAGLE head within a budget of minutes: the target writes texts, the head learns, prompts are
+scored.
+
+    PYTHONPATH=src python3 benchmarks/train_default.py --target DIR --out OUT --minutes 9 --keep-data
+    PYTHONPATH=src python3 benchmarks/train_default.py --target DIR --out OUT --minutes 9 --data DATA --init HEAD
+    PYTHONPATH=src python3 benchmarks/train_default.py --join OUT --into HEAD       # on the machine that got OUT back
+
+OUT holds at most 8 files of at most 15 MiB: config.json, model.safetensors.N, result.json, README.md, curve.png, and
+with --keep-data texts.N. `--join` puts the parts together: the head in HEAD, the texts in HEAD/texts,
+which --data takes.
+The head is written again and again while it is trained, so whatever stops the run leaves a usable one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+BEGAN = time.monotonic()
+PART = 15 * 2**20 - 4096
+MOST_DATA_PARTS = 2
+
+
+def main() -> int:
+    args = parse()
+    if args.join:
+        join(Path(args.join), Path(args.into))
+        return 0
+    if not args.target or not args.out:
+        sys.exit("--target and --out are needed")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    watchdog(args.minutes * 60)
+    Run(args, out).all()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", help="directory of the target")
+    parser.add_argument("--out")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything, from the start of this process")
+    parser.add_argument("--data", help="folder of texts from an earlier run; new ones are added")
+    parser.add_argument("--init", help="folder of a head to go on from")
+    parser.add_argument("--keep-data", action="store_true", help="bring the texts back too")
+    parser.add_argument("--prompts", default="shared/prompts", help="folder of *.jsonl with prompts to score, if there")
+    parser.add_argument("--data-share", type=float, default=0.36, help="of the minutes")
+    parser.add_argument("--eval-seconds", type=float, default=45.0)
+    parser.add_argument("--rows", type=int, default=0, help="texts written at a time")
+    parser.add_argument("--longest", type=int, default=1152)
+    parser.add_argument("--batch-tokens", type=int, default=32768)
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=5, help="drafting steps unrolled")
+    parser.add_argument("--fading", type=float, default=0.85)
+    parser.add_argument("--greedy", type=float, default=0.5)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--intermediate", type=int, default=0)
+    parser.add_argument("--new-tokens", type=int, default=256, help="tokens written per scored prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--join", help="put the parts of this folder together")
+    parser.add_argument("--into", default="head")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    print(f"[{time.monotonic() - BEGAN:6.1f} s] {text}", flush=True)
+
+
+def watchdog(seconds: float) -> None:
+    """The last resort: what is written is written."""
+
+    def stop() -> None:
+        say("out of time; stopping with what has been written")
+        os._exit(3)
+
+    timer = threading.Timer(max(1.0, seconds - (time.monotonic() - BEGAN)), stop)
+    timer.daemon = True
+    timer.start()
+
+
+class Run:
+    """One run, stage by stage."""
+
+    def __init__(self, args: argparse.Namespace, out: Path) -> None:
+        import torch
+
+        from paceline.decode.text import load_tokenizer
+        from paceline.runners.huggingface import load_model
+        from paceline.train.teacher import precision
+
+        torch.manual_seed(args.seed)
+        torch.set_float32_matmul_precision("high")
+        self.args, self.out = args, out
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        folder = Path(args.target)
+        self.model = load_model(folder, folder.name, precision(self.device), self.device)
+        self.tokenizer = load_tokenizer(folder, folder.name)
+        self.work = Path(tempfile.mkdtemp(prefix="train-"))
+        self.result: dict[str, Any] = {"arguments": settings_of(args), "device": device_name(self.device)}
+        self._spoken = 0.0
+        say(f"loaded {folder.name} on {self.result['device']}")
+
+    def all(self) -> None:
+        corpus = self.collect()
+        if self.args.keep_data:
+            write_texts(corpus, self.out)
+        task, history = self.train(corpus)
+        self.result["steps"], self.result["trained_tokens"] = history.step, history.tokens
+        self.result["trained_seconds"] = history.seconds
+        self.result["held_out"] = [[m.step, m.tokens_per_step, m.by_position] for m in history.measured]
+        self.result["losses"] = [round(loss, 4) for loss in history.losses[::10]]
+        self.write_head(task, history)
+        self.result["prompts"] = self.score(task)
+        self.write_head(task, history)
+        say("done: " + json.dumps(self.result["prompts"].get("overall", {})))
+        shutil.rmtree(self.work)
+
+    def left(self) -> float:
+        return self.args.minutes * 60 - (time.monotonic() - BEGAN)
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> Any:
+        from paceline.train.collect import CollectOptions, collect
+
+        folder = self.work / "texts"
+        folder.mkdir()
+        for path in sorted(Path(self.args.data).glob("texts-*.safetensors")) if self.args.data else []:
+            shutil.copy(path, folder / path.name)
+        seconds = max(1.0, self.args.data_share * self.args.minutes * 60 - (time.monotonic() - BEGAN))
+        options = CollectOptions(10**12, seconds, self.args.rows, self.args.longest, self.args.seed)
+        corpus = collect(self.model, self.tokenizer, folder, options, self.on_collect)
+        say(f"{len(corpus)} texts, {corpus.tokens.size} tokens, {corpus.answer_tokens} of them in answers")
+        self.result |= {"texts": len(corpus), "tokens": int(corpus.tokens.size), "answers": corpus.answer_tokens}
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        return corpus
+
+    def train(self, corpus: Any) -> tuple[Any, Any]:
+        from paceline.runners.huggingface import end_tokens_of
+        from paceline.train.corpus import Batches, frequent_tokens, split
+        from paceline.train.eagle import EagleOptions, EagleTask
+        from paceline.train.loop import Loop, LoopOptions
+        from paceline.train.teacher import Teacher
+
+        args, parts, teacher = self.args, split(corpus, self.args.seed), Teacher(self.model)
+        options = EagleOptions(args.vocabulary, args.intermediate, args.steps, args.fading, args.greedy)
+        vocabulary = frequent_tokens(parts.train, teacher.vocab_size, args.vocabulary, end_tokens_of(self.model))
+        covered = share_inside(parts.held_out, vocabulary)
+        say(f"{len(parts.train)} texts to learn from, {len(parts.held_out)} held out; vocabulary covers {covered:.4f}")
+        task = EagleTask(teacher, vocabulary, options, "HuggingFaceTB/SmolLM2-135M-Instruct")
+        sample = next(Batches(parts.train, args.batch_tokens, args.seed).once()).to(teacher.device)
+        if args.init:
+            task.start_from(Path(args.init), sample)
+        else:
+            task.start(sample)
+        seconds = max(1.0, self.left() - args.eval_seconds)
+        loop_options = LoopOptions(10**9, seconds, args.batch_tokens, args.rate, save_every=10**9, measure_every=300)
+        loop = Loop(task, parts, self.work / "loop", loop_options, lambda moment: self.on_step(moment, task, loop))
+        return task, loop.run()
+
+    def score(self, task: Any) -> dict[str, Any]:
+        """Greedy rounds over the target's own answers to the prompts, per category, as chat and as plain text."""
+        folder = Path(self.args.prompts)
+        if not folder.is_dir():
+            say(f"no prompts in {folder}; nothing more to score")
+            return {}
+        found: dict[str, Any] = {}
+        for form in ("chat", "raw"):
+            found[form] = self.score_form(task, folder, form)
+            if found[form]:
+                rows = found[form].items()
+                say(f"{form}: " + ", ".join(f"{name} {row['tokens_per_step']:.3f}" for name, row in rows))
+        found["overall"] = {form: row["all"]["tokens_per_step"] for form, row in found.items() if row}
+        return found
+
+    def score_form(self, task: Any, folder: Path, form: str) -> dict[str, Any]:
+        from paceline.core.tally import Tally
+        from paceline.train.corpus import Batches, Corpus, Text
+        from paceline.train.measure import measure
+
+        plans = self.prompt_plans(folder, form)
+        if self.left() < 8 or not plans:
+            return {}
+        texts = [Text(done.tokens, done.start, done.plan.tag) for done in self.answers(plans)]
+        names = sorted(path.stem for path in folder.glob("*.jsonl"))
+        tallies = {name: Tally() for name in names}
+        for number, name in enumerate(names):
+            mine = [text for text in texts if text.kind == number]
+            if mine:
+                tallies[name] = measure(task, Batches(Corpus.of(mine), self.args.batch_tokens, 0).once())
+        tallies["all"] = Tally()
+        for name in names:
+            tallies["all"].add(tallies[name])
+        return {name: tally.as_dict() for name, tally in tallies.items() if tally.steps}
+
+    def prompt_plans(self, folder: Path, form: str) -> list[Any]:
+        from paceline.decode.text import Codec
+        from paceline.train.writer import Plan
+
+        codec, plans = Codec(self.tokenizer), []
+        for number, path in enumerate(sorted(folder.glob("*.jsonl"))):
+            for line in path.read_text().splitlines():
+                prompt = json.loads(line)["prompt"]
+                ids = codec.encode([{"role": "user", "content": prompt}] if form == "chat" else prompt)
+                plans.append(Plan(tuple(ids), 0, 0, (), 0.0, len(ids) + self.args.new_tokens, number))
+        return plans
+
+    def answers(self, plans: list[Any]) -> list[Any]:
+        from paceline.runners.huggingface import end_tokens_of
+        from paceline.train.writer import Writer
+
+        length = max(plan.length for plan in plans)
+        writer = Writer(self.model, end_tokens_of(self.model), len(plans), length)
+        return list(writer.write(iter(plans), lambda: self.left() < 6))
+
+    # --- telling ------------------------------------------------------------------------------------------------------
+
+    def on_collect(self, progress: Any) -> None:
+        if time.monotonic() - self._spoken > 10:
+            self._spoken = time.monotonic()
+            speed = progress.tokens / max(progress.seconds, 1e-9)
+            say(f"{progress.texts} texts, {progress.tokens} answer tokens, {speed:.0f} a second")
+
+    def on_step(self, moment: Any, task: Any, loop: Any) -> None:
+        if moment.step % 300 == 0:
+            self.write_head(task, loop.history)
+        if time.monotonic() - self._spoken > 10 or moment.step == 1:
+            self._spoken = time.monotonic()
+            last = moment.measured
+            places = " ".join(f"{share:.3f}" for share in last.by_position)
+            say(
+                f"step {moment.step} loss {moment.loss:.4f} rate {moment.rate:.2e} "
+                f"{moment.tokens_per_second:.0f} tokens/s {moment.seconds_left:.0f} s left; "
+                f"held out {last.tokens_per_step:.3f} ({places})"
+            )
+
+    def write_head(self, task: Any, history: Any) -> None:
+        from paceline.train.report import Facts, plot, write_card
+
+        folder = self.work / "head"
+        task.export(folder)
+        size = sum(weight.numel() for weight in task.module.parameters())
+        data = (
+            f"{self.result['texts']} texts ({self.result['tokens']} tokens) that the target wrote itself: questions it "
+            "invented after short openings, functions and passages from the Python standard library's docstrings as "
+            "prompts; its answers greedy and at temperatures 0.5 to 1. No public data set."
+        )
+        scores = self.result.get("prompts", {})
+        facts = Facts("eagle", "SmolLM2-135M-Instruct", data, size, settings_of(self.args), scores)
+        write_card(folder, facts, history)
+        plot(history, self.out / "curve.png")
+        shutil.copy(folder / "config.json", self.out / "config.json")
+        shutil.copy(folder / "README.md", self.out / "README.md")
+        write_parts((folder / "model.safetensors").read_bytes(), self.out, "model.safetensors")
+        (self.out / "result.json").write_text(json.dumps(self.result))
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What shaped the head; places on this machine did not."""
+    places = {"target", "out", "data", "init", "prompts", "join", "into"}
+    return {name: value for name, value in vars(args).items() if name not in places}
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def share_inside(corpus: Any, vocabulary: Any) -> float:
+    import numpy
+
+    return float(numpy.isin(corpus.tokens, vocabulary.numpy()).mean())
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def write_parts(data: bytes, folder: Path, name: str) -> int:
+    """Write NAME.0, NAME.1, … of at most PART bytes; returns how many."""
+    count = -(-len(data) // PART)
+    for number in range(count):
+        unfinished = folder / f".{name}.part"
+        unfinished.write_bytes(data[number * PART : (number + 1) * PART])
+        os.replace(unfinished, folder / f"{name}.{number}")
+    return count
+
+
+def read_parts(folder: Path, name: str) -> bytes:
+    paths = sorted(folder.glob(f"{name}.[0-9]"), key=lambda path: int(path.name.rsplit(".", 1)[1]))
+    return b"".join(path.read_bytes() for path in paths)
+
+
+def write_texts(corpus: Any, folder: Path) -> None:
+    """As many texts as fit into the parts there may be."""
+    import numpy
+
+    share = 1.0
+    while True:
+        kept = corpus if share == 1.0 else corpus.pick(numpy.arange(int(share * len(corpus))))
+        with tempfile.TemporaryDirectory() as place:
+            kept.save(Path(place) / "texts.safetensors")
+            packed = zlib.compress((Path(place) / "texts.safetensors").read_bytes(), 6)
+        if len(packed) <= MOST_DATA_PARTS * PART:
+            break
+        share *= 0.98 * MOST_DATA_PARTS * PART / len(packed)
+    say(f"texts: {len(kept)} kept in {write_parts(packed, folder, 'texts')} parts, {len(packed) / 2**20:.1f} MiB")
+
+
+def join(folder: Path, into: Path) -> None:
+    """Put a head, and texts if there are, together again."""
+    into.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "README.md", "curve.png", "result.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, into / name)
+    (into / "model.safetensors").write_bytes(read_parts(folder, "model.safetensors"))
+    packed = read_parts(folder, "texts")
+    if packed:
+        (into / "texts").mkdir(exist_ok=True)
+        (into / "texts" / "texts-000.safetensors").write_bytes(zlib.decompress(packed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring and proving: workloads, stopwatches, the lossless audit, tuning, and the report."""

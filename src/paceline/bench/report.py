@@ -1,0 +1,131 @@
+"""One HTML file that holds everything: figures, tables, plots. It asks nothing from outside and runs no script."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+from paceline.bench.plots import Plot, plots_of
+
+Record = dict[str, Any]
+
+STYLE = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1b1b1b;
+  background: #fafafa; }
+main { max-width: 1180px; margin: 0 auto; padding: 24px 20px 60px; }
+h1 { font-size: 1.7rem; margin: 0 0 4px; } h2 { font-size: 1.15rem; margin: 36px 0 10px; }
+p.lead { font-size: 1.08rem; margin: 6px 0 18px; } p.small, figcaption { color: #555; font-size: .9rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 18px; }
+figure { margin: 0; background: #fff; border: 1px solid #e2e2e2; border-radius: 8px; padding: 14px; }
+figure h3 { margin: 0 0 2px; font-size: 1rem; } figure svg { width: 100%; height: auto; display: block; }
+.scroll { overflow-x: auto; background: #fff; border: 1px solid #e2e2e2; border-radius: 8px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .93rem; }
+th, td { padding: 7px 12px; text-align: right; border-bottom: 1px solid #eee; white-space: nowrap; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td.text { white-space: normal; min-width: 260px; font-weight: 400; }
+thead th { background: #f3f3f3; position: sticky; top: 0; }
+tr.best td { background: #eef6fb; font-weight: 600; } .bad { color: #a4262c; font-weight: 600; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 16px; margin: 0; font-size: .93rem; }
+dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+"""
+
+
+def build_report(run: Record) -> str:
+    """The report of one run. Raises MissingExtra without matplotlib."""
+    title = f"{run['target']['name']}: what guessing brings"
+    body = [
+        f"<h1>{_safe(title)}</h1>",
+        f'<p class="lead">{_safe(headline(run))}</p>',
+        "" if run["complete"] else '<p class="bad">This run was interrupted; it shows what had been measured.</p>',
+        "<h2>Settings</h2>",
+        _settings_table(run),
+        "<h2>Plots</h2>",
+        f'<div class="plots">{"".join(map(_figure, plots_of(run)))}</div>',
+        "<h2>How it was measured</h2>",
+        _conditions(run),
+    ]
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{_safe(title)}</title>'
+        f"<style>{STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def headline(run: Record) -> str:
+    """The result in one sentence."""
+    bad = [one["name"] for one in run["settings"] if not one["lossless"]["passed"]]
+    warning = f" Not lossless, so without a speed-up: {', '.join(bad)}." if bad else ""
+    best = best_setting(run)
+    if best is None:
+        return f"No setting could be compared with plain decoding.{warning}"
+    gain, speed = best["speedup"]["median"], best["tokens_per_second"]["median"]
+    if gain < 1.0:
+        return f"Plain decoding is fastest here; the best guess, {best['name']}, reaches {gain:.2f}x of it.{warning}"
+    return f"Fastest: {best['name']} with {speed:.1f} tokens per second, {gain:.2f}x plain decoding.{warning}"
+
+
+def best_setting(run: Record) -> Record | None:
+    """The lossless setting of our own with the highest speed-up."""
+    rows = [one for one in run["settings"] if one["speedup"] and not one["peer"]]
+    return max(rows, key=lambda one: one["speedup"]["median"], default=None)
+
+
+def _settings_table(run: Record) -> str:
+    names = ("setting", "tokens/s", "spread", "speed-up", "predicted", "τ", "accepted", "lossless")
+    head = "".join(f"<th{' class=text' if name == 'lossless' else ''}>{name}</th>" for name in names)
+    best = best_setting(run)
+    rows = "".join(_row(one, best is not None and one["name"] == best["name"]) for one in run["settings"])
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+
+
+def _row(one: Record, best: bool) -> str:
+    speed, gain, tally = one["tokens_per_second"], one["speedup"], one["tally"]
+    rate = f"{tally['acceptance_rate']:.0%}" if tally["drafted"] else "–"
+    step = f"{tally['tokens_per_step']:.2f}" if tally["steps"] else "–"
+    cells = [
+        _safe(one["name"]),
+        f"{speed['median']:.1f}",
+        f"{speed['low']:.1f}–{speed['high']:.1f}",
+        f"{gain['median']:.2f}x" if gain else "–",
+        f"{one['predicted_speedup']:.2f}x" if one["predicted_speedup"] else "–",
+        step,
+        rate,
+    ]
+    kind = "text" if one["lossless"]["passed"] else "text bad"
+    last = f'<td class="{kind}">{_safe(one["lossless"]["detail"])}</td>'
+    inner = "".join(f"<td>{cell}</td>" for cell in cells) + last
+    return f"<tr{' class=best' if best else ''}>{inner}</tr>"
+
+
+def _figure(plot: Plot) -> str:
+    return f"<figure><h3>{_safe(plot.title)}</h3>{plot.svg}<figcaption>{_safe(plot.reading)}</figcaption></figure>"
+
+
+def _conditions(run: Record) -> str:
+    work, machine = run["workload"], run["hardware"]
+    draft = run["draft"]
+    facts = {
+        "target": f"{run['target']['name']}, {run['target']['dtype']} on {run['target']['device']}",
+        "draft": f"{draft['name']}, {draft['dtype']}" if draft else "none",
+        "prompts": f"{work['prompts']} of {work['source']} ({', '.join(work['domains'])}), {work['batch']} at a time",
+        "answers": f"up to {work['max_new_tokens']} tokens, {work['repeats']} repeats, settings interleaved",
+        "processor": f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads",
+        "accelerators": ", ".join(machine["accelerators"]) or "none",
+        "memory": f"{machine['memory_gib']} GiB",
+        "versions": ", ".join(f"{name} {version}" for name, version in run["versions"].items()),
+        "started": run["started"],
+        "command": " ".join(run["command"]),
+    }
+    listed = "".join(f"<dt>{name}</dt><dd>{_safe(value)}</dd>" for name, value in facts.items())
+    note = (
+        "Speeds are all tokens over all seconds of a repeat, prompt included; the median of the repeats is shown, with "
+        "the slowest and the fastest. A speed-up compares with plain decoding in the same repeat. τ is tokens per pass "
+        "of the target; accepted is guesses that stood of guesses judged."
+    )
+    return f'<dl>{listed}</dl><p class="small">{note}</p>'
+
+
+def _safe(text: str) -> str:
+    return html.escape(str(text))

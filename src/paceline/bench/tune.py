@@ -1,0 +1,192 @@
+"""Which method, which k, on this machine, for these prompts: measured, predicted, confirmed.
+
+1. what a pass of the target costs, by width and by batch
+2. each method at a small and a large k on a few prompts: acceptance by position, and what guessing costs
+3. the theory predicts every method and k from that
+4. the best predictions are run against plain decoding, in turns, and the fastest is the advice
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from paceline.bench.measure import Length, Written, write
+from paceline.bench.results import Collected, answers_of, speedups
+from paceline.bench.subject import PLAIN, Setting, Subject
+from paceline.bench.sweep import SweepPlan, Task, sweep
+from paceline.bench.theory import Answers, Habits, habits_of, observed_curve
+from paceline.core.budget import CostCurve, FixedBudget
+from paceline.decode.calibrate import measure_pass
+from paceline.options import AUTO
+
+TRIED_KS = (3, 8)
+PREDICTED_KS = tuple(range(1, 17))
+WORTH_IT = 1.03  # below this a measured gain is within the noise of a machine
+CONFIRMED = 2  # predictions that are run
+WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+
+
+@dataclass(frozen=True, slots=True)
+class TunePlan:
+    """What to tune on. texts: prompts answered together, as the user will."""
+
+    prompts: list[list[int]]
+    length: Length = field(default_factory=Length)
+    temperature: float = 0.0
+    texts: int = 1
+    repeats: int = 2
+    seed: int = 0
+
+    def tasks(self) -> list[Task]:
+        groups = range(0, len(self.prompts), self.texts)
+        return [Task("text", self.prompts[start : start + self.texts]) for start in groups]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the theory says about one setting."""
+
+    method: str
+    k: int
+    tokens_per_step: float
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """All that was measured of one method."""
+
+    habits: dict[int, Habits]  # by the k it was tried with
+
+    def nearest(self, k: int) -> Habits:
+        return self.habits[min(self.habits, key=lambda tried: abs(tried - k))]
+
+    def draft(self) -> CostCurve:
+        return CostCurve({0: 0.0, **{k: habits.draft for k, habits in self.habits.items()}}, unknown=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A prediction, or `auto`, after it was run."""
+
+    method: str
+    draft_tokens: int | str
+    predicted: float | None
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do, in one sentence and in figures."""
+
+    sentence: str
+    method: str
+    draft_tokens: int | str
+    predicted: float | None
+    measured: float | None
+    shortest_answer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Everything tune found out."""
+
+    advice: Advice
+    predictions: list[Prediction]
+    confirmed: list[Confirmed]
+    verify: CostCurve
+    draft: CostCurve
+
+
+def known_methods(subject: Subject, plan: TunePlan) -> tuple[dict[str, Known], list[Written]]:
+    """Try every method at a small and a large k; also the plain texts they are compared with. Takes turns by prompt."""
+    tasks = plan.tasks()
+    settings = [(method, k) for method in subject.guessing_methods for k in TRIED_KS]
+    runs: dict[tuple[str, int], list[Written]] = {pair: [] for pair in [(PLAIN, 0), *settings]}
+    for number, task in enumerate([tasks[0], *tasks]):
+        for method, k in runs:
+            setting = Setting(method, k, plan.temperature)
+            length = Length(8) if number == 0 else plan.length  # the first turn warms up
+            written = write(subject, setting, task.prompts, length, budget=FixedBudget(k), seed=plan.seed + number)
+            if number:
+                runs[method, k].append(written)
+    found: dict[str, Known] = {}
+    for method, k in settings:
+        found.setdefault(method, Known({})).habits[k] = habits_of(runs[method, k], k)
+    return found, runs[PLAIN, 0]
+
+
+def predictions(known: dict[str, Known], answers: Answers) -> list[Prediction]:
+    """Every method and k, the most promising first."""
+    found = [
+        Prediction(method, k, habits.tokens_per_step(k), answers.speedup(habits, k, mine.draft()))
+        for method, mine in known.items()
+        for k in PREDICTED_KS
+        for habits in [mine.nearest(k)]
+    ]
+    return sorted(found, key=lambda one: -one.speedup)
+
+
+def chosen(found: list[Prediction]) -> list[Prediction]:
+    """The best k of each of the best methods: neighbours of one k tell nothing new."""
+    best: dict[str, Prediction] = {}
+    for one in found:
+        best.setdefault(one.method, one)
+    return list(best.values())[:CONFIRMED]
+
+
+def confirm(subject: Subject, plan: TunePlan, candidates: list[Prediction]) -> list[Confirmed]:
+    """Run the candidates, the never-lose rule with the best one's method, and plain decoding, in turns."""
+    warm = plan.temperature
+    settings = [Setting(one.method, one.k, warm) for one in candidates]
+    if candidates:
+        settings.append(Setting(candidates[0].method, AUTO, warm))
+    sweeping = SweepPlan([Setting(PLAIN, 0, warm), *settings], plan.tasks(), plan.length, plan.repeats, seed=plan.seed)
+    collected = Collected(sweeping)
+    for measured in sweep(subject, sweeping):
+        collected.add(measured)
+    expected = {(one.method, one.k): one.speedup for one in candidates}
+    return [
+        Confirmed(
+            setting.method,
+            setting.draft_tokens,
+            expected.get((setting.method, setting.draft_tokens)),  # type: ignore[arg-type]
+            median(speedups(collected, str(setting), str(setting.baseline))),
+        )
+        for setting in settings
+    ]
+
+
+def tune(subject: Subject, plan: TunePlan) -> Tuning:
+    """All four steps."""
+    verify = measure_pass(subject.target, WIDTHS, texts=plan.texts)
+    known, plain = known_methods(subject, plan)
+    verify = observed_curve(verify, plain)
+    answers = answers_of(plain, verify)
+    found = predictions(known, answers)
+    confirmed = confirm(subject, plan, chosen(found))
+    advice = advise(found, confirmed, known, answers)
+    draft = known[advice.method].draft() if advice.method in known else CostCurve({0: 0.0}, unknown=0.0)
+    return Tuning(advice, found, confirmed, verify, draft)
+
+
+def advise(found: list[Prediction], confirmed: list[Confirmed], known: dict[str, Known], answers: Answers) -> Advice:
+    """One sentence. What was measured decides; what was predicted is named beside it."""
+    if not confirmed:
+        return Advice("No method can guess for this model here: decode plainly.", PLAIN, 0, None, None)
+    best = max(confirmed, key=lambda one: one.measured)
+    ahead = found[0]
+    if best.measured < WORTH_IT:
+        sentence = (
+            f"Do not speculate on this machine: predicted {ahead.speedup:.2f}x at best ({ahead.method} k={ahead.k}), "
+            f"and nothing that was run reaches more than {best.measured:.2f}x of plain decoding."
+        )
+        return Advice(sentence, PLAIN, 0, ahead.speedup, best.measured)
+    k = best.draft_tokens if isinstance(best.draft_tokens, int) else ahead.k
+    mine = known[best.method]
+    shortest = answers.shortest_worth_it(mine.nearest(k), k, mine.draft())
+    sentence = f"Use method {best.method} with k={best.draft_tokens}: measured {best.measured:.2f}x plain decoding"
+    sentence += f", predicted {best.predicted:.2f}x" if best.predicted is not None else ""
+    sentence += f"; answers under {shortest} tokens: not worth it." if shortest > 1 else "."
+    return Advice(sentence, best.method, best.draft_tokens, best.predicted, best.measured, shortest)

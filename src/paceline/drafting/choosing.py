@@ -1,0 +1,72 @@
+"""The next guess of a chain: an argmax for a greedy text, a draw with its real q for a sampled one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core import tree
+from paceline.core.distribution import distribution, draw
+from paceline.core.sequence import Sequence
+from paceline.core.tree import DraftTree
+
+
+@dataclass(slots=True, eq=False)
+class Drawn:
+    """The guesses made so far for one text in one round."""
+
+    tokens: list[Tensor] = field(default_factory=list)  # each int64 [1], where the drafter works
+    probs: list[Tensor] = field(default_factory=list)  # each [vocab]
+
+    def chain(self, text: Sequence) -> DraftTree:
+        """All of them as a tree. A greedy text's guess is an argmax: chosen, not drawn."""
+        if not self.tokens:
+            return tree.empty()
+        probs = torch.stack(self.probs) if self.probs and not text.sampling.greedy else None
+        return tree.chain(torch.cat(self.tokens), probs)
+
+
+def choose(
+    texts: list[Sequence], best: Tensor, logits_of: Callable[[list[int]], Tensor], drawn: Several[Drawn]
+) -> None:
+    """Add the next guess of every text to what was drawn for it.
+
+    best       int64 [texts, 1]: the likeliest token, which is all a plainly greedy text needs
+    logits_of  of some of the texts: [chosen, vocab] over the target's vocabulary; asked only where a draw needs them
+    """
+    for index, text in enumerate(texts):
+        if text.sampling.plain_greedy:
+            drawn[index].tokens.append(best[index])
+    for group in _alike(texts):
+        _draw([texts[index] for index in group], logits_of(group), [drawn[index] for index in group])
+
+
+def _alike(texts: list[Sequence]) -> list[list[int]]:
+    """Texts that draw, by settings: those whose distribution is made the same way are worked on together."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, text in enumerate(texts):
+        sampling = text.sampling
+        if sampling.plain_greedy:
+            continue
+        key: tuple[object, ...] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        if sampling.penalised or sampling.logit_bias:
+            key = (*key, index)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+def _draw(texts: list[Sequence], logits: Tensor, drawn: list[Drawn]) -> None:
+    sampling = texts[0].sampling
+    histories = None
+    if sampling.penalised:
+        histories = [text.history([int(token) for token in mine.tokens]) for text, mine in zip(texts, drawn)]
+    q = distribution(logits, sampling, histories)
+    chance = torch.cat([torch.rand(1, generator=text.rng, dtype=torch.float64) for text in texts])
+    tokens = draw(q, chance)
+    for index, mine in enumerate(drawn):
+        mine.tokens.append(tokens[index : index + 1])
+        mine.probs.append(q[index])

@@ -1,0 +1,352 @@
+"""An EAGLE head guesses: one small layer that continues the target's own hidden states.
+
+What is paired with what: the head's row at place t holds the target's state after token t and the embedding of token
+t + 1, and says token t + 2. So before drafting, every place but the last of the text has a true state and a known next
+token. The head reads those it has not read yet; from there it feeds on its own output, and what it wrote down
+on the way is overwritten by the next true states.
+
+chain   (nodes = 0)  one guess after another; a sampled text draws from the real q over the target's vocabulary
+tree    (nodes = n)  at each depth the likeliest `branches` nodes are expanded, and of all nodes seen the best are kept.
+                     The guesses are chosen, so q is one-hot and sampling stays exact
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core import tree
+from paceline.core.protocols import Ability, OpenRunner, Output, Round
+from paceline.core.sequence import Sequence
+from paceline.core.tree import DraftTree
+from paceline.drafting.choosing import Drawn, choose
+from paceline.errors import OptionError, PairError
+from paceline.heads.cache import KeyBuffers
+from paceline.heads.eagle import EAGLE_1, EagleHead, usual_feature_layers
+
+LONG = 16  # rows a text may catch up on together with others; a longer stretch is read on its own, unpadded
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """What the head holds of one text."""
+
+    row: int  # of the buffers
+    start: int  # the place of the first state it was given: a text may go on from a cache the head never saw
+    length: int = 0  # places read with true states
+    pending: list[Tensor] = field(default_factory=list)  # true states not read yet, [places, features]
+    out: Tensor | None = None  # what the head said at the last place read, [hidden]
+
+    @property
+    def waiting(self) -> int:
+        return sum(part.shape[0] for part in self.pending)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Level:
+    """Nodes of one depth, for all texts at once. Every tensor is [texts, nodes]."""
+
+    tokens: Tensor
+    scores: Tensor  # log-probability of the whole path
+    parents: Tensor  # index among all nodes, in the order of the levels
+
+
+class Eagle:
+    """Drafts with an EAGLE-1/2 or EAGLE-3 head."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        target: OpenRunner,
+        *,
+        nodes: int = 0,
+        branches: int = 4,
+        depth: int = 8,
+        feature_layers: tuple[int, ...] = (),
+    ) -> None:
+        """nodes: of a tree, at most (the budget may ask for fewer); 0 drafts chains. depth: of a tree, at most."""
+        if nodes < 0 or branches < 1 or depth < 1:
+            raise OptionError("eagle needs nodes of 0 or more, and branches and depth of 1 or more")
+        config = head.config
+        _check_pair(head, target)
+        self.needs = frozenset({Ability.HIDDEN, Ability.TREE} if nodes else {Ability.HIDDEN})
+        self.nodes, self.branches, self.depth = nodes, min(branches, config.draft_vocab_size), depth
+        self._head, self._vocab = head, target.card.vocab_size
+        self._last_only = config.kind == EAGLE_1
+        layers = tuple(feature_layers) or config.feature_layers or usual_feature_layers(target.card.layers)
+        target.expose(hidden=self._last_only, features=() if self._last_only else layers)
+        head.borrow(target.embed, target.head)
+        self._target_ids = head.target_ids
+        self._device = self._target_ids.device
+        self._buffers = KeyBuffers(config.kv_heads, config.head_dim, head.fc.weight)
+        self._memories: dict[int, _Memory] = {}
+
+    # --- what the target has computed ---------------------------------------------------------------------------------
+
+    def begin(self, text: Sequence, prompt: Output | None) -> None:
+        states = None if prompt is None else self._states(prompt)
+        read = 0 if states is None else states.shape[0]
+        self.end(text)
+        memory = self._memories[text.number] = _Memory(self._buffers.take(), len(text.ids) - 1 - read)
+        if states is not None:
+            memory.pending.append(states)
+
+    def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
+        for text, done in zip(texts, rounds):
+            memory = self._memories.get(text.number)
+            if memory is None:
+                continue
+            # The end may have cut inside the run: only places with a next token count.
+            rows = [0, *(node + 1 for node in done.verdict.path)][: len(done.emitted)]
+            first = len(text.ids) - 1 - len(rows)
+            if first != memory.start + memory.length + memory.waiting:  # rounds were not told of: begin anew here
+                memory.start, memory.length, memory.out = first, 0, None
+                memory.pending.clear()
+            memory.pending.append(self._states(done.output)[rows])
+
+    def end(self, text: Sequence) -> None:
+        memory = self._memories.pop(text.number, None)
+        if memory is not None:
+            self._buffers.give(memory.row)
+
+    def _states(self, output: Output) -> Tensor:
+        found = output.hidden if self._last_only else output.features
+        assert found is not None, "the target was asked at assembly to hand out its states"
+        return found
+
+    # --- guessing -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        chosen = [index for index, text in enumerate(texts) if budgets[index] > 0 and self._knows(text)]
+        trees = [tree.empty() for _ in texts]
+        if not chosen:
+            return trees
+        active, wanted = [texts[index] for index in chosen], [budgets[index] for index in chosen]
+        self._catch_up(active)
+        made = self._trees(active, wanted) if self.nodes else self._chains(active, wanted)
+        for index, guess in zip(chosen, made):
+            trees[index] = guess
+        return trees
+
+    def _knows(self, text: Sequence) -> bool:
+        memory = self._memories.get(text.number)
+        return memory is not None and (bool(memory.pending) or memory.out is not None)
+
+    def _catch_up(self, texts: list[Sequence]) -> None:
+        """Read the true states that came in since the last time."""
+        behind = [text for text in texts if self._memories[text.number].pending]
+        short = [text for text in behind if self._memories[text.number].waiting <= LONG]
+        groups = [[text] for text in behind if self._memories[text.number].waiting > LONG]
+        for group in [*groups, short] if short else groups:
+            self._read(group)
+
+    def _read(self, texts: list[Sequence]) -> None:
+        memories = [self._memories[text.number] for text in texts]
+        counts = [memory.waiting for memory in memories]
+        width = max(counts)
+        fused = self._head.fuse(torch.cat([part for memory in memories for part in memory.pending]))
+        ids = [_next_tokens(text, memory, count) for text, memory, count in zip(texts, memories, counts)]
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self._device)
+        out = self._chain_pass(memories, [0] * len(memories), tokens, _padded(fused, counts))
+        for index, (memory, count) in enumerate(zip(memories, counts)):
+            memory.out = out[index, count - 1]
+            memory.length += count
+            memory.pending.clear()
+
+    def _chain_pass(self, memories: list[_Memory], ahead: list[int], tokens: Tensor, g: Tensor) -> Tensor:
+        """Rows one after another, `ahead` places past the true ones. tokens [texts, width], g [texts, width, hidden]"""
+        columns = [memory.length + more for memory, more in zip(memories, ahead)]
+        places = [memory.start + column for memory, column in zip(memories, columns)]
+        width = tokens.shape[1]
+        steps = torch.arange(width, device=self._device)
+        positions = torch.tensor(places, device=self._device)[:, None] + steps
+        store = self._buffers.at([memory.row for memory in memories], columns, width)
+        mask = self._staircase(columns, width)
+        return self._head.block(self._head.embed(tokens), g, positions, mask, store)
+
+    def _staircase(self, columns: list[int], width: int) -> Tensor | None:
+        """bool [texts, 1, width, seen]: every row sees its text up to itself. None: every row sees everything."""
+        if width == 1 and len(set(columns)) == 1:
+            return None
+        last = torch.tensor(columns, device=self._device)[:, None] + torch.arange(width, device=self._device)
+        return (torch.arange(max(columns) + width, device=self._device) <= last[..., None])[:, None]
+
+    # --- chains -------------------------------------------------------------------------------------------------------
+
+    def _chains(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        drawn = [Drawn() for _ in texts]
+        active, out = list(range(len(texts))), self._said(texts)
+        for depth in range(max(budgets)):
+            logits = self._head.logits(out)
+            best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
+            choose([texts[i] for i in active], best, self._widener(logits), [drawn[i] for i in active])
+            going = [place for place, i in enumerate(active) if depth + 1 < budgets[i]]
+            if not going:
+                break
+            if len(going) < len(active):
+                out, active = out[going], [active[place] for place in going]
+            memories = [self._memories[texts[i].number] for i in active]
+            tokens = torch.cat([drawn[i].tokens[-1] for i in active]).to(self._device)[:, None]
+            out = self._chain_pass(memories, [depth] * len(active), tokens, out[:, None])[:, 0]
+        return [mine.chain(text) for mine, text in zip(drawn, texts)]
+
+    def _said(self, texts: list[Sequence]) -> Tensor:
+        """What the head said at the last true place of each text. [texts, hidden]"""
+        said = [self._memories[text.number].out for text in texts]
+        return torch.stack([out for out in said if out is not None])
+
+    def _widener(self, logits: Tensor) -> _Widened:
+        return _Widened(logits, self._target_ids, self._vocab)
+
+    # --- trees --------------------------------------------------------------------------------------------------------
+
+    def _trees(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        limits = [min(budget, self.nodes) for budget in budgets]
+        levels = list(self._grow(texts, limits))
+        return _best_nodes(levels, limits)
+
+    def _grow(self, texts: list[Sequence], limits: list[int]) -> Iterator[_Level]:
+        """Levels of nodes, each the children of the likeliest nodes of the one before."""
+        count, deepest = self.branches, min(self.depth, max(limits))
+        out = self._said(texts)[:, None]
+        tokens, scores = self._children(out)
+        level = _Level(tokens[:, 0], scores[:, 0], torch.full_like(tokens[:, 0], tree.ROOT))
+        yield level
+        seen, first = level.scores, 0
+        front, out = _Front.of(level, first), out.expand(-1, count, -1)
+        for depth in range(1, deepest):
+            if self._no_room_for(front, seen, limits):
+                return
+            out = self._tree_pass(texts, front, out, depth - 1)
+            tokens, scores = self._children(out)
+            scores = scores + front.scores[..., None]
+            first += level.tokens.shape[1]
+            level = _Level(tokens.flatten(1), scores.flatten(1), front.nodes.repeat_interleave(count, dim=1))
+            yield level
+            seen = torch.cat([seen, level.scores], dim=1)
+            places = level.scores.topk(count, dim=1).indices
+            out = out.gather(1, (places // count)[..., None].expand(-1, -1, out.shape[-1]))
+            front = front.onward(level, places, first, count)
+
+    def _children(self, out: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest next tokens after each row and their log-probabilities. Both [texts, rows, branches]"""
+        logits = self._head.logits(out).float()
+        best = logits.topk(self.branches, dim=-1)
+        scores = best.values - logits.logsumexp(dim=-1, keepdim=True)
+        return self._head.to_target_ids(best.indices), scores
+
+    def _tree_pass(self, texts: list[Sequence], front: _Front, g: Tensor, depth: int) -> Tensor:
+        memories = [self._memories[text.number] for text in texts]
+        count, lengths = self.branches, [memory.length for memory in memories]
+        columns = [length + depth * count for length in lengths]
+        places = torch.tensor([memory.start + memory.length + depth for memory in memories], device=self._device)
+        store = self._buffers.at([memory.row for memory in memories], columns, count)
+        mask = front.mask(lengths, max(columns) + count)
+        positions = places[:, None].expand(-1, count)
+        return self._head.block(self._head.embed(front.tokens), g, positions, mask, store)
+
+    def _no_room_for(self, front: _Front, seen: Tensor, limits: list[int]) -> bool:
+        """Whether no child can get among the best: a path is never likelier than its beginning.
+
+        Asking makes the host wait for the device, so on a GPU the tree is grown to its full depth instead.
+        """
+        if self._device.type != "cpu" or seen.shape[1] < max(limits):
+            return False
+        ordered = seen.sort(dim=1, descending=True).values
+        edge = ordered[torch.arange(len(limits)), torch.tensor(limits) - 1]
+        return bool((front.scores.amax(dim=1) <= edge).all())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Front:
+    """The nodes about to be expanded: [texts, branches] each."""
+
+    tokens: Tensor
+    scores: Tensor
+    nodes: Tensor  # index among all nodes
+    lineage: Tensor  # bool [texts, branches, expanded so far + branches]: itself and the expanded nodes before it
+
+    @classmethod
+    def of(cls, level: _Level, first: int) -> _Front:
+        texts, count = level.tokens.shape
+        nodes = torch.arange(first, first + count, device=level.tokens.device).expand(texts, -1)
+        own = torch.eye(count, dtype=torch.bool, device=level.tokens.device)
+        return cls(level.tokens, level.scores, nodes, own.expand(texts, -1, -1))
+
+    def onward(self, level: _Level, places: Tensor, first: int, count: int) -> _Front:
+        """The front one level deeper: the nodes at `places` of that level, whose first node has index `first`."""
+        parents = places // count
+        inherited = self.lineage.gather(1, parents[..., None].expand(-1, -1, self.lineage.shape[-1]))
+        own = torch.eye(count, dtype=torch.bool, device=places.device).expand(places.shape[0], -1, -1)
+        lineage = torch.cat([inherited, own], dim=-1)
+        return _Front(level.tokens.gather(1, places), level.scores.gather(1, places), places + first, lineage)
+
+    def mask(self, lengths: list[int], seen: int) -> Tensor:
+        """bool [texts, 1, branches, seen]: the text's true places, the node's ancestors and itself."""
+        true = torch.tensor(lengths, device=self.tokens.device)
+        visible = torch.arange(seen, device=self.tokens.device) < true[:, None]
+        count, expanded = self.lineage.shape[1:]
+        places = true[:, None] + torch.arange(expanded, device=self.tokens.device)
+        mask = visible[:, None].repeat(1, count, 1)
+        return mask.scatter_(2, places[:, None].expand(-1, count, -1), self.lineage)[:, None]
+
+
+class _Widened:
+    """Rows of a reduced vocabulary as rows of the target's: what the head cannot say has no probability."""
+
+    def __init__(self, logits: Tensor, target_ids: Tensor, vocab_size: int) -> None:
+        self._logits, self._ids, self._size = logits, target_ids, vocab_size
+
+    def __call__(self, rows: list[int]) -> Tensor:
+        said = self._logits[rows].float()
+        if said.shape[-1] == self._size:  # rising ids as many as the target's: the same vocabulary
+            return said
+        return said.new_full((len(rows), self._size), -torch.inf).index_copy_(1, self._ids, said)
+
+
+def _best_nodes(levels: list[_Level], limits: list[int]) -> list[DraftTree]:
+    """Of all nodes grown for each text, the likeliest. An ancestor is never less likely, so it is always among them."""
+    scores = torch.cat([level.scores for level in levels], dim=1)
+    tokens = torch.cat([level.tokens for level in levels], dim=1)
+    parents = torch.cat([level.parents for level in levels], dim=1).tolist()
+    # Stable: of equals the one of the earlier level comes first, and a parent may well equal its child.
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : max(limits)].tolist()
+    made: list[DraftTree] = []
+    for index, limit in enumerate(limits):
+        kept = sorted(order[index][:limit])
+        place = {node: rank for rank, node in enumerate(kept)}
+        place[tree.ROOT] = tree.ROOT
+        made.append(DraftTree(tokens[index, kept], [place[parents[index][node]] for node in kept]))
+    return made
+
+
+def _next_tokens(text: Sequence, memory: _Memory, count: int) -> list[int]:
+    """The token after each of the next `count` places."""
+    first = memory.start + memory.length + 1
+    return text.ids[first : first + count]
+
+
+def _padded(rows: Tensor, counts: list[int]) -> Tensor:
+    """[all rows, hidden] -> [texts, longest, hidden]"""
+    if len(set(counts)) == 1:
+        return rows.view(len(counts), counts[0], -1)
+    return torch.nn.utils.rnn.pad_sequence(list(torch.split(rows, counts)), batch_first=True)
+
+
+def _check_pair(head: EagleHead, target: OpenRunner) -> None:
+    """Raise PairError where a head was made for another target."""
+    config, card = head.config, target.card
+    if config.target_hidden_size != card.width:
+        raise PairError(f"this head reads states of {config.target_hidden_size} values; {card.name} has {card.width}")
+    if not config.own_embeddings and config.hidden_size != card.width:
+        raise PairError(
+            f"this head is {config.hidden_size} wide and brings no embed_tokens.weight; those of {card.name} "
+            f"are {card.width} wide"
+        )
+    largest = int(head.target_ids.max())
+    if largest >= card.vocab_size:
+        raise PairError(f"this head says token {largest}; {card.name} has {card.vocab_size} tokens")

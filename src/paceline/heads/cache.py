@@ -1,0 +1,82 @@
+"""Keys and values of a head for many texts: one row of a buffer a text, new entries written wherever they are told."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.heads.attention import KeyValues
+
+FIRST_CAPACITY = 256
+
+
+class KeyBuffers:
+    """Buffers [rows, kv heads, capacity, head size] that grow by doubling. What is valid in a row, its user knows."""
+
+    def __init__(self, kv_heads: int, head_dim: int, like: Tensor) -> None:
+        """like: any tensor of the head; buffers take its device and dtype."""
+        self._like, self._sizes = like, (kv_heads, head_dim)
+        self._rows, self._capacity = 0, FIRST_CAPACITY
+        self._free: list[int] = []
+        self._keys, self._values = self._fresh(1), self._fresh(1)
+
+    def take(self) -> int:
+        """A row for a new text. Low rows first: neighbours are read without copying."""
+        if self._free:
+            self._free.sort(reverse=True)
+            return self._free.pop()
+        self._rows += 1
+        return self._rows - 1
+
+    def give(self, row: int) -> None:
+        """The row's text is over."""
+        self._free.append(row)
+
+    def at(self, rows: list[int], columns: list[int], width: int) -> PlacedKeys:
+        """A store for one pass: entries of text i go to rows[i], from columns[i] on; all before them is seen."""
+        self._reserve(max(columns) + width)
+        return PlacedKeys(self._keys, self._values, rows, columns, width)
+
+    def _reserve(self, capacity: int) -> None:
+        rows = self._keys.shape[0]
+        if self._rows <= rows and capacity <= self._capacity:
+            return
+        self._capacity = max(self._capacity, 1 << (capacity - 1).bit_length())
+        self._keys = self._grown(self._keys, max(rows, 1 << (self._rows - 1).bit_length()))
+        self._values = self._grown(self._values, self._keys.shape[0])
+
+    def _grown(self, old: Tensor, rows: int) -> Tensor:
+        new = self._fresh(rows)
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def _fresh(self, rows: int) -> Tensor:
+        kv_heads, head_dim = self._sizes
+        return torch.zeros(rows, kv_heads, self._capacity, head_dim, dtype=self._like.dtype, device=self._like.device)
+
+
+class PlacedKeys:
+    """The part of the buffers one pass writes and reads."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: list[int], columns: list[int], width: int) -> None:
+        self._keys, self._values = keys, values
+        self._end = max(columns) + width
+        self._row, self._count = rows[0], len(rows)
+        self._neighbours = rows == list(range(rows[0], rows[0] + len(rows)))
+        self._even = columns[0] if len(set(columns)) == 1 else None
+        if not (self._neighbours and self._even is not None):
+            self._rows = torch.tensor(rows, device=keys.device)
+            first = torch.tensor(columns, device=keys.device)
+            self._places = first[:, None] + torch.arange(width, device=keys.device)
+        self._width = width
+
+    def extend(self, fresh: KeyValues) -> KeyValues:
+        return KeyValues(self._write(self._keys, fresh.keys), self._write(self._values, fresh.values))
+
+    def _write(self, buffer: Tensor, fresh: Tensor) -> Tensor:
+        mine = slice(self._row, self._row + self._count)
+        if self._neighbours and self._even is not None:
+            buffer[mine, :, self._even : self._end] = fresh
+        else:
+            buffer[self._rows[:, None], :, self._places] = fresh.transpose(1, 2)
+        return buffer[mine, :, : self._end] if self._neighbours else buffer[self._rows, :, : self._end]

@@ -1,0 +1,13 @@
+"""Heads that come with paceline: METHOD-MODEL beside this file, each with a card that says how it was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def shipped_head(method: str, model: str) -> Path | None:
+    """The directory of the head made for a model (the last part of its name), or None."""
+    folder = HERE / f"{method}-{model}"
+    return folder if (folder / "config.json").is_file() else None

@@ -1,0 +1,263 @@
+"""Ops made of fused kernels.
+
+Three ways to multiply, by what a product waits for:
+  vector  a small matrix and a row or two (a draft's loop): project, norm and all in one launch without a loop
+  tile    up to 16 rows: always computed on 16, so that a row's result does not depend on how many others there are
+  wide    more rows: cuBLAS
+Attention always reads pages by itself, so a pass can be captured as a graph once and replayed for every text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from paceline.runners.native.kernels import (
+    BLOCK,
+    CHUNK,
+    TILE_ROWS,
+    attend_kernel,
+    best_kernel,
+    gate_kernel,
+    norm_kernel,
+    project_kernel,
+    vector_kernel,
+)
+from paceline.runners.native.shape import Shape
+from paceline.runners.native.weights import LayerWeights
+
+VECTOR_INNER = 2048  # longest row of a matrix that vector_kernel takes whole
+VECTOR_ROWS = 2
+VECTOR_COLUMNS = 2
+VECTOR_HEAD_COLUMNS = 32
+VECTOR_WARPS = 4
+MOST_TEXTS = 64
+MOST_NODES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How project_kernel cuts a product."""
+
+    columns: int
+    step: int
+    stages: int
+    warps: int
+
+
+def tiling(columns: int, inner: int, gate: bool) -> Tiling:
+    """Found by measuring on an H200 (docs/log.md): many bytes in flight for long rows, many programs for short ones."""
+    if inner < 2048:
+        return Tiling(16, 128, 4, 2)
+    if gate or columns >= 16384:
+        return Tiling(64, 64, 4, 4) if gate else Tiling(64, 128, 4, 4)
+    return Tiling(32, 128, 6, 4)
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one before it has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedBatch:
+    """One pass of `texts` texts with `nodes` nodes each. All tensors live as long as the graph that reads them."""
+
+    texts: int
+    nodes: int
+    lengths: Tensor  # int64 [texts] tokens cached before the pass
+    counts: Tensor  # int64 [texts] nodes that are real
+    depths: Tensor  # int64 [texts, nodes]
+    sights: Tensor  # int64 [texts, nodes] bit j: this node sees node j
+    pages: Tensor  # int64 [texts, pages a text]
+    chunks: int  # of context, at most
+    offset: int = 0  # added to every length: the steps of a drafting loop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Best:
+    """Logits, and the argmax of each row: found, or still in pieces."""
+
+    logits: Tensor  # float32 [rows, vocab]
+    token: Tensor | None
+    value: Tensor | None
+    index: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picked:
+    """The token chosen in each row and, if asked for, its input vector."""
+
+    token: Tensor  # int64 [rows]
+    stream: Tensor | None  # [rows, width]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What a product does on the side."""
+
+    norm: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    gate: bool = False
+    best: Best | None = None
+
+
+class FusedOps:
+    """Fused kernels over the flat cache [layers, tokens, key heads, head size].
+
+    vectors: allow vector_kernel. Right for a draft, whose numbers may depend on how many rows there are.
+    """
+
+    def __init__(
+        self, shape: Shape, keys: Tensor, values: Tensor, turns: Tensor, page: int, *, vectors: bool = False
+    ) -> None:
+        self.shape, self.keys, self.values, self.turns, self.page = shape, keys, values, turns, page
+        self.vectors = vectors
+        self.early = starts_early(keys.device)
+        self._launch = {"launch_pdl": True} if self.early else {}
+        self._arrived = torch.zeros(MOST_TEXTS * MOST_NODES * shape.kv_heads, dtype=torch.int32, device=keys.device)
+        self._nothing = torch.zeros(1, dtype=keys.dtype, device=keys.device)
+
+    def project(self, x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product(x, weight, Extras(norm=norm, bias=bias))
+
+    def project_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        return self._product(x, weight, Extras(residual=residual))
+
+    def gate(self, x: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+        return self._product(x, weight, Extras(norm=norm, gate=True))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        norm_kernel[(x.shape[0],)](
+            x, weight, out, x.shape[1], self.shape.eps, EARLY=self.early,
+            WIDTH=triton.next_power_of_2(x.shape[1]), num_warps=8, **self._launch,
+        )
+        return out
+
+    def best(self, x: Tensor, norm: Tensor, head: Tensor) -> Best:
+        """Logits in float32, and where each row has its best: found in the same pass over the head."""
+        if x.shape[0] > TILE_ROWS:
+            logits = F.linear(self.norm(x, norm), head).float()
+            return Best(logits, logits.argmax(dim=-1), None, None)
+        small = self._fits_vector(x)
+        cut = VECTOR_HEAD_COLUMNS if small else tiling(head.shape[0], head.shape[1], False).columns
+        blocks = triton.cdiv(head.shape[0], cut)
+        value = torch.empty(x.shape[0], blocks, dtype=torch.float32, device=x.device)
+        index = torch.empty(x.shape[0], blocks, dtype=torch.int32, device=x.device)
+        logits = torch.empty(x.shape[0], head.shape[0], dtype=torch.float32, device=x.device)
+        found = Best(logits, None, value, index)
+        self._product(x, head, Extras(norm=norm, best=found))
+        return found
+
+    def pick(self, found: Best, embedding: Tensor | None = None) -> Picked:
+        """The best token of each row and, if asked, its input vectors."""
+        if found.token is not None:
+            return Picked(found.token, None if embedding is None else embedding[found.token])
+        assert found.value is not None and found.index is not None
+        rows, blocks = found.value.shape
+        token = torch.empty(rows, dtype=torch.int64, device=found.value.device)
+        width = 1 if embedding is None else embedding.shape[1]
+        stream = self._nothing if embedding is None else embedding.new_empty(rows, width)
+        best_kernel[(rows,)](
+            found.value, found.index, token, embedding if embedding is not None else self._nothing, stream, blocks, width,
+            EMBED=embedding is not None, BLOCKS=triton.next_power_of_2(blocks), WIDTH=triton.next_power_of_2(width),
+            EARLY=self.early, **self._launch,
+        )
+        return Picked(token, None if embedding is None else stream)
+
+    def _fits_vector(self, x: Tensor) -> bool:
+        return self.vectors and x.shape[0] <= VECTOR_ROWS and x.shape[1] <= VECTOR_INNER
+
+    def _product(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
+        if self._fits_vector(x):
+            return self._by_vector(x, weight, extras)
+        ready = x if extras.norm is None else self.norm(x, extras.norm)
+        return self._by_tile(ready, weight, extras) if x.shape[0] <= TILE_ROWS else self._wide(ready, weight, extras)
+
+    def _wide(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
+        if extras.residual is not None:
+            return torch.addmm(extras.residual, x, weight.t())
+        out = F.linear(x, weight, extras.bias)
+        return self._gated(out) if extras.gate else out
+
+    def _gated(self, both: Tensor) -> Tensor:
+        rows, inner = both.shape[0], both.shape[1] // 2
+        out = torch.empty(rows, inner, dtype=both.dtype, device=both.device)
+        gate_kernel[(rows, triton.cdiv(inner, 1024))](both, out, inner, BLOCK_COLUMNS=1024)
+        return out
+
+    def _by_vector(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
+        columns, inner = weight.shape[0] // (2 if extras.gate else 1), x.shape[1]
+        cut = VECTOR_HEAD_COLUMNS if extras.best is not None else VECTOR_COLUMNS
+        out, value, index = self._results(x, columns, extras)
+        none = self._nothing
+        vector_kernel[(triton.cdiv(columns, cut), x.shape[0])](
+            x, _or(extras.norm, none), weight, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
+            columns, inner, self.shape.eps,
+            NORM=extras.norm is not None, BIAS=extras.bias is not None, ADD=extras.residual is not None,
+            GATE=extras.gate, BEST=extras.best is not None, COLUMNS=cut, INNER=triton.next_power_of_2(inner),
+            EARLY=self.early, num_warps=VECTOR_WARPS, **self._launch,
+        )
+        return out
+
+    def _by_tile(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
+        columns, inner = weight.shape[0] // (2 if extras.gate else 1), x.shape[1]
+        cut = tiling(columns, inner, extras.gate)
+        out, value, index = self._results(x, columns, extras)
+        none = self._nothing
+        project_kernel[(triton.cdiv(columns, cut.columns),)](
+            x, weight, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
+            x.shape[0], columns, inner,
+            BIAS=extras.bias is not None, ADD=extras.residual is not None, GATE=extras.gate,
+            BEST=extras.best is not None, EVEN=inner % cut.step == 0,
+            ROWS=TILE_ROWS, COLUMNS=cut.columns, STEP=cut.step,
+            EARLY=self.early, num_warps=cut.warps, num_stages=cut.stages, **self._launch,
+        )
+        return out
+
+    def _results(self, x: Tensor, columns: int, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
+        """Where a product writes: its result, and the values and places of the best, if asked for."""
+        if extras.best is not None:
+            assert extras.best.value is not None and extras.best.index is not None
+            return extras.best.logits, extras.best.value, extras.best.index
+        return torch.empty(x.shape[0], columns, dtype=x.dtype, device=x.device), self._nothing, self._nothing
+
+    def attend(self, qkv: Tensor, layer: int, weights: LayerWeights, batch: FusedBatch) -> Tensor:
+        shape = self.shape
+        rows = self._attention_rows(batch.nodes)
+        parts = triton.cdiv(batch.nodes, rows // shape.group)
+        heads = batch.texts * parts * shape.kv_heads
+        out = torch.empty(batch.texts * batch.nodes, shape.query_width, dtype=qkv.dtype, device=qkv.device)
+        sums = torch.empty(heads * batch.chunks, rows, shape.head_size, dtype=torch.float32, device=qkv.device)
+        stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
+        head_norm = weights.query_norm is not None
+        fresh = MOST_NODES if head_norm and not self.vectors else triton.next_power_of_2(batch.nodes)
+        attend_kernel[(batch.texts * parts, shape.kv_heads, batch.chunks)](
+            qkv, self.keys, self.values, self.turns,
+            _or(weights.query_norm, self._nothing), _or(weights.key_norm, self._nothing),
+            out, sums, stats, self._arrived,
+            batch.lengths, batch.counts, batch.depths, batch.sights, batch.pages,
+            batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), shape.eps, shape.head_size**-0.5,
+            NODES=batch.nodes, GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows,
+            FRESH=fresh, PAGE=self.page, CHUNK_TOKENS=CHUNK, BLOCK_TOKENS=BLOCK,
+            HEAD_NORM=head_norm, CHUNKS=batch.chunks, PARTS=parts, EARLY=self.early, num_warps=4, num_stages=3,
+            **self._launch,
+        )
+        return out
+
+    def _attention_rows(self, nodes: int) -> int:
+        """Rows of an attention tile: fixed for a model, so that a node's sums run the same way in every pass."""
+        group = self.shape.group
+        if self.vectors:
+            return max(16, triton.next_power_of_2(group * min(nodes, 2)))
+        return max(32, triton.next_power_of_2(4 * group))
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

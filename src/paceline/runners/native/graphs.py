@@ -1,0 +1,50 @@
+"""Captured passes: a function of fixed tensors, recorded once as a CUDA graph and replayed.
+
+Capture is lazy. Where it fails the function goes on being called as it is, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+# Graphs of one pool share their scratch memory, so a result must be read before the next graph of that pool runs.
+# Whoever hands results on to another graph (a draft to its target) has a pool of its own.
+Pool = tuple[int, int]
+
+
+def new_pool() -> Pool:
+    handle: Pool = torch.cuda.graph_pool_handle()
+    return handle
+
+
+class Captured(Generic[Made]):
+    """Calls `work` by replaying it. Its inputs and outputs are tensors that stay where they are."""
+
+    def __init__(self, work: Callable[[], Made], label: str, pool: Pool) -> None:
+        self._work = work
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._made: Made
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # compiles kernels and fills the libraries' workspaces
+            self._made = work()
+        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._made = work()
+            self._graph = graph
+        except RuntimeError as error:
+            warnings.warn(f"{label} could not be captured and runs launch by launch: {error}", stacklevel=2)
+
+    def __call__(self) -> Made:
+        if self._graph is None:
+            self._made = self._work()
+        else:
+            self._graph.replay()
+        return self._made

@@ -1,0 +1,347 @@
+"""Triton kernels of a narrow pass: up to 16 tokens a product, any number of texts in attention.
+
+A pass over a few tokens is bound by reading the weights, so each kernel reads its weights once, in long rows, and does
+everything else on the side: the gate inside a product, the residual after it, the argmax of the head. Rows of a pass
+never mix, sums run in an order that depends only on absolute positions, and a product always works on a tile of 16
+rows: so a token's numbers are the same bits whether it is read alone or among guesses.
+
+Every kernel has a plain twin in plain.py; tests/runners/native hold them together, on a CPU through Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# EARLY: a kernel starts while the one before it is still running, fetches what does not depend on it (its weights),
+# then waits. It lets its own successor start only after that wait, so two kernels at most are under way at once, and
+# whatever was written two kernels ago is there.
+
+TILE_ROWS = 16
+CHUNK = 128  # tokens of context a program of `attend_kernel` looks at
+BLOCK = 128  # tokens it looks at in one go
+
+
+@triton.jit
+def norm_kernel(x, weight, out, width, eps, EARLY: tl.constexpr, WIDTH: tl.constexpr):
+    """One program a row: root-mean-square norm, rounded as transformers rounds it."""
+    row = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    ok = column < width
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    wide = tl.load(x + row * width + column, mask=ok, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / width + eps)
+    gain = tl.load(weight + column, mask=ok, other=0.0)
+    kind = out.dtype.element_ty
+    tl.store(out + row * width + column, (wide * scale).to(kind) * gain, mask=ok)
+
+
+@triton.jit
+def gate_kernel(both, out, inner, BLOCK_COLUMNS: tl.constexpr):
+    """silu(gate) * up, where `both` holds gate and up of a row side by side."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    ok = column < inner
+    gate = tl.load(both + row * 2 * inner + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * inner + inner + column, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _within(place, count):
+    """A place among `count`. Rows that hold no text hold garbage, and the argmax of NaNs may lie anywhere."""
+    return tl.minimum(tl.maximum(place, 0), count - 1)
+
+
+@triton.jit
+def project_kernel(
+    x, weight, bias, residual, out, best_value, best_index, rows, columns, inner,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BEST: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):
+    """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the best column found.
+
+    GATE: weight holds gate and up, [2 · columns, inner]. BEST: each program also leaves its best column and its value.
+    """
+    block = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, STEP)
+    row_ok = row < rows
+    column_ok = column < columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    total_up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    x_at = x + row[:, None] * inner + step[None, :]
+    weight_at = weight + column[:, None].to(tl.int64) * inner + step[None, :]
+    up_at = weight_at + columns.to(tl.int64) * inner
+    # The first tile of the weights does not depend on the kernel before: fetch it while that one finishes.
+    inside = (step < inner)[None, :]
+    weights = tl.load(weight_at, mask=column_ok[:, None] & inside, other=0.0)
+    if GATE:
+        ups = tl.load(up_at, mask=column_ok[:, None] & inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.load(x_at, mask=row_ok[:, None] & inside, other=0.0)
+    total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+    if GATE:
+        total_up = tl.dot(part, tl.trans(ups), total_up, input_precision="ieee")
+    for start in range(STEP, inner, STEP):
+        inside = (start + step < inner)[None, :]
+        x_ok = row_ok[:, None] if EVEN else row_ok[:, None] & inside
+        w_ok = column_ok[:, None] if EVEN else column_ok[:, None] & inside
+        part = tl.load(x_at + start, mask=x_ok, other=0.0)
+        weights = tl.load(weight_at + start, mask=w_ok, other=0.0)
+        total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+        if GATE:
+            ups = tl.load(up_at + start, mask=w_ok, other=0.0)
+            total_up = tl.dot(part, tl.trans(ups), total_up, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    if GATE:
+        total = total * tl.sigmoid(total) * total_up
+    ok = row_ok[:, None] & column_ok[None, :]
+    at = row[:, None] * columns + column[None, :]
+    if ADD:
+        total += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
+    if BEST:
+        shown = tl.where(ok, total, -float("inf"))
+        value, place = tl.max(shown, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        blocks = tl.num_programs(0)
+        tl.store(best_value + row * blocks + block, value, mask=row_ok)
+        tl.store(best_index + row * blocks + block, _within(place + block * COLUMNS, columns), mask=row_ok)
+
+
+@triton.jit
+def vector_kernel(
+    x, norm, weight, bias, residual, out, best_value, best_index, columns, inner, eps,
+    EARLY: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
+    BEST: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+):
+    """project_kernel for a small matrix and a row or two: a program takes its rows of the matrix whole, in one load.
+
+    No loop and no tensor cores, so one trip to memory is all it waits for. The norm before the product is on board.
+    """
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, INNER)
+    column_ok = column < columns
+    inside = step < inner
+    ok = column_ok[:, None] & inside[None, :]
+    at = column[:, None].to(tl.int64) * inner + step[None, :]
+    weights = tl.load(weight + at, mask=ok, other=0.0)
+    if GATE:
+        ups = tl.load(weight + columns.to(tl.int64) * inner + at, mask=ok, other=0.0)
+    gain = tl.load(norm + step, mask=inside & NORM, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    part = tl.load(x + row * inner + step, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(part * part, axis=0) / inner + eps)
+        part = part * scale * gain
+    total = tl.sum(weights.to(tl.float32) * part[None, :], axis=1)
+    if BIAS:
+        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
+    if GATE:
+        total = total * tl.sigmoid(total) * tl.sum(ups.to(tl.float32) * part[None, :], axis=1)
+    if ADD:
+        total += tl.load(residual + row * columns + column, mask=column_ok, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column_ok)
+    if BEST:
+        shown = tl.where(column_ok, total, -float("inf"))
+        value, place = tl.max(shown, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best_value + row * tl.num_programs(0) + block, value)
+        tl.store(best_index + row * tl.num_programs(0) + block, _within(place + block * COLUMNS, columns))
+
+
+@triton.jit
+def best_kernel(
+    best_value, best_index, out, embedding, stream, blocks, width,
+    EARLY: tl.constexpr, EMBED: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """One program a row: the best of all blocks' best, and with EMBED its input vector, ready for the next step."""
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    values = tl.load(best_value + row * blocks + block, mask=block < blocks, other=-float("inf"))
+    _, place = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    token = tl.load(best_index + row * blocks + _within(place, blocks))
+    tl.store(out + row, token.to(tl.int64))
+    if EMBED:
+        column = tl.arange(0, WIDTH)
+        vector = tl.load(embedding + token.to(tl.int64) * width + column, mask=column < width, other=0.0)
+        tl.store(stream + row * width + column, vector, mask=column < width)
+
+
+@triton.jit
+def _turned(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """The two halves of a head's vectors [rows, HALF], normed if the family does, turned by position."""
+    low = tl.load(base + at_low, mask=ok, other=0.0).to(tl.float32)
+    high = tl.load(base + at_low + HALF, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+        half = tl.arange(0, HALF)
+        low = low * scale[:, None] * tl.load(norm + half).to(tl.float32)[None, :]
+        high = high * scale[:, None] * tl.load(norm + HALF + half).to(tl.float32)[None, :]
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def attend_kernel(
+    qkv, keys, values, turns, query_norm, key_norm, out, partial, partial_stats, arrived,
+    lengths, counts, depths, sights, pages, offset, table_width, layer_base, eps, scale,
+    NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    FRESH: tl.constexpr, PAGE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    HEAD_NORM: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+):
+    """Attention of some of a text's nodes, for one key head and one chunk of its tokens.
+
+    A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more PARTS:
+    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. New keys are turned and stored by every program whose chunk they
+    touch, then read back like all others, so that a token is treated alike whether it is new or old. `sights` has a
+    bit for each node of the pass that a node may see. The last chunk to arrive puts the chunks together, in order.
+    """
+    text = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(1)
+    chunk = tl.program_id(2)
+    each: tl.constexpr = ROWS // GROUP  # nodes a part holds
+    count = tl.load(counts + text)
+    length = tl.load(lengths + text) + offset
+    end = length + count
+    first = chunk * CHUNK_TOKENS
+    if (first < end) & (part * each < count):
+        heads = GROUP * KV_HEADS
+        size: tl.constexpr = 2 * HALF
+        line = (heads + 2 * KV_HEADS) * size  # of qkv, one node
+        half = tl.arange(0, HALF)
+        cache = layer_base + head * size  # + place · KV_HEADS · size
+
+        # --- what does not depend on this pass's products
+        row = tl.arange(0, ROWS)
+        node = part * each + row // GROUP
+        row_ok = (node < count) & (row < each * GROUP)
+        sight = tl.load(sights + text * NODES + node, mask=row_ok, other=0)
+        position = length + tl.load(depths + text * NODES + node, mask=row_ok, other=0)
+        row_cos = tl.load(turns + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
+        row_sin = tl.load(turns + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
+        fresh = tl.arange(0, FRESH)
+        fresh_ok = fresh < count
+        place = length + fresh
+        page = tl.load(pages + text * table_width + place // PAGE, mask=fresh_ok, other=0)
+        turn = length + tl.load(depths + text * NODES + fresh, mask=fresh_ok, other=0)
+        cos = tl.load(turns + turn[:, None] * size + half[None, :], mask=fresh_ok[:, None], other=0.0)
+        sin = tl.load(turns + turn[:, None] * size + HALF + half[None, :], mask=fresh_ok[:, None], other=0.0)
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
+
+        # --- queries
+        at_low = ((text * NODES + node) * line + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
+        low, high = _turned(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, HEAD_NORM)
+        q_low = low.to(keys.dtype.element_ty)
+        q_high = high.to(keys.dtype.element_ty)
+
+        # --- new keys and values
+        if first + CHUNK_TOKENS > length:
+            node_at = (text * NODES + fresh) * line
+            key_at = node_at[:, None] + (heads + head) * size + half[None, :]
+            key_low, key_high = _turned(qkv, key_at, fresh_ok[:, None], cos, sin, key_norm, eps, HALF, HEAD_NORM)
+            spot = cache + (page.to(tl.int64) * PAGE + place % PAGE)[:, None] * (KV_HEADS * size) + half[None, :]
+            kind = keys.dtype.element_ty
+            tl.store(keys + spot, key_low.to(kind), mask=fresh_ok[:, None])
+            tl.store(keys + spot + HALF, key_high.to(kind), mask=fresh_ok[:, None])
+            value_at = node_at[:, None] + (heads + KV_HEADS + head) * size + half[None, :]
+            tl.store(values + spot, tl.load(qkv + value_at, mask=fresh_ok[:, None]), mask=fresh_ok[:, None])
+            tl.store(
+                values + spot + HALF, tl.load(qkv + value_at + HALF, mask=fresh_ok[:, None]), mask=fresh_ok[:, None]
+            )
+            tl.debug_barrier()
+
+        # --- look back
+        top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        weight = tl.zeros((ROWS,), dtype=tl.float32)
+        seen_low = tl.zeros((ROWS, HALF), dtype=tl.float32)
+        seen_high = tl.zeros((ROWS, HALF), dtype=tl.float32)
+        within = tl.arange(0, BLOCK_TOKENS)
+        for start in range(first, tl.minimum(first + CHUNK_TOKENS, end), BLOCK_TOKENS):
+            token = start + within
+            there = (token < end)[:, None]
+            token_page = tl.load(pages + text * table_width + token // PAGE, mask=token < end, other=0)
+            at = cache + (token_page.to(tl.int64) * PAGE + token % PAGE)[:, None] * (KV_HEADS * size) + half[None, :]
+            k_low = tl.load(keys + at, mask=there, other=0.0)
+            k_high = tl.load(keys + at + HALF, mask=there, other=0.0)
+            score = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
+            score = tl.dot(q_high, tl.trans(k_high), score, input_precision="ieee") * scale
+            ahead = token - length
+            bit = (sight[:, None] >> tl.maximum(ahead, 0)[None, :].to(tl.int64)) & 1
+            visible = (ahead < 0)[None, :] | ((bit == 1) & (token < end)[None, :])
+            score = tl.where(visible, score, -float("inf"))
+            higher = tl.maximum(top, tl.max(score, axis=1))
+            safe = tl.where(higher == -float("inf"), 0.0, higher)
+            fade = tl.exp(top - safe)
+            chance = tl.exp(score - safe[:, None])
+            weight = weight * fade + tl.sum(chance, axis=1)
+            v_low = tl.load(values + at, mask=there, other=0.0)
+            v_high = tl.load(values + at + HALF, mask=there, other=0.0)
+            chance = chance.to(v_low.dtype)
+            seen_low = tl.dot(chance, v_low, seen_low * fade[:, None], input_precision="ieee")
+            seen_high = tl.dot(chance, v_high, seen_high * fade[:, None], input_precision="ieee")
+            top = higher
+
+        # --- write, or leave for the last one
+        out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
+        chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+        if chunks == 1:
+            tl.store(out + out_at, (seen_low / weight[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+            tl.store(out + out_at + HALF, (seen_high / weight[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+        else:
+            mine = (tl.program_id(0) * KV_HEADS + head) * CHUNKS
+            stats_at = (mine + chunk) * ROWS * 2 + row
+            tl.store(partial_stats + stats_at, top)
+            tl.store(partial_stats + stats_at + ROWS, weight)
+            part_at = (mine + chunk) * ROWS * size + row[:, None] * size + half[None, :]
+            tl.store(partial + part_at, seen_low)
+            tl.store(partial + part_at + HALF, seen_high)
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + tl.program_id(0) * KV_HEADS + head, 1, sem="acq_rel")
+            if before == chunks - 1:
+                _join_chunks(
+                    partial, partial_stats, out, mine, chunks, out_at, row_ok, row, half, ROWS, HALF
+                )
+                tl.store(arrived + tl.program_id(0) * KV_HEADS + head, 0)
+
+
+@triton.jit
+def _join_chunks(
+    partial, partial_stats, out, mine, chunks, out_at, row_ok, row, half, ROWS: tl.constexpr, HALF: tl.constexpr
+):
+    """Put the chunks of one text and head together, first to last: the same order every time."""
+    size: tl.constexpr = 2 * HALF
+    top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    for chunk in range(0, chunks):
+        top = tl.maximum(top, tl.load(partial_stats + (mine + chunk) * ROWS * 2 + row, cache_modifier=".cg"))
+    top = tl.where(top == -float("inf"), 0.0, top)
+    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    seen_low = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    seen_high = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    for chunk in range(0, chunks):
+        stats_at = (mine + chunk) * ROWS * 2 + row
+        fade = tl.exp(tl.load(partial_stats + stats_at, cache_modifier=".cg") - top)
+        weight += tl.load(partial_stats + stats_at + ROWS, cache_modifier=".cg") * fade
+        part_at = (mine + chunk) * ROWS * size + row[:, None] * size + half[None, :]
+        seen_low += tl.load(partial + part_at, cache_modifier=".cg") * fade[:, None]
+        seen_high += tl.load(partial + part_at + HALF, cache_modifier=".cg") * fade[:, None]
+    kind = out.dtype.element_ty
+    weight = tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + out_at, (seen_low / weight[:, None]).to(kind), mask=row_ok[:, None])
+    tl.store(out + out_at + HALF, (seen_high / weight[:, None]).to(kind), mask=row_ok[:, None])

@@ -1,0 +1,268 @@
+"""Narrow passes: a few nodes a text, captured as graphs, fed through one small upload a pass.
+
+Two kinds. A check reads the last token and the guesses of every text. A loop drafts: it reads the last two tokens of
+every text (the draft may have missed the target's own token, or the last guess too; reading a token twice writes the
+same numbers again) and then takes step after step without returning to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.distribution import draw
+from paceline.core.protocols import Row
+from paceline.core.tree import depths
+from paceline.runners.native.fused import FusedBatch, FusedOps, Picked
+from paceline.runners.native.graphs import Captured, Pool
+from paceline.runners.native.kernels import CHUNK, TILE_ROWS
+from paceline.runners.native.model import run_layers
+from paceline.runners.native.weights import Weights
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by the bits of an int64
+TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+CHUNK_STEPS = (4, 16, 64, 256)  # chunks of context a graph is captured for
+LEAD = 2  # tokens a loop reads at first
+CHAIN_DEPTHS: NDArray[np.int64] = np.arange(WIDTHS[-1], dtype=np.int64)
+CHAIN_SIGHTS: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
+
+
+def sights(parents: list[int]) -> list[int]:
+    """For every node the nodes it may look at, as bits: itself and all before it on its path."""
+    seen: list[int] = []
+    for node, parent in enumerate(parents):
+        seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
+    return seen
+
+
+def rounded_up(value: int, steps: tuple[int, ...]) -> int | None:
+    """The next captured size, or None where there is none."""
+    return next((step for step in steps if step >= value), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a graph is captured for."""
+
+    texts: int
+    nodes: int
+    chunks: int
+
+    @property
+    def rows(self) -> int:
+        return self.texts * self.nodes
+
+    def holds(self, other: Size) -> bool:
+        return self.texts >= other.texts and self.nodes >= other.nodes and self.chunks >= other.chunks
+
+
+class Staging:
+    """The integers of a pass: filled on the host, sent in one copy, read by the graph where they are."""
+
+    def __init__(self, size: Size, table_width: int, device: torch.device) -> None:
+        texts, nodes = size.texts, size.nodes
+        total = texts * (2 + 3 * nodes + table_width)
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=pinned)
+        self._device = torch.zeros(total, dtype=torch.int64, device=device)
+        host: NDArray[np.int64] = self._host.numpy()
+        self.lengths, self.counts = host[:texts], host[texts : 2 * texts]
+        at = 2 * texts
+        self.depths, at = host[at : at + texts * nodes].reshape(texts, nodes), at + texts * nodes
+        self.sights, at = host[at : at + texts * nodes].reshape(texts, nodes), at + texts * nodes
+        self.tokens, at = host[at : at + texts * nodes].reshape(texts, nodes), at + texts * nodes
+        self.pages = host[at:].reshape(texts, table_width)
+        self.batch = self._batch(size)
+        self.token_ids = self._view(2 * texts + 2 * texts * nodes, texts, nodes)
+
+    def _view(self, start: int, texts: int, width: int) -> Tensor:
+        return self._device[start : start + texts * width].view(texts, width)
+
+    def _batch(self, size: Size) -> FusedBatch:
+        texts, nodes = size.texts, size.nodes
+        at = 2 * texts
+        return FusedBatch(
+            texts,
+            nodes,
+            self._device[:texts],
+            self._device[texts : 2 * texts],
+            self._view(at, texts, nodes),
+            self._view(at + texts * nodes, texts, nodes),
+            self._device[at + 3 * texts * nodes :].view(texts, -1),
+            size.chunks,
+        )
+
+    def put_row(self, index: int, row: Row, length: int, table: list[int]) -> None:
+        """Text `index` reads this row after `length` tokens. Guesses that lie on the device are copied there later."""
+        count = len(row.parents)
+        self.lengths[index], self.counts[index] = length, count
+        self.pages[index, : len(table)] = table
+        if row.is_chain:
+            self.depths[index, :count], self.sights[index, :count] = CHAIN_DEPTHS[:count], CHAIN_SIGHTS[:count]
+        else:
+            self.depths[index, :count] = depths(row.parents)
+            self.sights[index, :count] = sights(row.parents)
+        if row.lead is not None:
+            self.tokens[index, 0] = row.lead
+        if not row.tokens.is_cuda and row.tokens.shape[0]:
+            self.tokens[index, count - row.tokens.shape[0] : count] = row.tokens.numpy()
+
+    def put_lead(self, index: int, ids: list[int], table: list[int]) -> None:
+        """Text `index` of a loop: its last two tokens."""
+        self.lengths[index], self.counts[index] = len(ids) - LEAD, LEAD
+        self.pages[index, : len(table)] = table
+        self.depths[index], self.sights[index] = CHAIN_DEPTHS[:LEAD], CHAIN_SIGHTS[:LEAD]
+        self.tokens[index] = ids[-LEAD:]
+
+    def send(self, texts: int) -> None:
+        """Send everything; texts beyond the first `texts` are none."""
+        self.counts[texts:] = 0
+        self._device.copy_(self._host, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """What a check left: tensors of the graph, to be read before the next pass of the same runner."""
+
+    logits: Tensor  # float32 [texts · nodes, vocab]
+    best: Tensor  # int64 [texts · nodes]
+    hidden: Tensor | None
+    features: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """What a loop left: guesses [texts, steps], and the distributions they were drawn from, if they were drawn."""
+
+    tokens: Tensor
+    probs: Tensor | None  # [texts, steps, vocab]
+
+
+class Source(Protocol):
+    """What passes read from their runner."""
+
+    weights: Weights
+    want_hidden: bool
+    feature_layers: tuple[int, ...]
+    last_layer: int
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    size: Size
+    staging: Staging
+    run: Callable[[], Checked]
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    staging: Staging
+    temperatures: Tensor  # float32 [texts, 1]
+    chances: Tensor  # float64 [texts, steps]
+    run: Callable[[], Drafted]
+
+    def put_chances(self, temperatures: list[float], chances: list[list[float]]) -> None:
+        count, steps = len(temperatures), len(chances[0])
+        self.temperatures[:count, 0].copy_(torch.tensor(temperatures), non_blocking=True)
+        self.chances[:count, :steps].copy_(torch.tensor(chances, dtype=torch.float64), non_blocking=True)
+
+
+class NarrowPasses:
+    """The captured passes of one runner, made on first use. Without a pool they run launch by launch (tests)."""
+
+    def __init__(
+        self, source: Source, checks: FusedOps, loops: FusedOps, table_width: int, pool: Pool | None
+    ) -> None:
+        self._source, self._check_ops, self._loop_ops, self._pool = source, checks, loops, pool
+        self._table_width = table_width
+        self._device = checks.keys.device
+        self._checks: dict[Any, dict[Size, _Check]] = {}
+        self._loops: dict[tuple[Size, int, bool], _Loop] = {}
+
+    def fits(self, texts: int, nodes: int, tokens: int) -> Size | None:
+        """The size a pass would run at, or None: too wide, too many or too long for any."""
+        chunks = rounded_up(-(-tokens // CHUNK), CHUNK_STEPS)
+        width, many = rounded_up(nodes, WIDTHS), rounded_up(texts, TEXTS)
+        return None if chunks is None or width is None or many is None else Size(many, width, chunks)
+
+    def _near(self, size: Size, captured: Iterable[Size]) -> Size:
+        """A captured size that will do instead of a new one: the end of a text, or of a batch, needs no graphs of its
+        own. One that would take another way to multiply would change the numbers, and is not near."""
+        tiled = size.rows <= TILE_ROWS
+        near = [
+            other
+            for other in captured
+            if other.holds(size) and other.rows <= max(TILE_ROWS, 2 * size.rows) and (other.rows <= TILE_ROWS) == tiled
+        ]
+        return min(near, key=lambda other: (other.rows, other.chunks), default=size)
+
+    def check(self, size: Size) -> _Check:
+        """The captured check of this size, or of one near it; made if there is none."""
+        kind = (self._source.want_hidden, self._source.feature_layers)
+        made = self._checks.setdefault(kind, {})
+        size = self._near(size, made)
+        if size not in made:
+            staging = Staging(size, self._table_width, self._device)
+            made[size] = _Check(size, staging, self._made(lambda: self._check_work(staging), "a check"))
+        return made[size]
+
+    def loop(self, size: Size, steps: int, sampled: bool) -> _Loop:
+        """The captured loop of these steps, or of a few more; made if there is none."""
+        more = [key for key in self._loops if key[2] == sampled and steps <= key[1] <= 2 * steps + 3]
+        near = [(self._near(size, [key[0]]), key) for key in more]
+        usable = [key for found, key in near if found == key[0]]
+        if usable:
+            return self._loops[min(usable, key=lambda key: (key[1], key[0].rows))]
+        staging = Staging(size, self._table_width, self._device)
+        temperatures = torch.ones(size.texts, 1, device=self._device)
+        chances = torch.zeros(size.texts, steps, dtype=torch.float64, device=self._device)
+        made = _Loop(staging, temperatures, chances, lambda: Drafted(chances, None))
+        made.run = self._made(lambda: self._loop_work(made, steps, sampled), "a drafting loop")
+        self._loops[size, steps, sampled] = made
+        return made
+
+    def _made(self, work: Callable[[], Any], label: str) -> Callable[[], Any]:
+        return work if self._pool is None else Captured(work, label, self._pool)
+
+    # --- what is captured ---------------------------------------------------------------------------------------------
+
+    def _check_work(self, staging: Staging) -> Checked:
+        source, ops = self._source, self._check_ops
+        stream = source.weights.embedding[staging.token_ids.view(-1)]
+        states = run_layers(
+            source.weights, stream, staging.batch, ops, source.feature_layers, last=source.last_layer
+        )
+        hidden = ops.norm(states.stream, source.weights.final_norm) if source.want_hidden else None
+        found = ops.best(states.stream, source.weights.final_norm, source.weights.head)
+        return Checked(found.logits, ops.pick(found).token, hidden, states.features)
+
+    def _loop_work(self, loop: _Loop, steps: int, sampled: bool) -> Drafted:
+        source, ops, batch = self._source, self._loop_ops, loop.staging.batch
+        stream = source.weights.embedding[loop.staging.token_ids.view(-1)]
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(steps):
+            states = run_layers(source.weights, stream, batch, ops, last=source.last_layer)
+            last = states.stream if step else states.stream.view(batch.texts, LEAD, -1)[:, -1].contiguous()
+            found = ops.best(last, source.weights.final_norm, source.weights.head)
+            if sampled:
+                probs.append(torch.softmax(found.logits / loop.temperatures, dim=-1))
+                picked = Picked(draw(probs[-1], loop.chances[:, step]), None)
+            else:
+                picked = ops.pick(found, source.weights.embedding)
+            tokens.append(picked.token)
+            stream = source.weights.embedding[picked.token] if picked.stream is None else picked.stream
+            batch = self._single(batch, LEAD + step)
+        return Drafted(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
+
+    def _single(self, batch: FusedBatch, offset: int) -> FusedBatch:
+        """One node a text, `offset` tokens behind where the loop began."""
+        zeros = torch.zeros(batch.texts, 1, dtype=torch.int64, device=self._device)
+        there = batch.counts.clamp_max(1)
+        return FusedBatch(batch.texts, 1, batch.lengths, there, zeros, zeros + 1, batch.pages, batch.chunks, offset)

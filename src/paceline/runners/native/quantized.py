@@ -1,0 +1,107 @@
+"""Matrices in fewer bits, for CPUs: int8 through torch's dynamic quantisation, int4 where the kernel exists.
+
+A product quantises its input row by row on the fly. On a CPU this is where guessing pays: a pass over eight tokens
+costs little more than one over a single token, while in fp32 it costs three times as much.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.errors import OptionError
+
+INT4_GROUP = 32
+WORDS = ("int8", "int4")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Matrix:
+    """Weights in int8, one scale a row, packed for this machine's kernel.
+
+    Rows of the weights are brought to the range -1 to 1 before packing: kernels that know one scale a row are slow on
+    some machines, those that know one a matrix are fast on all. The kernel also quantises
+    its input with one scale for all tokens, so a token's numbers would depend on its neighbours. Each is therefore
+    brought to that range too, and one more row that spans it pins the scale: alone or among guesses, a token is
+    computed alike.
+    """
+
+    packed: Any
+    scales: Tensor  # [rows]
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-20)
+        ready = torch.empty(x.shape[0] + 1, x.shape[1])
+        torch.div(x, largest, out=ready[:-1])
+        ready[-1].zero_()
+        ready[-1, 0], ready[-1, 1] = 1.0, -1.0
+        out: Tensor = torch.ops.quantized.linear_dynamic(ready, self.packed, False)[:-1]
+        out = out.mul_(largest).mul_(self.scales)
+        return out if bias is None else out + bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Matrix:
+    """Weights in int4, one scale for every 32, packed for the kernel torch carries for this machine."""
+
+    packed: Tensor
+    rows: int
+    columns: int
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
+            x.contiguous(), self.packed, INT4_GROUP, self.columns, self.rows
+        )
+        return out if bias is None else out + bias
+
+
+def apply_matrix(weight: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x · weightᵀ + bias, for a tensor or a packed matrix."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
+
+
+def packed(weight: Tensor, word: str) -> Any:
+    """A matrix in `int8` or `int4`."""
+    return _int8(weight) if word == "int8" else _int4(weight)
+
+
+def _int8(weight: Tensor) -> Int8Matrix:
+    choose_engine()
+    warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+    scales = weight.float().abs().amax(dim=1).clamp_min(1e-8)
+    quantized = torch.quantize_per_tensor(weight.float() / scales[:, None], 1.0 / 127.0, 0, torch.qint8)
+    return Int8Matrix(torch.ops.quantized.linear_prepack(quantized, None), scales)
+
+
+def choose_engine() -> None:
+    """oneDNN where torch has it (ARM and x86), else whatever this build prefers."""
+    known = torch.backends.quantized.supported_engines
+    if "onednn" in known and torch.backends.quantized.engine != "onednn":
+        torch.backends.quantized.engine = "onednn"
+
+
+def _int4(weight: Tensor) -> Int4Matrix:
+    rows, columns = weight.shape
+    if not has_int4() or columns % INT4_GROUP:
+        raise OptionError("int4 has no kernel for this machine or this model; use --dtype int8")
+    groups = weight.float().view(rows, -1, INT4_GROUP)
+    scales = groups.abs().amax(dim=-1) / 7.0
+    scales = scales.clamp_min(1e-8)
+    steps = (groups / scales[..., None]).round().clamp(-8, 7).to(torch.int32).view(rows, columns) + 8
+    pairs = (steps[:, 1::2] << 4 | steps[:, ::2]).to(torch.uint8)
+    buffer = torch.ops.aten._dyn_quant_pack_4bit_weight(
+        pairs, scales.to(torch.bfloat16).view(rows, -1), None, INT4_GROUP, columns, rows
+    )
+    return Int4Matrix(buffer, rows, columns)
+
+
+def has_int4() -> bool:
+    """Whether torch carries the int4 kernel and this machine runs it fast: ARM with KleidiAI."""
+    import platform
+
+    return platform.machine() in ("aarch64", "arm64") and hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit")

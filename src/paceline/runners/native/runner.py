@@ -1,0 +1,403 @@
+"""The native runner: paged cache, packed rows, plain passes everywhere, captured passes on CUDA."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.protocols import Ability, Guesses, Lead, ModelCard, Outputs, Row, Slot
+from paceline.core.tree import ancestors, depths
+from paceline.errors import OptionError, OutOfMemory, WeightsError
+from paceline.kv.pages import PagePool
+from paceline.runners.native import quantized
+from paceline.runners.native.model import States, run_layers
+from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
+from paceline.runners.native.shape import Shape, rotary_table, shape_of
+from paceline.runners.native.weights import Weights, load_weights, weights_of
+
+if TYPE_CHECKING:
+    from paceline.runners.native.narrow import Checked, NarrowPasses, Size
+
+PAGE = 64  # tokens
+SLACK = 512  # a drafting loop may run a few steps past the end of the longest text
+WIDEST_NARROW = 512  # nodes in a captured pass, over all texts
+LEAD_TOKENS = 2  # what a drafting loop reads of a text; narrow.LEAD, known here without importing Triton
+DEFAULT_TEXTS = 8
+DEFAULT_TEXT_TOKENS = 8192
+_numbers = itertools.count()
+
+
+class NativeSlot(Slot):
+    """A holder of pages."""
+
+    __slots__ = ("fresh", "number")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(_numbers)
+        self.fresh = 0  # where the last row read begins
+
+
+class NativeRunner:
+    """A Llama-like model behind `Runner`. See `load` and `of_model` for how to get one."""
+
+    def __init__(self, shape: Shape, weights: Weights, config: Any, card: ModelCard, cache_tokens: int) -> None:
+        self.shape, self.weights, self.card = shape, weights, card
+        self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
+        self.device = torch.device(card.device)
+        self.pages = PagePool(max(1, -(-cache_tokens // PAGE)), PAGE)
+        kept = weights.embedding.dtype
+        size = (shape.layers, self.pages.pages * PAGE, shape.kv_heads, shape.head_size)
+        try:
+            self.keys = torch.empty(size, dtype=kept, device=self.device)
+            self.values = torch.empty(size, dtype=kept, device=self.device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: choose fewer (--cache-tokens)") from error
+        self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
+        packed = not isinstance(weights.head, Tensor)
+        self.plain = PlainOps(shape, self.keys, self.values, node_by_node=packed)
+        self.narrow = self._narrow_passes() if self.device.type == "cuda" else None
+        if self.narrow is not None:
+            self.abilities |= {Ability.LOOP}
+        self.last_layer = shape.layers
+        self.want_hidden = False
+        self.feature_layers: tuple[int, ...] = ()
+
+    # --- making one ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, folder: Path, name: str, dtype: str, device: str, cache_tokens: int | None = None) -> NativeRunner:
+        """Read a Hugging Face directory. dtype: float32, bfloat16, float16, or int8 and int4 on a CPU."""
+        config = _config(folder, name)
+        shape = shape_of(config)
+        kind = torch.float32 if dtype in quantized.WORDS else getattr(torch, dtype)
+        weights = load_weights(folder, shape, kind, device)
+        if dtype in quantized.WORDS:
+            weights = pack_weights(weights, dtype)
+        card = _card(name, shape, _end_tokens(folder, config), device, dtype)
+        return cls(shape, weights, config, card, cache_tokens or default_cache_tokens(shape))
+
+    @classmethod
+    def of_model(cls, model: Any, name: str, cache_tokens: int | None = None) -> NativeRunner:
+        """Run a loaded transformers model of the family."""
+        from paceline.runners.huggingface import end_tokens_of
+
+        shape = shape_of(model.config)
+        first = next(model.parameters())
+        word = str(first.dtype).removeprefix("torch.")
+        card = _card(name, shape, end_tokens_of(model), str(first.device), word)
+        with torch.no_grad():
+            weights = weights_of(model, shape)
+        return cls(shape, weights, model.config, card, cache_tokens or default_cache_tokens(shape))
+
+    # --- slots --------------------------------------------------------------------------------------------------------
+
+    def open(self) -> NativeSlot:
+        return NativeSlot()
+
+    @torch.inference_mode()
+    def keep(self, slot: Slot, nodes: list[int]) -> None:
+        own = _own(slot)
+        moved = [(node, place) for place, node in enumerate(nodes) if node != place]
+        if moved:
+            table = self.pages.table(own.number)
+            source = torch.tensor([_place(table, own.fresh + node) for node, _ in moved], device=self.device)
+            target = torch.tensor([_place(table, own.fresh + place) for _, place in moved], device=self.device)
+            for cache in (self.keys, self.values):
+                cache[:, target] = cache[:, source]
+        own.length = own.fresh + len(nodes)
+
+    def trim(self, slot: Slot, length: int) -> None:
+        own = _own(slot)
+        own.length = min(own.length, length)
+        self.pages.shrink(own.number, own.length)
+
+    def close(self, slot: Slot) -> None:
+        own = _own(slot)
+        self.pages.release(own.number)
+        own.length = 0
+
+    def fork(self, slot: Slot, length: int) -> NativeSlot:
+        twin = NativeSlot()
+        self.pages.share(_own(slot).number, twin.number, length)
+        twin.length = length
+        return twin
+
+    def room(self) -> int:
+        return self.pages.free * PAGE
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
+        self._reserve(rows)
+        try:
+            size = self._narrow_size(rows, last_only)
+            said = self._plain_pass(rows, last_only) if size is None else self._narrow_pass(rows, size, last_only)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory("a pass does not fit: run fewer texts at a time, or shorter ones") from error
+        for row in rows:
+            own = _own(row.slot)
+            own.fresh = own.length
+            own.length += len(row.parents)
+        return said
+
+    def _reserve(self, rows: list[Row]) -> None:
+        """Pages for every row, or OutOfMemory and nothing changed."""
+        done: list[NativeSlot] = []
+        try:
+            for row in rows:
+                own = _own(row.slot)
+                done.append(own)
+                self.pages.grow(own.number, own.length + len(row.parents))
+                for copied in self.pages.writable(own.number, own.length, own.length + len(row.parents)):
+                    self._copy_page(copied.source, copied.target)
+        except OutOfMemory:
+            for own in done:
+                self.pages.shrink(own.number, own.length)
+            raise
+
+    def _copy_page(self, source: int, target: int) -> None:
+        for cache in (self.keys, self.values):
+            cache[:, target * PAGE : (target + 1) * PAGE] = cache[:, source * PAGE : (source + 1) * PAGE]
+
+    def _plain_pass(self, rows: list[Row], last_only: bool) -> Outputs:
+        widths = [len(row.parents) for row in rows]
+        tokens = torch.cat([row.ids().to(self.device) for row in rows]) if len(rows) > 1 else rows[0].ids()
+        batch = self._plain_batch(rows)
+        stream = self.weights.embedding[tokens.to(self.device)]
+        states = run_layers(self.weights, stream, batch, self.plain, self.feature_layers, last=self.last_layer)
+        return self._said(states, widths, last_only)
+
+    def _said(self, states: States, widths: list[int], last_only: bool) -> Outputs:
+        """Norm and head on what is asked for: with last_only on one node a row."""
+        stream = states.stream
+        if not last_only:
+            hidden = self.plain.norm(stream, self.weights.final_norm)
+            shown = hidden if self.want_hidden else None
+            return Outputs(self.head(hidden), widths, shown, states.features)
+        ends = torch.tensor(list(itertools.accumulate(widths)), device=stream.device) - 1
+        hidden = self.plain.norm(stream if self.want_hidden else stream[ends], self.weights.final_norm)
+        last = hidden[ends] if self.want_hidden else hidden
+        shown = hidden if self.want_hidden else None
+        return Outputs(self.head(last), [1] * len(widths), shown, states.features, widths)
+
+    # --- narrow passes, on CUDA ---------------------------------------------------------------------------------------
+
+    def _narrow_passes(self) -> NarrowPasses | None:
+        """Fused, captured passes; None where this machine or this model cannot have them."""
+        if not can_fuse(self.shape, self.weights):
+            return None
+        from paceline.runners.native.fused import FusedOps
+        from paceline.runners.native.graphs import new_pool
+        from paceline.runners.native.narrow import NarrowPasses
+
+        longest = min(self.shape.longest_text, self.pages.pages * PAGE) + SLACK
+        checks = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE)
+        loops = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, vectors=True)
+        return NarrowPasses(self, checks, loops, -(-longest // PAGE), new_pool())
+
+    def _narrow_size(self, rows: list[Row], last_only: bool) -> Size | None:
+        """The captured size these rows fit into; None: a plain pass is the better or the only way."""
+        nodes = max(len(row.parents) for row in rows)
+        if self.narrow is None or (last_only and nodes > 2) or len(rows) * nodes > WIDEST_NARROW:
+            return None
+        return self.narrow.fits(len(rows), nodes, max(_own(row.slot).length for row in rows) + nodes)
+
+    def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> Outputs:
+        assert self.narrow is not None
+        check = self.narrow.check(size)
+        for index, row in enumerate(rows):
+            check.staging.put_row(index, row, _own(row.slot).length, self.pages.table(_own(row.slot).number))
+        check.staging.send(len(rows))
+        for index, row in enumerate(rows):
+            if row.tokens.is_cuda:
+                first = len(row.parents) - row.tokens.shape[0]
+                check.staging.token_ids[index, first : len(row.parents)].copy_(row.tokens)
+        return packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+
+    @torch.inference_mode()
+    def loop(self, leads: list[Lead], steps: int) -> Guesses | None:
+        sampled = leads[0].temperature > 0
+        if any((lead.temperature > 0) != sampled or len(lead.ids) < LEAD_TOKENS for lead in leads):
+            return None
+        longest = max(len(lead.ids) for lead in leads) + steps
+        size = None if self.narrow is None else self.narrow.fits(len(leads), LEAD_TOKENS, longest)
+        if size is None or self.narrow is None:
+            return None
+        self._catch_up(leads)
+        loop = self.narrow.loop(size, steps, sampled)
+        self._reserve_loop(leads, loop.chances.shape[1])
+        for index, lead in enumerate(leads):
+            loop.staging.put_lead(index, lead.ids, self.pages.table(_own(lead.slot).number))
+        loop.staging.send(len(leads))
+        if sampled:
+            loop.put_chances([lead.temperature for lead in leads], [lead.chances or [] for lead in leads])
+        drafted = loop.run()
+        for lead in leads:
+            lead.slot.length = len(lead.ids) + steps - 1
+        probs = None if drafted.probs is None else drafted.probs[: len(leads), :steps]
+        return Guesses(drafted.tokens[: len(leads), :steps], probs)
+
+    def _catch_up(self, leads: list[Lead]) -> None:
+        """Read all but the last two tokens of every text; the loop itself reads those."""
+        behind = [lead for lead in leads if lead.slot.length < len(lead.ids) - LEAD_TOKENS]
+        if behind:
+            rows = [Row.chain(lead.slot, lead.ids[lead.slot.length : -LEAD_TOKENS]) for lead in behind]
+            self.forward(rows, last_only=True)
+
+    def _reserve_loop(self, leads: list[Lead], steps: int) -> None:
+        for lead in leads:
+            own = _own(lead.slot)
+            own.length = min(own.length, len(lead.ids) - LEAD_TOKENS)
+            self.pages.grow(own.number, len(lead.ids) + steps)
+            for copied in self.pages.writable(own.number, own.length, len(lead.ids) + steps):
+                self._copy_page(copied.source, copied.target)
+
+    # --- plain passes -------------------------------------------------------------------------------------------------
+
+    def _plain_batch(self, rows: list[Row]) -> PlainBatch:
+        parts, positions, start = [], [], 0
+        for row in rows:
+            own, count = _own(row.slot), len(row.parents)
+            positions.append(torch.tensor(depths(row.parents)) + own.length)
+            places = self._places(own, 0, own.length + count)
+            fresh = self._places(own, own.length, own.length + count)
+            chain = row.is_chain
+            mask = None if count == 1 or (chain and own.length == 0) else self._mask(row, own.length)
+            parts.append(TextPart(start, count, own.length, places, fresh, mask, chain))
+            start += count
+        where = torch.cat(positions).to(self.device)
+        return PlainBatch(self.turns[where].to(self.weights.embedding.dtype), parts)
+
+    def _places(self, slot: NativeSlot, start: int, end: int) -> Tensor | slice:
+        """Tokens start to end of a slot in the flat cache: a slice where its pages are neighbours."""
+        first, last = start // PAGE, -(-end // PAGE)
+        table = self.pages.table(slot.number)[first:last]
+        if table == list(range(table[0], table[0] + len(table))):
+            offset = table[0] * PAGE - first * PAGE
+            return slice(offset + start, offset + end)
+        return torch.tensor([table[t // PAGE - first] * PAGE + t % PAGE for t in range(start, end)], device=self.device)
+
+    def _mask(self, row: Row, length: int) -> Tensor:
+        """Additive [nodes, length + nodes]: all of the text, and of the row what stands before each node."""
+        count = len(row.parents)
+        mask = torch.zeros(count, length + count, dtype=self.weights.embedding.dtype)
+        mask[:, length:].masked_fill_(~ancestors(row.parents), -torch.inf)
+        return mask.to(self.device)
+
+    # --- for drafters that live on the target -------------------------------------------------------------------------
+
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        self.want_hidden = self.want_hidden or hidden
+        self.feature_layers = features or self.feature_layers
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return quantized.apply_matrix(self.weights.head, hidden, None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.weights.embedding[tokens.to(self.device)]
+
+    def exit_at(self, layer: int) -> NativeRunner:
+        if not 0 < layer < self.shape.layers:
+            raise OptionError(f"an exit lies after layer 1 to {self.shape.layers - 1}, not {layer}")
+        twin = copy.copy(self)
+        twin.last_layer, twin.want_hidden, twin.feature_layers = layer, True, ()
+        return twin
+
+
+def can_fuse(shape: Shape, weights: Weights) -> bool:
+    """Whether the fused kernels exist here and take this model."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    half = shape.head_size // 2
+    return isinstance(weights.head, Tensor) and half >= 16 and half & (half - 1) == 0
+
+
+def packed(checked: Checked, widths: list[int], nodes: int, last_only: bool) -> Outputs:
+    """Drop the padding of a captured pass."""
+    if last_only:
+        ends = [index * nodes + width - 1 for index, width in enumerate(widths)]
+        return Outputs(
+            torch.stack([checked.logits[end] for end in ends]),
+            [1] * len(widths),
+            _without_padding(checked.hidden, widths, nodes),
+            _without_padding(checked.features, widths, nodes),
+            widths,
+            torch.stack([checked.best[end] for end in ends]),
+        )
+    logits, best = (_without_padding(part, widths, nodes) for part in (checked.logits, checked.best))
+    assert logits is not None
+    hidden, features = (_without_padding(part, widths, nodes) for part in (checked.hidden, checked.features))
+    return Outputs(logits, widths, hidden, features, None, best)
+
+
+def _without_padding(padded: Tensor | None, widths: list[int], nodes: int) -> Tensor | None:
+    if padded is None:
+        return None
+    if len(widths) == 1 or all(width == nodes for width in widths):
+        return padded[: (len(widths) - 1) * nodes + widths[-1]]
+    return torch.cat([padded[index * nodes : index * nodes + width] for index, width in enumerate(widths)])
+
+
+def _own(slot: Slot) -> NativeSlot:
+    assert isinstance(slot, NativeSlot), "this slot belongs to another runner"
+    return slot
+
+
+def _place(table: list[int], token: int) -> int:
+    return table[token // PAGE] * PAGE + token % PAGE
+
+
+def default_cache_tokens(shape: Shape) -> int:
+    return DEFAULT_TEXTS * min(shape.longest_text, DEFAULT_TEXT_TOKENS)
+
+
+def pack_weights(weights: Weights, word: str) -> Weights:
+    """Every matrix a pass multiplies with, in int8 or int4. The embedding is looked up, not multiplied: it stays."""
+    layers = [
+        type(layer)(
+            layer.attention_norm,
+            quantized.packed(layer.qkv, word),
+            layer.qkv_bias,
+            quantized.packed(layer.output, word),
+            layer.query_norm,
+            layer.key_norm,
+            layer.mlp_norm,
+            quantized.packed(layer.gate_up, word),
+            quantized.packed(layer.down, word),
+        )
+        for layer in weights.layers
+    ]
+    return Weights(weights.embedding, layers, weights.final_norm, quantized.packed(weights.head, word))
+
+
+def _config(folder: Path, name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise WeightsError(f"{name} has no readable config.json: {error}") from error
+
+
+def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
+    """Every token that ends a text: by the generation config, or else the model's."""
+    path = folder / "generation_config.json"
+    said = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = config.eos_token_id if said is None else said
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _card(name: str, shape: Shape, ends: frozenset[int], device: str, dtype: str) -> ModelCard:
+    return ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, device, dtype)

@@ -1,0 +1,149 @@
+"""The audit finds what it is there to find, names it, and does not cry wolf."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.bench.audit import Audit, AuditPlan, Check, Outcome, audit
+from paceline.bench.draws import Laboratory, sampling_for
+from paceline.bench.lossless import Kind, compare, rounding
+from paceline.bench.measure import Length
+from paceline.bench.remembering import RememberingRunner
+from paceline.bench.subject import Setting, Subject
+from paceline.core.distribution import SamplingParams
+from paceline.core.protocols import Row
+from paceline.decode.judge import Judge
+from paceline.runners.table import TableRunner
+from tests.bench.toys import CONTEXT, Anticipating, PlantedJudge, WrongQ, toy_subject
+
+
+def plan(**changes: object) -> AuditPlan:
+    """600 draws see a distance of 0.2 with 95% certainty; the planted bugs are twice as far off."""
+    first = AuditPlan(
+        [CONTEXT], [CONTEXT], ["draft"], ("token",), (1.0,), length=Length(12), draws=600, seconds=60.0, seed=1
+    )
+    return replace(first, **changes)  # type: ignore[arg-type]
+
+
+def found(subject: Subject, chosen: AuditPlan) -> dict[str, Check]:
+    return {check.name: check for check in audit(subject, chosen)}
+
+
+def test_every_lossless_rule_and_method_passes_on_the_table() -> None:
+    """False alarm probability 0.001 in all, as the audit states."""
+    checks = found(toy_subject(), plan(methods=["draft", "ngram"], rules=("token", "block", "coupled"), draws=300))
+    assert {check.outcome for check in checks.values()} == {Outcome.PASSED}
+    assert len(checks) == 2 + 6
+    assert Audit(list(checks.values()), 0.001).lossless
+
+
+def test_a_lossy_rule_is_caught_and_named() -> None:
+    checks = found(toy_subject(), plan(rules=("token", "lossy-typical"), draws=300))
+    result = Audit(list(checks.values()), 0.001)
+    assert [check.name for check in result.failed] == ["sampled draft k=2 T=1 lossy-typical"]
+    assert "the target says" in result.failed[0].detail
+    assert not result.lossless
+
+
+@pytest.mark.parametrize("bug", [WrongQ, Anticipating])
+def test_a_drafter_that_lies_is_caught(bug: type) -> None:
+    subject = toy_subject()
+    spoilt = replace(subject, drafters={**subject.drafters, "planted": bug(subject.drafters["draft"])})
+    checks = found(spoilt, plan(methods=["planted"], draws=1500))
+    assert checks["sampled planted k=2 T=1"].outcome is Outcome.FAILED
+
+
+def test_a_missing_residual_is_caught() -> None:
+    subject = replace(toy_subject(), make_judge=PlantedJudge)
+    checks = found(subject, plan(draws=1000))
+    assert checks["sampled draft k=2 T=1"].outcome is Outcome.FAILED
+    assert checks["greedy draft = plain"].outcome is Outcome.PASSED  # greedy texts alone would not have shown it
+
+
+def test_a_drafter_that_never_guesses_is_not_called_proven() -> None:
+    subject = toy_subject()
+    checks = found(
+        replace(subject, drafters={**subject.drafters, "mute": subject.drafters["none"]}), plan(methods=["mute"])
+    )
+    assert checks["sampled mute k=2 T=1"].outcome is Outcome.UNTESTED
+
+
+def test_the_false_alarm_rate_is_the_one_stated() -> None:
+    """200 audits at alpha = 0.05 of a subject that is exact: 10 alarms expected, standard deviation 3.1. Fewer than 1
+    or more than 21 happen by chance with probability below 0.001."""
+    alarms = 0
+    subject = toy_subject()
+    for seed in range(200):
+        rule = ("token", "block")[seed % 2]
+        once = plan(prompts=[], rules=(rule,), draws=64, alpha=0.05, seed=1000 * seed)
+        alarms += any(check.outcome is Outcome.FAILED for check in audit(subject, once))
+    print(f"{alarms} alarms in 200 audits at alpha = 0.05")
+    assert 1 <= alarms <= 21
+
+
+def test_texts_are_drawn_as_the_exact_distribution_says() -> None:
+    laboratory = Laboratory(toy_subject())
+    exact = laboratory.exact(CONTEXT, SamplingParams(temperature=1.0), 2)
+    table = TableRunner(vocab_size=5, seed=3).exact(CONTEXT, 2, SamplingParams(temperature=1.0))
+    assert exact == pytest.approx({path: chance for path, chance in table.items() if chance > 0}, abs=1e-6)
+
+
+def test_a_large_vocabulary_is_narrowed_and_a_small_one_is_not() -> None:
+    assert sampling_for(toy_subject(), 0.7).top_k == 0
+    wide = replace(toy_subject(), target=TableRunner(vocab_size=40, order=1))
+    assert sampling_for(wide, 0.7).top_k == 4
+
+
+def test_the_remembering_runner_says_what_the_real_one_says() -> None:
+    real, remembering = TableRunner(seed=5), RememberingRunner(TableRunner(seed=5))
+    slots = real.open(), remembering.open()
+    for tokens, parents, kept in (
+        ([1, 2, 3], [-1, 0, 1], [0, 1, 2]),
+        ([4, 0, 2], [-1, 0, 0], [0, 2]),
+        ([1], [-1], [0]),
+    ):
+        said = []
+        for runner, slot in zip((real, remembering), slots):
+            row = Row.chain(slot, tokens)
+            out = runner.forward([Row(slot, row.tokens, parents)])
+            runner.keep(slot, kept)
+            said.append(out.logits)
+        assert said[0].equal(said[1])
+        assert slots[0].length == slots[1].length
+    real.trim(slots[0], 3)
+    remembering.trim(slots[1], 3)
+    assert slots[1].tokens == [1, 2, 3]
+    twin = remembering.fork(slots[1], 2)
+    assert (twin.tokens, twin.length) == ([1, 2], 2)
+    passes = remembering.passes
+    remembering.forward([Row.chain(twin, [3])])
+    assert remembering.passes == passes  # that text was known
+
+
+def test_greedy_differences_are_told_apart() -> None:
+    target = TableRunner(vocab_size=5, seed=3)
+    plain = [0, 3, 1]
+    assert compare(target, CONTEXT, plain, plain).kind is Kind.SAME
+    cut = compare(target, CONTEXT, plain, plain[:2])
+    assert (cut.kind, cut.place) == (Kind.BUG, 2)
+    other = compare(target, CONTEXT, [0], [1])
+    assert other.kind is Kind.BUG
+    assert "logit gap" in str(other)
+    assert rounding(target, CONTEXT) == 0.0
+
+
+def test_two_tokens_within_the_rounding_are_a_near_tie() -> None:
+    target = TableRunner(vocab_size=5, seed=3)
+    target.table[:, 1] = target.table[:, 0] + 1e-6
+    found = compare(target, CONTEXT, [0], [1])
+    assert found.kind is Kind.NEAR_TIE
+
+
+def test_an_unknown_rule_is_refused() -> None:
+    from paceline.errors import OptionError
+
+    with pytest.raises(OptionError, match="acceptance"):
+        toy_subject().machinery(Setting("draft", 2, 1.0, "sloppy"))
+    assert Judge("token").rule == "token"

@@ -1,0 +1,133 @@
+"""bench, audit and tune as a user types them, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from paceline.cli import main
+from paceline.profile import read_profile
+from tests.bench.test_sweep import SCHEMA
+
+SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The JSON document on the last line of stdout."""
+    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return found
+
+
+def bench(tiny: Path, *more: str) -> int:
+    return main(["bench", "--target", str(tiny), "--prompts", "builtin:code,chat", *SMALL, *more])
+
+
+def test_bench_measures_saves_and_reports(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        bench(tiny_folder, "--draft", str(tiny_folder), "--methods", "ngram,draft", "-k", "2,auto", "--peers", "hf")
+        == 0
+    )
+    found = said(capsys)
+    assert {one["name"] for one in found["settings"]} >= {"plain", "draft k=2", "draft k=auto", "transformers"}
+    assert all(one["lossless"] for one in found["settings"])
+    document = json.loads(Path("results.json").read_text())
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert document["runs"][0]["id"] == found["id"]
+    assert "<svg" in Path("report.html").read_text()
+    assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none", "--json") == 0
+    assert len(json.loads(Path("results.json").read_text())["runs"]) == 2
+
+
+def test_an_interrupted_bench_keeps_what_it_measured(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from paceline.bench import sweep as room
+
+    whole = room.sweep
+
+    def stopped(*args: Any) -> Any:
+        for number, one in enumerate(whole(*args)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield one
+
+    monkeypatch.setattr(room, "sweep", stopped)
+    assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none") == 130
+    assert said(capsys)["complete"] is False
+    document = json.loads(Path("results.json").read_text())
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    assert document["runs"][0]["complete"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "magic"], "no method 'magic'"),
+        (["--draft-tokens", "9..2"], "backwards"),
+        (["--temperatures", "hot"], "--temperatures"),
+        (["--repeats", "0"], "--repeats"),
+        (["--prompts", "nowhere.txt"], "no file"),
+        (["--acceptance", "sloppy"], "acceptance"),
+        (["--peers", "vllm9"], "peer"),
+        (["--methods", "draft"], "draft"),
+    ],
+)
+def test_bench_says_what_is_wrong(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["bench", "--target", str(tiny_folder), *SMALL, "--methods", "ngram", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_audit_proves_the_table_lossless_and_catches_the_lossy_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    table = ["audit", "--target", "table", "--methods", "ngram", "--quick", "--draws", "300"]
+    assert main([*table, "--acceptance", "token", "--json"]) == 0
+    assert said(capsys)["lossless"] is True
+    assert main([*table, "--acceptance", "lossy-typical", "--json"]) == 1
+    found = said(capsys)
+    assert found["failed"] == ["sampled ngram k=2 T=1 lossy-typical"]
+
+
+def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--methods", "ngram,draft", "--draft", str(tiny_folder), "--acceptance", "token", "--draws", "60"]
+    assert main(["audit", "--target", str(tiny_folder), *arguments, "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "plain = transformers: 2 of 2" in out
+    assert re.search(r"lossless: \d+ checks, false alarm probability 0.001", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--endpoint", "http://localhost:1"], "--against"),
+        (["--alpha", "2"], "--alpha"),
+        (["--draws", "3"], "--draws"),
+        (["--acceptance", "token,sloppy", "--target", "table"], "sloppy"),
+        (["--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"], "cannot be reached"),
+    ],
+)
+def test_audit_says_what_is_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["audit", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--methods", "ngram,draft", "--draft", str(tiny_folder), *SMALL]
+    assert main(["tune", "--target", str(tiny_folder), *arguments]) == 0
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    profile = read_profile(Path("paceline.toml"))
+    assert profile.advice == sentence
+    assert profile.target == str(tiny_folder)
+    assert profile.pass_seconds[1] > 0
+    assert main(["tune", "--target", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
+    assert {"sentence", "predictions", "confirmed"} <= set(said(capsys))

@@ -1,0 +1,74 @@
+"""The report: whole in itself, safe, and legible in a browser."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.report import build_report, headline
+from paceline.bench.sweep import grid
+from tests.bench.test_sweep import toy_plan, toy_run
+from tests.bench.toys import toy_subject
+
+
+@pytest.fixture(scope="module")
+def run() -> dict:
+    return toy_run(toy_subject(), toy_plan(settings=grid(["draft", "ngram"], [1, 2, 4], [0.0])))
+
+
+def test_a_report_holds_every_plot_and_asks_nothing_from_outside(run: dict) -> None:
+    page = build_report(run)
+    assert page.count("<svg") == 7
+    for title in (
+        "Speed by k",
+        "Acceptance by k",
+        "by position",
+        "over an answer",
+        "by domain",
+        "Predicted",
+        "time goes",
+    ):
+        assert title in page
+    assert "<script" not in page
+    links = set(re.findall(r"https?://[^\"' )<]+", page))
+    assert {link.split("/")[2] for link in links} <= {"www.w3.org", "purl.org", "creativecommons.org", "matplotlib.org"}
+    assert not re.search(r"(src|href)=\"https?:", page.replace('xlink:href="#', ""))
+
+
+def test_names_are_shown_as_text(run: dict) -> None:
+    page = build_report({**run, "target": {**run["target"], "name": "<b>sly</b>"}})
+    assert "<b>sly" not in page
+    assert "&lt;b&gt;sly" in page
+
+
+def test_the_headline_does_not_hide_a_loss(run: dict) -> None:
+    def scaled(by: float) -> dict:
+        rows = []
+        for one in run["settings"]:
+            gain = {"median": by, "low": by, "high": by} if one["method"] != "none" else None
+            rows.append({**one, "speedup": gain})
+        return {**run, "settings": rows}
+
+    assert "Plain decoding is fastest" in headline(scaled(0.8))
+    assert "1.70x plain" in headline(scaled(1.7))
+    broken = scaled(1.7)
+    broken["settings"][1]["lossless"] = {"passed": False, "detail": "bug"}
+    assert "Not lossless" in headline(broken)
+    assert "interrupted" in build_report({**run, "complete": False})
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_without_sideways_scrolling(run: dict, chromium: str, tmp_path: Path, width: int) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(build_report(run), encoding="utf-8")
+    picture = tmp_path / "shot.png"
+    subprocess.run(
+        [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},2400",
+         f"--screenshot={picture}", page.as_uri()],
+        check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert picture.stat().st_size > 20_000

@@ -1,0 +1,121 @@
+"""Theory against counted tokens, and advice that follows from the figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.measure import Length, Mark, write
+from paceline.bench.subject import Setting
+from paceline.bench.theory import Answers, Habits, conditional_rates, habits_of, observed_curve
+from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, tune
+from paceline.core.budget import CostCurve, FixedBudget
+from paceline.plan.predict import speedup
+from tests.bench.toys import CONTEXT, toy_subject
+
+FLAT = CostCurve({1: 1.0, 17: 1.0})
+
+
+def habits(rates: list[float], draft: float = 0.0, **changes: float) -> Habits:
+    values = {"offers": 1.0, "filled": 1.0, "depth": 1.0, "once": 0.0} | changes
+    return Habits(len(rates), rates, draft=draft, **values)  # type: ignore[arg-type]
+
+
+def test_with_a_constant_rate_the_prediction_is_the_textbook_formula() -> None:
+    """a = .8, k = 4, c = .1: 3.3616 tokens a step and 2.40x."""
+    answers = Answers(1000.0, 0.0, FLAT)
+    mine = habits([0.8] * 4, draft=0.4)
+    assert mine.tokens_per_step(4) == pytest.approx(3.3616)
+    found = answers.speedup(mine, 4, CostCurve({0: 0.0, 4: 0.4}))
+    assert found == pytest.approx(speedup(0.8, 4, 0.1)) == pytest.approx(2.4011, abs=1e-3)
+
+
+def test_rounds_without_a_guess_and_branches_are_weighed() -> None:
+    assert habits([1.0] * 4, offers=0.5).tokens_per_step(4) == pytest.approx(3.0)
+    assert habits([1.0] * 4, filled=0.5).tokens_per_step(4) == pytest.approx(3.0)
+    assert habits([0.5, 0.5], depth=0.25).tokens_per_step(4) == pytest.approx(1.5)
+    assert habits([]).tokens_per_step(4) == 1.0
+
+
+def test_rates_are_of_the_rounds_that_came_so_far() -> None:
+    marks = [Mark(0, 2, 2, 0), Mark(1, 2, 2, 1), Mark(3, 2, 2, 2), Mark(6, 2, 2, 2)]
+    assert conditional_rates(marks) == [0.75, pytest.approx(2 / 3)]
+
+
+def test_tokens_per_step_predicted_from_one_run_are_those_of_another() -> None:
+    """Habits learned at k = 6 predict tokens per step at k = 2 within 15%."""
+    subject, prompts = toy_subject(), [CONTEXT, [1, 2, 3, 4], [3, 3, 0, 1], [2, 4, 1, 0]]
+    length = Length(300)
+    runs = {
+        k: [write(subject, Setting("draft", k, 1.0), [ids], length, budget=FixedBudget(k), seed=5) for ids in prompts]
+        for k in (2, 6)
+    }
+    predicted = habits_of(runs[6], 6).tokens_per_step(2)
+    seen = sum(run.tally.new_tokens for run in runs[2]) / sum(run.tally.steps for run in runs[2])
+    assert predicted == pytest.approx(seen, rel=0.15)
+
+
+def test_a_curve_is_put_right_by_what_real_passes_took() -> None:
+    subject = toy_subject()
+    runs = [write(subject, Setting("none"), [CONTEXT], Length(30), budget=FixedBudget(0))]
+    fixed = observed_curve(CostCurve({1: 100.0, 5: 200.0}), runs)
+    assert fixed.at(1) < 1.0
+    assert fixed.at(5) == pytest.approx(2 * fixed.at(1))
+    assert observed_curve(FLAT, []) is FLAT
+
+
+def test_what_a_draft_costs_once_sets_the_shortest_answer_worth_it() -> None:
+    answers = Answers(100.0, 0.0, FLAT)
+    mine = habits([1.0], once=10.0)  # two tokens a round instead of one: half a pass saved a token
+    assert answers.shortest_worth_it(mine, 1, CostCurve({0: 0.0})) == 21
+    assert answers.shortest_worth_it(habits([1.0]), 1, CostCurve({0: 0.0})) == 0
+    assert answers.shortest_worth_it(habits([0.0], once=10.0), 1, CostCurve({0: 0.0})) == 0
+
+
+def test_predictions_cover_every_k_and_the_best_of_each_method_is_run() -> None:
+    known = {"good": Known({3: habits([0.9] * 3)}), "bad": Known({3: habits([0.1] * 3)})}
+    found = predictions(known, Answers(100.0, 0.0, CostCurve({1: 1.0, 9: 2.0, 17: 4.0})))
+    assert len(found) == 32
+    assert found == sorted(found, key=lambda one: -one.speedup)
+    assert [one.method for one in chosen(found)] == ["good", "bad"]
+
+
+def advice_for(measured: float, once: float = 0.0) -> tuple[str, str]:
+    known = {"draft": Known({3: habits([0.8] * 3, once=once)})}
+    answers = Answers(100.0, 0.0, FLAT)
+    found = [Prediction("draft", 3, 2.9, 0.8 if measured < 1 else 1.6)]
+    said = advise(found, [Confirmed("draft", 3, found[0].speedup, measured)], known, answers)
+    return said.sentence, said.method
+
+
+def test_advice_says_when_not_to_speculate() -> None:
+    sentence, method = advice_for(0.82)
+    assert sentence.startswith("Do not speculate on this machine: predicted 0.80x")
+    assert method == "none"
+
+
+def test_advice_says_what_to_use_and_for_which_answers() -> None:
+    sentence, method = advice_for(1.55, once=30.0)
+    assert "Use method draft with k=3: measured 1.55x" in sentence
+    assert "answers under 46 tokens: not worth it" in sentence
+    assert method == "draft"
+    assert "not worth it" not in advice_for(1.55)[0]
+
+
+def test_without_any_method_the_advice_is_to_decode_plainly() -> None:
+    said = advise([], [], {}, Answers(10.0, 0.0, FLAT))
+    assert (said.method, said.draft_tokens) == ("none", 0)
+
+
+def test_tuning_runs_from_end_to_end() -> None:
+    from dataclasses import replace
+
+    from paceline.core.budget import AdaptiveBudget, Costs
+
+    def budget(method: str, k: int | str) -> FixedBudget | AdaptiveBudget:
+        return FixedBudget(k) if isinstance(k, int) else AdaptiveBudget(Costs(FLAT.copy()))
+
+    tuning = tune(replace(toy_subject(), make_budget=budget), TunePlan([CONTEXT, [1, 2, 3]], Length(16), repeats=1))
+    assert {one.method for one in tuning.predictions} == {"draft", "ngram"}
+    assert [one.draft_tokens for one in tuning.confirmed][-1] == "auto"
+    assert tuning.advice.sentence.endswith(".")
+    assert tuning.verify.at(1) > 0

@@ -1,0 +1,96 @@
+"""The frame around the words: help, errors, exits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+
+from paceline import __version__, cli
+from paceline.errors import ModelNotFound
+
+
+def spoken(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> int:
+    """Say a word whose main raises."""
+
+    def main(args: Any) -> int:
+        raise raised
+
+    word = types.SimpleNamespace(__doc__="a word", configure=lambda parser: None, main=main)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: word)
+    return cli.main(["demo"])
+
+
+def test_help_lists_the_words_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n  {word} " in said for word in cli.words())
+    assert {"demo", "generate", "chat", "check", "fetch"} <= set(cli.words())
+
+
+def test_a_word_without_a_module_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.WORDS, "dance", "not yet")
+    assert "dance" not in cli.words()
+    assert cli.main(["dance"]) == 2
+
+
+@pytest.mark.parametrize("word", cli.words())
+def test_every_word_explains_itself(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert f"paceline {word}" in said and len(said) > 300
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"paceline {__version__}\n"
+
+
+def test_an_unknown_word_suggests_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["genrate"]) == 2
+    assert "did you mean generate?" in capsys.readouterr().err
+
+
+def test_a_users_error_is_one_line_and_exit_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spoken(monkeypatch, ModelNotFound("no such model")) == 2
+    assert capsys.readouterr().err == "paceline: error: no such model\n"
+
+
+def test_control_c_is_130_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert spoken(monkeypatch, KeyboardInterrupt()) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_our_own_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ZeroDivisionError):
+        spoken(monkeypatch, ZeroDivisionError())
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    program = "import sys; from paceline.cli import main; main(['-h']); print('torch' in sys.modules, file=sys.stderr)"
+    fastest = 99.0
+    for _ in range(3):  # the fastest of three: a busy machine must not fail this
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        fastest = min(fastest, time.perf_counter() - started)
+    assert done.stderr.strip() == "False"
+    assert fastest < 0.3 or os.getloadavg()[0] > (os.cpu_count() or 1)
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "paceline", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    assert process.wait(timeout=60) == cli.BROKEN_PIPE
+    assert said == ""

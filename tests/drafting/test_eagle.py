@@ -1,0 +1,331 @@
+"""EAGLE heads: the right states beside the right tokens, trees by the rule, exact texts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeDecoder
+from paceline.core.protocols import Output, Round
+from paceline.core.sequence import Sequence
+from paceline.core.tree import DraftTree, path_to
+from paceline.drafting.eagle import Eagle
+from paceline.errors import OptionError, PairError
+from paceline.heads.attention import causal_mask
+from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead
+from paceline.heads.files import load_eagle
+from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.table import TableRunner
+from tests.drafting.exactness import check_greedy, toy
+from tests.drafting.states import assert_unchanged, check_sampled_with_states, texts_of
+from tests.heads import checkpoints
+
+PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"nodes": 8, "branches": 3, "depth": 4}}
+
+
+def toy_head(kind: str = EAGLE_3, seed: int = 0, vocab: int = 4) -> EagleHead:
+    """A random head for the toy; the EAGLE-3 one cannot say token 1."""
+    reduced = vocab if kind == EAGLE_1 else vocab - 1
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = EagleHead(EagleConfig(kind, vocab, 8, 2, 1, 2, vocab, reduced, vocab)).eval().requires_grad_(False)
+    if kind == EAGLE_3:
+        head.choose_vocabulary(torch.tensor([token for token in range(vocab) if token != 1]))
+    return head
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Any) -> HuggingFaceRunner:
+    return HuggingFaceRunner(tiny_model, "tiny")
+
+
+# --- pairing: heads that know the answer ------------------------------------------------------------------------------
+
+
+def token_oracle(target: TableRunner) -> EagleHead:
+    """For a toy that looks one token back: its next state stands in its table under the token t + 1."""
+    size = target.card.vocab_size
+    head = EagleHead(EagleConfig(EAGLE_1, size, 4, 1, 1, 2, size, size, size)).requires_grad_(False)
+    _silence(head)
+    head.fc.weight.copy_(torch.cat([target.table[:size].T, torch.zeros(size, size)], dim=1))
+    return head
+
+
+def state_oracle(target: TableRunner) -> EagleHead:
+    """For a toy that looks two tokens back: the state at t AND the token t + 1 are needed to know the next state.
+
+    Random features of every possible pair, and the one layer that turns them into the right answer, by least squares.
+    """
+    size = target.card.vocab_size
+    generator = torch.Generator().manual_seed(3)
+    head = EagleHead(EagleConfig(EAGLE_1, size, 1500, 1, 1, 2, size, size, size)).requires_grad_(False)
+    _silence(head)
+    for weight, scale in ((head.fc.weight, 1.0), (head.midlayer.mlp.gate_proj.weight, 3.0)):
+        weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    head.midlayer.mlp.up_proj.weight.copy_(torch.randn(1500, size, generator=generator))
+    pairs = [(a, b, c) for a in range(size + 1) for b in range(size) for c in range(size)]
+    states = torch.stack([target.table[a * (size + 1) + b] for a, b, _ in pairs])
+    answers = torch.stack([target.table[b * (size + 1) + c] for _, b, c in pairs])
+    mixed = torch.cat([target.embed(torch.tensor([c for *_, c in pairs])), states], dim=1) @ head.fc.weight.T
+    read, mlp = head.midlayer.post_attention_layernorm(mixed), head.midlayer.mlp
+    inner = torch.nn.functional.silu(mlp.gate_proj(read)) * mlp.up_proj(read)
+    solved = torch.linalg.lstsq(inner.double(), (answers - mixed).double(), driver="gelsd").solution
+    mlp.down_proj.weight.copy_(solved.T.float())
+    return head
+
+
+def _silence(head: EagleHead) -> None:
+    """Only the first layer speaks."""
+    head.midlayer.self_attn.o_proj.weight.zero_()
+    head.midlayer.mlp.down_proj.weight.zero_()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("order", [1, 2])
+def test_an_oracle_is_always_right(order: int, shape: str) -> None:
+    """Any slip between places (t for t + 1, a stale state, a wrong column) would show as a rejected guess."""
+    target = TableRunner(vocab_size=5, order=order, seed=3)
+    head = token_oracle(target) if order == 1 else state_oracle(target)
+    options = SHAPES[shape] | ({"nodes": 30, "depth": 5} if shape == "tree" else {})
+    k = 5 if shape == "chain" else 30
+    done = assert_unchanged(target, Eagle(head, target, **options), [[1, 2, 3], [4, 0], [2, 2, 2, 2, 1]], 61, k)
+    # A tree of the likeliest paths may leave out the one that is likeliest step by step, but not its beginning.
+    sure = 5 if shape == "chain" else 1
+    assert done.acceptance_by_position[:sure] == [1.0] * sure
+    assert done.tokens_per_step > 3
+
+
+def test_a_text_of_one_token_is_guessed_for_from_its_second_round_on() -> None:
+    target = TableRunner(vocab_size=5, order=1, seed=3)
+    done = assert_unchanged(target, Eagle(token_oracle(target), target), [[3]], 31, 5)
+    assert done.steps == 1 + 5, "one plain round, then five of six tokens"
+
+
+def test_rounds_it_was_not_told_of_do_not_shift_the_pairing() -> None:
+    """A drafter that takes turns with others may miss some rounds; it then knows less, but nothing wrong."""
+    target = TableRunner(vocab_size=5, order=1, seed=3)
+    drafter = Eagle(token_oracle(target), target)
+    told, observe = itertools.count(), drafter.observe
+
+    def now_and_then(texts: list[Sequence], rounds: list[Round]) -> None:
+        if next(told) % 3 != 1:
+            observe(texts, rounds)
+
+    drafter.observe = now_and_then  # type: ignore[method-assign]
+    done = assert_unchanged(target, drafter, [[1, 2, 3]], 60, 2)
+    assert done.acceptance_by_position[1] > 0.6
+
+
+# --- against a slow reference -----------------------------------------------------------------------------------------
+
+
+class Recording(Eagle):
+    """Keeps what it was asked and what it said."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.said: list[tuple[list[int], DraftTree]] = []
+
+    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        trees = super().propose(texts, budgets)
+        self.said += [(list(text.ids), tree) for text, tree in zip(texts, trees) if len(tree)]
+        return trees
+
+
+def true_states(target: HuggingFaceRunner, ids: list[int], head: EagleHead) -> Tensor:
+    """The states of a text, read at once by a fresh slot."""
+    from paceline.core.protocols import Row
+
+    slot = target.open()
+    said = target.forward([Row.chain(slot, ids)])
+    target.close(slot)
+    found = said.hidden if head.config.kind == EAGLE_1 else said.features
+    assert found is not None
+    return found
+
+
+def reference_rows(head: EagleHead, states: Tensor, ids: list[int], path: list[int]) -> Tensor:
+    """Log-probabilities after a text and a path of guesses, everything computed anew. [draft vocab]"""
+    g = head.fuse(states)[None]
+    tokens = ids[1:]
+    for token in [*path, None]:
+        width = len(tokens)
+        embeddings = head.embed(torch.tensor([tokens]))
+        # Rows that only the head knows feed on its own output at the place before.
+        out = head.block(embeddings, g, torch.arange(width)[None], causal_mask(width))
+        if token is None:
+            return torch.log_softmax(head.logits(out[0, -1]), dim=-1)
+        g, tokens = torch.cat([g, out[:, -1:]], dim=1), [*tokens, token]
+    raise AssertionError
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3", "speculators"])
+@torch.inference_mode()
+def test_cached_chains_are_what_a_fresh_computation_says(
+    layout: str, target: HuggingFaceRunner, tmp_path: Path
+) -> None:
+    head = load_eagle(checkpoints.write(tmp_path, layout))
+    drafter = Recording(head, target)
+    assert_unchanged(target, drafter, PROMPTS, 12, 4)
+    assert len(drafter.said) > 20
+    for ids, tree in drafter.said[::5]:
+        states, path = true_states(target, ids[:-1], head), []
+        for token in tree.tokens.tolist():
+            scores = reference_rows(head, states, ids, path)
+            assert float(scores.max() - scores[head.target_ids == token]) < 1e-3
+            path.append(token)
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3"])
+@torch.inference_mode()
+def test_trees_are_grown_by_the_rule(layout: str, target: HuggingFaceRunner, tmp_path: Path) -> None:
+    """Expand the likeliest `branches` of each depth, then keep the likeliest nodes of all: computed path by path."""
+    head = load_eagle(checkpoints.write(tmp_path, layout))
+    drafter = Recording(head, target, **SHAPES["tree"])
+    assert_unchanged(target, drafter, PROMPTS, 10, 8)
+    for ids, tree in drafter.said[::6]:
+        states = true_states(target, ids[:-1], head)
+        scores = grown_slowly(head, states, ids, branches=3, depth=4)
+        tokens = tree.tokens.tolist()
+        paths = [tuple(tokens[step] for step in path_to(tree.parents, node)) for node in range(len(tree))]
+        assert len(set(paths)) == len(tree) <= 8
+        worst = min(scores[path] for path in paths)
+        best_left = max(score for path, score in scores.items() if path not in paths)
+        assert worst > best_left - 1e-3
+
+
+def grown_slowly(
+    head: EagleHead, states: Tensor, ids: list[int], branches: int, depth: int
+) -> dict[tuple[int, ...], float]:
+    found: dict[tuple[int, ...], float] = {}
+    front: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        level: dict[tuple[int, ...], float] = {}
+        for path, score in front.items():
+            best = reference_rows(head, states, ids, list(path)).topk(branches)
+            for value, token in zip(best.values.tolist(), head.to_target_ids(best.indices).tolist()):
+                level[*path, token] = score + value
+        found |= level
+        front = dict(sorted(level.items(), key=lambda item: -item[1])[:branches])
+    return found
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [EAGLE_1, EAGLE_3])
+def test_greedy_texts_are_unchanged(kind: str, shape: str) -> None:
+    check_greedy(Eagle(toy_head(kind, seed=3), toy(), **SHAPES[shape]))
+
+
+def test_chains_carry_the_q_they_were_drawn_from() -> None:
+    done = check_sampled_with_states(Eagle(toy_head(), toy()))
+    assert done.new_tokens >= 50_000
+
+
+def test_sampled_trees_are_exact() -> None:
+    check_sampled_with_states(Eagle(toy_head(), toy(), nodes=3, branches=2, depth=3))
+
+
+def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
+    drafter = Eagle(toy_head(), toy())
+    texts = texts_of([[0, 1, 2], [2, 3]], 10, temperature=1.0, seed=1)
+    for text in texts:
+        rows = torch.randn(len(text.ids) - 1, 4)
+        drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    for tree, k in zip(drafter.propose(texts, [3, 2]), (3, 2)):
+        assert tree.probs is not None and tree.probs.shape == (k, 4)
+        assert torch.allclose(tree.probs.sum(-1), torch.ones(k))
+        assert (tree.probs[:, 1] == 0).all(), "the head cannot say token 1"
+        assert (tree.probs.gather(1, tree.tokens[:, None]) > 0).all()
+
+
+def test_tempered_greedy_settings_get_chosen_guesses() -> None:
+    """Greedy with a bias is not the head's bare argmax, and still chosen: q stays one-hot."""
+    drafter = Eagle(toy_head(), toy())
+    text = texts_of([[0, 1, 2]], 10)[0]
+    text.sampling = replace(text.sampling, logit_bias={3: 100.0})
+    rows = torch.randn(2, 4)
+    drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    (tree,) = drafter.propose([text], [3])
+    assert tree.probs is None and tree.tokens.tolist() == [3, 3, 3]
+
+
+# --- manners ----------------------------------------------------------------------------------------------------------
+
+
+def test_budgets_are_kept_and_asking_twice_is_harmless() -> None:
+    drafter = Eagle(toy_head(), toy(), nodes=6, branches=2, depth=3)
+    texts = texts_of([[0, 1, 2], [2, 3], [1, 1]], 10)
+    for text in texts:
+        rows = torch.randn(len(text.ids) - 1, 4)
+        drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    first, second = drafter.propose(texts, [3, 0, 20]), drafter.propose(texts, [3, 0, 20])
+    assert [len(tree) for tree in first] == [3, 0, 6]
+    for one, other in zip(first, second):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.parents == other.parents
+    drafter.end(texts[0])
+    assert len(drafter.propose(texts[:1], [3])[0]) == 0
+    drafter.end(texts[0])
+
+
+def test_texts_come_and_go_without_leaving_anything() -> None:
+    target = toy()
+    drafter = Eagle(toy_head(), target)
+    assert_unchanged(target, drafter, [[1, 2, 3]] * 20, 9, 3)
+    assert not drafter._memories
+    assert drafter._buffers._keys.shape[0] <= 8, "rows of finished texts are used again"
+
+
+def test_a_head_for_another_target_is_refused(target: HuggingFaceRunner) -> None:
+    with pytest.raises(PairError, match="states of 4 values; tiny has 32"):
+        Eagle(toy_head(), target)
+    config = EagleConfig(EAGLE_3, 32, 8, 2, 1, 2, 900, 8, 32)
+    head = EagleHead(config)
+    head.choose_vocabulary(torch.arange(8) + 892)
+    with pytest.raises(PairError, match="says token 899; tiny has 259"):
+        Eagle(head, target)
+    with pytest.raises(PairError, match="embed_tokens"):
+        Eagle(EagleHead(replace(config, hidden_size=16)), target)
+    with pytest.raises(OptionError, match="branches"):
+        Eagle(toy_head(), toy(), branches=0)
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3", "specforge", "speculators"])
+@pytest.mark.parametrize("options", [{}, {"nodes": 6}], ids=["chain", "tree"])
+def test_published_heads_draft_through_the_python_face(
+    layout: str, options: dict[str, Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path, layout)
+    decoder = SpeculativeDecoder(
+        str(tiny_folder), draft=str(folder), method="eagle", draft_tokens=6, method_options=options
+    )
+    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=24, ignore_end=True)
+    drafted = decoder.generate("Once upon", max_new_tokens=24, ignore_end=True)
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.stats.drafted > 0
+
+
+def test_without_a_head_the_error_says_what_to_do(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="paceline train eagle"):
+        SpeculativeDecoder(str(tiny_folder), method="eagle")
+    with pytest.raises(OptionError, match="nodes, branches, depth"):
+        head = str(checkpoints.write(tmp_path, "eagle3"))
+        SpeculativeDecoder(str(tiny_folder), draft=head, method="eagle", method_options={"nods": 1})
+
+
+def test_no_guess_is_made_twice_after_the_same_path() -> None:
+    drafter = Recording(toy_head(EAGLE_1), toy(), nodes=12, branches=3, depth=4)
+    assert_unchanged(toy(), drafter, [[1, 2, 3], [0, 3]], 20, 12)
+    assert drafter.said
+    for _, tree in drafter.said:
+        guesses = list(zip(tree.parents, tree.tokens.tolist()))
+        assert len(set(guesses)) == len(guesses)

@@ -1,0 +1,135 @@
+"""Self-speculation: the lower layers on the target's own cache, which is left as it was found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SpeculativeDecoder
+from paceline.core.protocols import Row, Slot
+from paceline.core.tree import DraftTree
+from paceline.drafting.layerskip import LayerSkip
+from paceline.errors import OptionError, PairError
+from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.files import save_exit
+from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.table import TableRunner
+from tests.drafting.exactness import check_greedy, toy
+from tests.drafting.states import assert_unchanged, check_sampled_with_states, greedy_run
+from tests.tiny import tiny_llama
+
+PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Any) -> HuggingFaceRunner:
+    return HuggingFaceRunner(tiny_model, "tiny")
+
+
+def adapter_for(width: int, layer: int = 1) -> ExitAdapter:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        adapter = ExitAdapter(ExitConfig(layer, width, 4))
+        torch.nn.init.normal_(adapter.up.weight)
+    return adapter.requires_grad_(False)
+
+
+def test_an_exit_before_layers_that_do_nothing_is_always_right() -> None:
+    """Every guess stands only if the exit reads the right cache at the right places."""
+    model = tiny_llama(3, num_hidden_layers=4)
+    for layer in model.model.layers[2:]:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            torch.nn.init.zeros_(part.weight)
+    target = HuggingFaceRunner(model, "tiny")
+    done = assert_unchanged(target, LayerSkip(target, 2), PROMPTS, 31, 4)
+    assert done.acceptance_by_position == [1.0] * 4
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_texts_of_a_model_are_unchanged(adapted: bool, target: HuggingFaceRunner) -> None:
+    done = assert_unchanged(target, LayerSkip(target, 1, adapter_for(32) if adapted else None), PROMPTS, 24, 3)
+    assert done.drafted > 0
+
+
+def test_greedy_texts_of_the_toy_are_unchanged() -> None:
+    target = toy()
+    check_greedy(LayerSkip(target, 2))
+    check_greedy(LayerSkip(target, 1, adapter_for(4)))
+
+
+def test_sampled_texts_are_exact() -> None:
+    target = toy()
+    check_sampled_with_states(LayerSkip(target, 1, adapter_for(4)), target)
+
+
+def test_slots_are_given_back_as_they_were(target: HuggingFaceRunner) -> None:
+    drafter = LayerSkip(target, 1)
+    texts = greedy_run(target, drafter, PROMPTS[:2], 4, 2)
+    for text in texts:
+        text.slot = target.open()
+        target.forward([Row.chain(text.slot, text.ids[:-1])])
+        target.keep(text.slot, list(range(len(text.ids) - 1)))
+        text.finish_reason = None
+    before = [text.slot.length for text in texts if text.slot is not None]
+    trees = drafter.propose(texts, [3, 0])
+    assert [len(tree) for tree in trees] == [3, 0]
+    assert [text.slot.length for text in texts if text.slot is not None] == before
+    for text in texts:
+        assert text.slot is not None
+        target.close(text.slot)
+
+
+def test_a_runner_that_can_go_on_from_the_exit_is_asked_to() -> None:
+    handed: list[int] = []
+
+    class Resumable(TableRunner):
+        def exit_at(self, layer: int) -> TableRunner:
+            short = Resumable(self.card.vocab_size, self.order, self.seed, blur=0.3)
+            return short
+
+        def hand_over(self, slot: Slot, length: int) -> None:
+            handed.append(length)
+            self.trim(slot, length)
+
+    target = Resumable(4, 2, 5)
+    assert_unchanged(target, LayerSkip(target, 1), [[0, 1, 2]], 12, 2)
+    assert handed
+
+
+def test_an_adapter_changes_the_guesses(target: HuggingFaceRunner) -> None:
+    def guesses(drafter: LayerSkip) -> list[DraftTree]:
+        said: list[DraftTree] = []
+        propose = drafter.propose
+        drafter.propose = lambda *asked: said.extend(found := propose(*asked)) or found  # type: ignore[method-assign]
+        greedy_run(target, drafter, PROMPTS[:1], 6, 3)
+        return said
+
+    bare, adapted = guesses(LayerSkip(target, 1)), guesses(LayerSkip(target, 1, adapter_for(32)))
+    assert [tree.tokens.tolist() for tree in bare] != [tree.tokens.tolist() for tree in adapted]
+
+
+def test_what_does_not_fit_is_refused(target: HuggingFaceRunner) -> None:
+    with pytest.raises(PairError, match="states of 8 values; tiny has 32"):
+        LayerSkip(target, None, adapter_for(8))
+    with pytest.raises(PairError, match="after layer 1, not 2"):
+        LayerSkip(target, 2, adapter_for(32))
+    with pytest.raises(OptionError, match="layer 1 to 2"):
+        LayerSkip(target, 3)
+    assert LayerSkip(target).layer == 1
+    assert LayerSkip(target, None, adapter_for(32, layer=2)).layer == 2
+
+
+def test_the_python_face(tiny_folder: Path, tmp_path: Path) -> None:
+    save_exit(adapter_for(32), tmp_path)
+    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_end=True)
+    ways: tuple[dict[str, Any], ...] = (
+        {"draft": str(tmp_path)},
+        {"method_options": {"adapter": str(tmp_path)}},
+        {"method_options": {"layer": 2}},
+    )
+    for options in ways:
+        decoder = SpeculativeDecoder(str(tiny_folder), method="layerskip", draft_tokens=3, **options)
+        assert decoder.generate("Once upon", max_new_tokens=16, ignore_end=True).token_ids == plain.token_ids

@@ -1,0 +1,208 @@
+"""The suffix automaton against brute force, and the drafter over it."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from paceline import SpeculativeDecoder
+from paceline.core.distribution import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.drafting.automaton import Context, SuffixAutomaton
+from paceline.drafting.ngram import Ngram
+from paceline.drafting.suffix import MEGABYTE, Store, Suffix
+from paceline.errors import OptionError
+from tests.drafting.exactness import check_greedy, check_sampled
+
+
+def automaton_over(*texts: list[int]) -> SuffixAutomaton:
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.start_text()
+        for token in text:
+            automaton.append(token)
+    return automaton
+
+
+def random_text(seed: int, length: int, alphabet: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(alphabet) for _ in range(length)]
+
+
+def occurrences(text: list[int], run: list[int]) -> int:
+    return sum(text[at : at + len(run)] == run for at in range(len(text) - len(run) + 1))
+
+
+def text_of(ids: list[int]) -> Sequence:
+    return Sequence(ids, SamplingParams(), StopRules(1000))
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 8])
+def test_the_longest_repeated_run_is_found_after_every_token(alphabet: int) -> None:
+    text = random_text(alphabet, 120, alphabet)
+    automaton = SuffixAutomaton()
+    for end, token in enumerate(text, start=1):
+        automaton.append(token)
+        seen = text[:end]
+        longest = max(size for size in range(end) if size == 0 or occurrences(seen, seen[end - size :]) > 1)
+        assert automaton.repeated().length == longest
+
+
+def test_counts_are_the_numbers_of_occurrences() -> None:
+    text = random_text(0, 300, 3)
+    automaton = automaton_over(text)
+    for length in (1, 2, 3, 4):
+        for at in range(0, len(text) - length, 7):
+            run = text[at : at + length]
+            context = Context()
+            for token in run:
+                context = automaton.follow(context, token)
+            assert context.length == length
+            assert automaton._count[context.state] == occurrences(text, run)
+
+
+def test_a_place_in_the_store_is_the_longest_run_the_store_knows() -> None:
+    stored = [random_text(1, 80, 3), random_text(2, 80, 3)]
+    automaton, context, text = automaton_over(stored[0]), Context(), random_text(3, 160, 3)
+    for end, token in enumerate(text, start=1):
+        if end == 80:  # the store grows while a text has its place in it
+            automaton.start_text()
+            for other in stored[1]:
+                automaton.append(other)
+        context = automaton.follow(context, token)
+        known = stored if end >= 80 else stored[:1]
+        longest = max(size for size in range(end + 1) if any(occurrences(one, text[end - size : end]) for one in known))
+        assert context.length <= longest
+        if end < 80 or context.length < end - 80:  # a run longer than the old store knew is met by new tokens only
+            assert context.length == longest
+
+
+def test_reading_takes_at_most_two_states_a_token() -> None:
+    for text in (random_text(4, 2000, 2), [7] * 2000, list(range(2000)), [0, 1] * 1000):
+        assert len(automaton_over(text)._next) <= 2 * len(text) + 1
+
+
+def test_memory_is_told_as_it_is() -> None:
+    text = random_text(5, 4000, 500)
+    tracemalloc.start()
+    automaton = automaton_over(text)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.5 * used < automaton.memory < 2 * used
+
+
+def test_a_steady_repetition_is_drafted_as_a_chain_and_a_fork_as_branches() -> None:
+    drafter = Suffix()
+    steady = drafter.propose([text_of([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3])], [5])[0]
+    assert steady.tokens.tolist() == [4, 5, 6, 7, 8] and steady.is_chain
+    forked = drafter.propose([text_of([1, 2, 3, 9, 1, 2, 4, 8, 1, 2])], [4])[0]
+    first = [token for token, parent in zip(forked.tokens.tolist(), forked.parents) if parent == -1]
+    assert first == [4, 3], "both ways are tried, the later one first"
+
+
+def test_more_frequent_continuations_go_first() -> None:
+    tree = Suffix().propose([text_of([1, 2, 5, 1, 2, 5, 1, 2, 6, 1, 2])], [2])[0]
+    assert tree.tokens.tolist()[0] == 5
+
+
+def test_nothing_is_guessed_where_nothing_was_seen() -> None:
+    assert len(Suffix().propose([text_of([1, 2, 3, 4])], [5])[0]) == 0
+
+
+def test_length_follows_from_the_counts() -> None:
+    ids = [1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2]
+    bold, shy = Suffix(least=0.01), Suffix(least=0.5)
+    assert len(bold.propose([text_of(ids)], [8])[0]) > len(shy.propose([text_of(ids)], [8])[0])
+
+
+def test_texts_know_nothing_of_each_other_unless_asked_to_remember() -> None:
+    for remember, expected in ((0, []), (1, [4, 5, 6])):
+        drafter = Suffix(remember=remember)
+        earlier = text_of([9])
+        drafter.begin(earlier, None)
+        earlier.ids += [1, 2, 3, 4, 5, 6]
+        drafter.end(earlier)
+        later = text_of([8, 1, 2, 3])
+        drafter.begin(later, None)
+        assert drafter.propose([later], [3])[0].tokens.tolist() == expected
+
+
+def test_the_store_keeps_its_limit_and_its_latest_texts() -> None:
+    store = Store(MEGABYTE // 4)
+    for number in range(40):
+        store.add(random_text(number, 200, 1000))
+        assert store.memory <= MEGABYTE // 4 + 1000
+    assert len(store.automata) == 2
+    assert known_of(store, random_text(39, 200, 1000)[150:]) == 50
+    assert known_of(store, random_text(0, 200, 1000)[150:]) < 5, "the oldest texts are forgotten"
+
+
+def known_of(store: Store, run: list[int]) -> int:
+    """How long a run that ends as `run` does the store knows."""
+    found = []
+    for automaton in store.automata:
+        context = Context()
+        for token in run:
+            context = automaton.follow(context, token)
+        found.append(context.length)
+    return max(found)
+
+
+def test_ending_twice_or_never_begun_is_harmless() -> None:
+    drafter, text = Suffix(remember=1), text_of([1])
+    drafter.end(text)
+    drafter.begin(text, None)
+    drafter.end(text)
+    drafter.end(text)
+
+
+@pytest.mark.parametrize("wrong", [{"least": 0.0}, {"least": 1.0}, {"remember": -1}])
+def test_impossible_options_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(OptionError):
+        Suffix(**wrong)
+
+
+def test_greedy_texts_are_unchanged() -> None:
+    check_greedy(Suffix())
+    check_greedy(Suffix(remember=1))
+
+
+def test_sampled_texts_have_the_right_distribution() -> None:
+    assert check_sampled(Suffix(remember=0.2)).tokens_per_step > 1.5
+
+
+def test_more_is_found_than_by_ngrams() -> None:
+    """A text made of set phrases that is repeated with changes, as an edited file is: 15% more tokens a step than
+    n-gram lookup, which cannot look further back than its four tokens."""
+    rng = random.Random(0)
+    phrases = [[rng.randrange(60) for _ in range(4)] for _ in range(8)]
+    prompt = [token for _ in range(100) for token in rng.choice(phrases)]
+    written = [token if rng.random() < 0.95 else rng.randrange(60) for token in prompt]
+    taus = []
+    for drafter in (Ngram(), Suffix()):
+        text, at, steps = text_of(prompt), 0, 0
+        drafter.begin(text, None)
+        while at < len(written):
+            guessed, node = drafter.propose([text], [8])[0], -1
+            for child, (token, parent) in enumerate(zip(guessed.tokens.tolist(), guessed.parents)):
+                if parent == node and at < len(written) and token == written[at]:
+                    text.ids.append(token)
+                    node, at = child, at + 1
+            text.ids += written[at : at + 1]
+            at, steps = at + 1, steps + 1
+        taus.append(len(written) / steps)
+    assert taus[1] > 1.15 * taus[0]
+
+
+def test_a_transformers_model_reads_the_trees(tiny_folder: Path) -> None:
+    prompt = "to be or not to be, to be or not, to be or"
+    said = [
+        SpeculativeDecoder(str(tiny_folder), method=method, draft_tokens=6).generate(prompt, max_new_tokens=80)
+        for method in ("none", "suffix")
+    ]
+    assert said[0].token_ids == said[1].token_ids
+    assert said[1].stats.accepted > 0

@@ -1,0 +1,115 @@
+"""The Hugging Face runner beyond the contract: what it refuses, what it loads, what a pass costs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from transformers import MambaConfig, MistralConfig, Qwen2Config, RwkvConfig, RwkvForCausalLM
+
+from paceline.core.protocols import Row
+from paceline.errors import AbilityError, OptionError, WeightsError
+from paceline.runners.huggingface import (
+    DTYPES,
+    HuggingFaceRunner,
+    dtype_named,
+    load_model,
+    refuse_what_cannot_roll_back,
+)
+from tests.tiny import write_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MistralConfig(sliding_window=128), "sliding_attention"),
+        (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0), "sliding_attention"),
+        (MambaConfig(), "linear_attention"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
+)
+def test_a_cache_that_cannot_be_cut_back_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    with pytest.raises(AbilityError, match=reason):
+        refuse_what_cannot_roll_back(config, "that model")
+
+
+def test_a_recurrent_model_is_refused() -> None:
+    sizes = {"hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    with pytest.raises(AbilityError, match="recurrent"):
+        HuggingFaceRunner(RwkvForCausalLM(RwkvConfig(vocab_size=20, **sizes)), "rwkv")
+
+
+@pytest.mark.parametrize("config", [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False)])
+def test_full_attention_is_welcome(config: Any) -> None:
+    refuse_what_cannot_roll_back(config, "that model")
+
+
+def test_a_sliding_model_is_refused_at_assembly() -> None:
+    from transformers import MistralForCausalLM
+
+    from paceline import SpeculativeDecoder
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MistralForCausalLM(MistralConfig(vocab_size=20, num_key_value_heads=2, sliding_window=4, **sizes))
+    with pytest.raises(AbilityError, match="full attention"):
+        SpeculativeDecoder(model, draft="ngram", draft_tokens=2)
+
+
+def test_dtypes_by_name() -> None:
+    assert DTYPES[dtype_named(None, "cpu")] == torch.float32
+    assert DTYPES[dtype_named("bf16", "cpu")] == torch.bfloat16
+    with pytest.raises(OptionError, match="fp32"):
+        dtype_named("int3", "cpu")
+
+
+def test_truncated_weights(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(WeightsError, match="damaged, incomplete"):
+        load_model(folder, "cut", torch.float32, "cpu")
+
+
+class Evil:
+    """Opened as a pickle it would run code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("evil-was-here"),))
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Evil()}, folder / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match="Convert them to safetensors"):
+        load_model(folder, "pickled", torch.float32, "cpu")
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+def test_a_harmless_pickle_is_loaded(tmp_path: Path, tiny_model: Any) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save(tiny_model.state_dict(), folder / "pytorch_model.bin")
+    loaded = load_model(folder, "pickled", torch.float32, "cpu")
+    assert torch.equal(loaded.lm_head.weight, tiny_model.lm_head.weight)
+
+
+def test_a_pass_does_not_grow_with_the_text_beyond_attention(default_model: Any) -> None:
+    """Nothing is read again: a pass after 1,000 tokens takes less than twice one after 100."""
+    runner = HuggingFaceRunner(default_model, "default")
+    slots = {length: runner.open() for length in (100, 1000)}
+    taken: dict[int, list[float]] = {length: [] for length in slots}
+    for length, slot in slots.items():
+        runner.forward([Row.chain(slot, [(7 * n) % 1000 for n in range(length)])], last_only=True)
+    for _ in range(5):  # interleaved, so that a busy machine slows both alike
+        for length, slot in slots.items():
+            started = time.perf_counter()
+            runner.forward([Row.chain(slot, [11])])
+            taken[length].append(time.perf_counter() - started)
+            runner.trim(slot, length)
+    assert median(taken[1000]) < 2 * median(taken[100])

@@ -1,0 +1,197 @@
+"""Whatever is sent, the answer is a 4xx in OpenAI's shape or a clean close, and the next request is served."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from paceline.errors import OutOfMemory
+from tests.serve.running import NAME, Running, broken_pass
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def next_request_is_served(tiny: Running) -> Iterator[None]:
+    yield
+    good = tiny.http().post(PLAIN, json={"prompt": "abc", "max_tokens": 2})
+    assert good.status_code == 200 and good.json()["usage"]["completion_tokens"] == 2
+    tiny.quiet()
+
+
+def refused(response: httpx.Response) -> str:
+    """The message of an error in OpenAI's shape."""
+    assert 400 <= response.status_code < 500, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return str(error["message"])
+
+
+BODIES = {
+    "nothing": b"",
+    "half": b'{"messages": [',
+    "not an object": b"[1, 2]",
+    "a number": b"7",
+    "NaN": f'{{{MESSAGES}, "temperature": NaN}}'.encode(),
+    "Infinity": f'{{{MESSAGES}, "top_p": -Infinity}}'.encode(),
+    "1e999": f'{{{MESSAGES}, "temperature": 1e999}}'.encode(),
+    "negative": f'{{{MESSAGES}, "max_tokens": -1}}'.encode(),
+    "zero": f'{{{MESSAGES}, "n": 0}}'.encode(),
+    "huge": f'{{{MESSAGES}, "max_tokens": {10**40}}}'.encode(),
+    "a number of 5,000 digits": f'{{{MESSAGES}, "seed": {"9" * 5000}}}'.encode(),
+    "a word for a number": f'{{{MESSAGES}, "max_tokens": "5"}}'.encode(),
+    "a number for a flag": f'{{{MESSAGES}, "stream": 1}}'.encode(),
+    "unknown field": f'{{{MESSAGES}, "max_token": 5}}'.encode(),
+    "unknown role": b'{"messages": [{"role": "king", "content": "hi"}]}',
+    "no message": b'{"messages": []}',
+    "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "surrogate as model": f'{{{MESSAGES}, "model": "\\udfff"}}'.encode(),
+    "surrogate as a field": f'{{{MESSAGES}, "\\udfff": 1}}'.encode(),
+    "surrogate stop": f'{{{MESSAGES}, "stop": "\\ud83d"}}'.encode(),
+    "not UTF-8": b'{"messages": "\xff\xfe"}',
+    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "rather deep": f'{{{MESSAGES}, "metadata": {"[" * 80 + "]" * 80}}}'.encode(),
+    "empty stop": f'{{{MESSAGES}, "stop": ""}}'.encode(),
+    "too many stops": f'{{{MESSAGES}, "stop": {json.dumps(["x"] * 99)}}}'.encode(),
+    "too many choices": f'{{{MESSAGES}, "n": 100}}'.encode(),
+    "too many logprobs": f'{{{MESSAGES}, "logprobs": true, "top_logprobs": 1000}}'.encode(),
+    "bias of no token": f'{{{MESSAGES}, "logit_bias": {{"999999999": 1}}}}'.encode(),
+    "bias of a word": f'{{{MESSAGES}, "logit_bias": {{"cat": 1}}}}'.encode(),
+    "bias too large": f'{{{MESSAGES}, "logit_bias": {{"5": 1e30}}}}'.encode(),
+    "unknown method": f'{{{MESSAGES}, "speculative": {{"method": "magic"}}}}'.encode(),
+    "k too large": f'{{{MESSAGES}, "speculative": {{"draft_tokens": 9999}}}}'.encode(),
+    "impossible schema": (
+        f'{{{MESSAGES}, "response_format": {{"type": "json_schema", "json_schema": '
+        '{"name": "x", "schema": {"type": "nonsense"}}}}'
+    ).encode(),
+    "schema from elsewhere": (
+        f'{{{MESSAGES}, "response_format": {{"type": "json_schema", "json_schema": '
+        '{"name": "x", "schema": {"$ref": "http://example.org/x"}}}}'
+    ).encode(),
+    "usage without a stream": f'{{{MESSAGES}, "stream_options": {{"include_usage": true}}}}'.encode(),
+    "prompt too long": json.dumps({"messages": [{"role": "user", "content": "long " * 500}]}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_wrong_body_is_refused(tiny: Running, name: str) -> None:
+    refused(tiny.http().post(CHAT, content=BODIES[name], headers=JSON))
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [1.5], ["a", 1], {"a": 1}, None, True])
+def test_a_wrong_prompt_is_refused(tiny: Running, prompt: object) -> None:
+    refused(tiny.http().post(PLAIN, json={"prompt": prompt, "max_tokens": 2}))
+
+
+def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny: Running) -> None:
+    body = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
+
+    def unannounced() -> Iterator[bytes]:
+        yield from (body[start : start + 65536] for start in range(0, len(body), 65536))
+
+    assert tiny.http().post(PLAIN, content=body, headers=JSON).status_code == 413
+    try:
+        answer = tiny.http().post(PLAIN, content=unannounced(), headers=JSON)
+        assert answer.status_code == 413
+    except httpx.WriteError:
+        pass  # the server had answered and closed before all of it was sent
+
+
+def test_a_body_that_is_not_json_by_its_type_is_refused(tiny: Running) -> None:
+    refused(tiny.http().post(PLAIN, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}))
+
+
+def test_another_host_name_is_refused(tiny: Running) -> None:
+    refused(tiny.http(Host="evil.example").get("/v1/models"))
+    assert tiny.http(Host=f"localhost:{tiny.port}").get("/v1/models").status_code == 200
+
+
+def test_unknown_paths_and_methods(tiny: Running) -> None:
+    assert tiny.http().get("/v1/nothing").status_code == 404
+    assert tiny.http().get(CHAT).status_code == 405
+    assert tiny.http().get("/page/../app.py").status_code == 404
+    assert tiny.http().get("/page/%2e%2e/app.py").status_code == 404
+
+
+def test_a_half_open_connection_is_closed(tiny: Running) -> None:
+    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        line.settimeout(8)
+        assert line.recv(1024) == b""  # closed, without a word
+
+
+def test_a_body_that_never_comes_is_given_up(tiny: Running) -> None:
+    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
+        line.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+        line.settimeout(8)
+        assert b"408" in line.recv(4096).split(b"\r\n", 1)[0]
+
+
+def test_a_slow_reader_holds_nobody_up(tiny: Running) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 300, "stream": True, "ignore_eos": True}).encode()
+    head = f"POST {PLAIN} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        line.sendall(head.encode() + body)
+        started = time.monotonic()
+        assert tiny.http().post(PLAIN, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+        assert time.monotonic() - started < 5
+
+
+def test_garbage_instead_of_http(tiny: Running) -> None:
+    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
+        line.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
+        line.settimeout(8)
+        answer = line.recv(4096)
+    assert not answer or answer.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError("injected"), "model_failed"), (OutOfMemory("full"), "out_of_memory")]
+)
+def test_a_failing_pass_is_a_500_for_its_batch_alone(tiny: Running, error: Exception, code: str, stream: bool) -> None:
+    with broken_pass(tiny, error):
+        answer = tiny.http().post(PLAIN, json={"prompt": "some text", "max_tokens": 4, "stream": stream})
+    assert answer.status_code == 500 and answer.json()["error"]["code"] == code
+
+
+def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
+    asked = {"prompt": "some text", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with tiny.http().stream("POST", PLAIN, json=asked) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with broken_pass(tiny, RuntimeError("injected")):
+            rest = [line for line in lines if line]
+    assert "model_failed" in rest[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) -> None:
+    total, before = tiny.quiet(), tiny.engine.tally().new_tokens
+    asked = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
+    if stream:
+        with tiny.http().stream("POST", PLAIN, json=asked) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
+    after = tiny.quiet()
+    assert tiny.engine.tally().new_tokens - before < 450, "the text must not be written to its end"
+    assert after.pages_free + after.pages_cached == total.pages_free + total.pages_cached
+
+
+def test_the_name_may_be_an_alias(tiny: Running) -> None:
+    for name in (NAME, "alias"):
+        assert tiny.http().post(PLAIN, json={"model": name, "prompt": "a", "max_tokens": 1}).status_code == 200

@@ -1,0 +1,35 @@
+"""The `openai` package of npm talks to the server too. NODE_PATH names the folder that holds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.serve.running import NAME, Running
+
+SMOKE = Path(__file__).parent / "smoke.mjs"
+
+
+@pytest.fixture(scope="module")
+def node() -> str:
+    found = shutil.which("node")
+    if found is None:
+        pytest.skip("needs node")
+    modules = Path(os.environ.get("NODE_PATH", "node_modules"))
+    if not (modules / "openai").is_dir():
+        pytest.skip("needs the npm package: npm install openai, and NODE_PATH set to its node_modules")
+    return found
+
+
+def test_the_npm_client_is_served(node: str, tiny: Running) -> None:
+    command = [node, str(SMOKE), f"{tiny.url}/v1", NAME]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["whole"] == said["streamed"] and said["usage"]["completion_tokens"] == 8
+    assert NAME in said["models"] and said["refused"] == 400

@@ -1,0 +1,51 @@
+"""What the documents say works, works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.budget import FixedBudget
+from paceline.core.distribution import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.decode.generate import run
+from paceline.decode.judge import Judge
+from paceline.decode.step import Machinery
+from paceline.drafting.nothing import Nothing
+from paceline.runners.table import TableRunner
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(document: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+
+
+def written(drafter: Any) -> list[int]:
+    text = Sequence([1, 1, 2], SamplingParams(), StopRules(20))
+    for _ in run([text], Machinery(TableRunner(), drafter, FixedBudget(3), Judge())):
+        pass
+    return text.written
+
+
+def test_the_drafter_of_the_page_is_a_drafter() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs" / "writing-a-drafter.md")[0], names)
+    assert written(names["RepeatLast"]()) == written(Nothing())
+
+
+def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = blocks(ROOT / "README.md")[0].replace('"default"', repr(str(tiny_folder)))
+    exec(lines, {})
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
+        assert link.startswith("http") or (document.parent / link).exists(), f"{document.name} points to {link}"

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import OptionError
+from paceline.profile import Profile, profile_for, read_profile, write_profile
+
+FOUND = Profile(
+    target="some/model",
+    device="cpu",
+    dtype="float32",
+    method="draft",
+    draft_tokens=4,
+    draft='path with "quotes"',
+    advice="Use method draft with k=4: measured 1.50x plain decoding. Ärger",
+    predicted=1.42,
+    measured=1.5,
+    shortest_answer=12,
+    pass_seconds={1: 0.05, 5: 0.07},
+    draft_seconds={0: 0.0, 4: 0.01},
+)
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "paceline.toml"
+    write_profile(FOUND, path)
+    assert read_profile(path) == FOUND
+    assert [item.name for item in tmp_path.iterdir()] == ["paceline.toml"]
+    plain = Profile("m", "cpu", "float32")
+    write_profile(plain, path)
+    assert read_profile(path) == plain
+
+
+def test_a_profile_is_in_force_for_its_target_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PACELINE_PROFILE", raising=False)
+    assert profile_for("some/model") is None
+    write_profile(FOUND, Path("paceline.toml"))
+    assert profile_for("some/model") == FOUND
+    assert profile_for("another") is None
+    assert profile_for(object()) is None
+
+
+def test_the_environment_may_name_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.toml"
+    write_profile(FOUND, path)
+    monkeypatch.setenv("PACELINE_PROFILE", str(path))
+    assert profile_for("some/model") == FOUND
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "not toml at all [",
+        "[other]\nx = 1\n",
+        '[decoder]\ntarget = "m"\nmethod = "magic"\n',
+        '[decoder]\ntarget = "m"\ndraft_tokens = 1000\n',
+        '[decoder]\ntarget = "m"\n[pass_seconds]\n1 = -3\n',
+        '[decoder]\ntarget = "m"\n[pass_seconds]\nwide = 3\n',
+        'decoder = "m"\n',
+    ],
+)
+def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "paceline.toml"
+    path.write_text(content)
+    with pytest.raises(OptionError, match=r"paceline\.toml"):
+        read_profile(path)
+
+
+def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="cannot write"):
+        write_profile(FOUND, tmp_path / "missing" / "paceline.toml")

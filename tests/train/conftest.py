@@ -1,0 +1,82 @@
+"""A tiny target worth learning from, and texts it wrote.
+
+target_folder   a random Llama whose next token depends mostly on the last one: small drafters can learn it
+target_model    that model loaded
+texts_folder    a folder of texts it wrote greedily, as `paceline train --texts` finds them
+train           train(words…) -> exit status and what was printed, in this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import cli
+from paceline.runners.huggingface import end_tokens_of
+from paceline.train.corpus import SHARD, Corpus, Text
+from paceline.train.writer import Plan, Writer
+from tests.tiny import byte_tokenizer, tiny_llama
+
+TEXTS, PROMPT, LENGTH = 64, 6, 64
+SHARPNESS = 20.0
+
+
+def learnable_llama() -> Any:
+    """Small weights leave the token's own vector on top; a loud head makes it decided all the same."""
+    model = tiny_llama(3, num_hidden_layers=4, initializer_range=0.12)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARPNESS)
+    return model
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "tiny"
+    learnable_llama().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target_model(target_folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    return torch.randint(0, 256, (count, PROMPT), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def greedy_texts(model: Any, given: list[list[int]], length: int) -> list[Text]:
+    """What the target says after these prompts."""
+    plans = [Plan(tuple(prompt), 0, 0, (), 0.0, length, tag) for tag, prompt in enumerate(given)]
+    writer = Writer(model, end_tokens_of(model), len(plans), length)
+    written = sorted(writer.write(iter(plans), lambda: False), key=lambda text: text.plan.tag)
+    return [Text(text.tokens, text.start, greedy=True) for text in written]
+
+
+@pytest.fixture(scope="session")
+def texts_folder(target_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    Corpus.of(greedy_texts(target_model, prompts(TEXTS), LENGTH)).save(folder / SHARD.format(0))
+    return folder
+
+
+@pytest.fixture
+def train(target_folder: Path, texts_folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    def say(*words: object) -> tuple[int, Any]:
+        status = cli.main(["train", *(str(word) for word in words)])
+        return status, capsys.readouterr()
+
+    return say
+
+
+def arguments(target: Path, texts: Path, steps: int) -> list[object]:
+    """What every small training is told."""
+    words: list[object] = ["--target", target, "--texts", texts, "--tokens", 100, "--batch-tokens", 1024]
+    return [*words, "--steps", steps, "--rate", 0.01, "--longest", LENGTH]

@@ -5,15 +5,16 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import OptionError
-from paceline.profile import Profile, profile_for, read_profile, write_profile
+from paceline.options import DecoderOptions
+from paceline.profile import Profile, adopted, profile_for, read_profile, write_profile
 
 FOUND = Profile(
     target="some/model",
     device="cpu",
-    dtype="float32",
     method="draft",
     draft_tokens=4,
     draft='path with "quotes"',
+    draft_dtype="int4",
     advice="Use method draft with k=4: measured 1.50x plain decoding. Ärger",
     predicted=1.42,
     measured=1.5,
@@ -28,7 +29,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     write_profile(FOUND, path)
     assert read_profile(path) == FOUND
     assert [item.name for item in tmp_path.iterdir()] == ["paceline.toml"]
-    plain = Profile("m", "cpu", "float32")
+    plain = Profile("m", "cpu")
     write_profile(plain, path)
     assert read_profile(path) == plain
 
@@ -72,3 +73,32 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> No
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot write"):
         write_profile(FOUND, tmp_path / "missing" / "paceline.toml")
+
+
+@pytest.fixture
+def _in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_profile(FOUND, tmp_path / "p.toml")
+    monkeypatch.setenv("PACELINE_PROFILE", str(tmp_path / "p.toml"))
+
+
+@pytest.mark.usefixtures("_in_force")
+def test_who_chose_nothing_gets_the_advice() -> None:
+    options = adopted(DecoderOptions("some/model"), chosen=False)
+    assert (options.method, options.draft, options.draft_tokens) == ("draft", FOUND.draft, 4)
+    assert options.draft_dtype == "int4"
+    assert options.profile == FOUND
+    assert adopted(DecoderOptions("some/model", draft_tokens=2), chosen=False).draft_tokens == 2
+
+
+@pytest.mark.usefixtures("_in_force")
+def test_who_chose_is_not_overruled() -> None:
+    own = DecoderOptions("some/model", method="ngram")
+    assert adopted(own, chosen=True) is own
+    same = adopted(DecoderOptions("some/model", FOUND.draft), chosen=True)
+    assert (same.profile, same.draft_tokens) == (FOUND, "auto")
+    for other in (
+        DecoderOptions("another"),
+        DecoderOptions("some/model", device="cuda"),
+        DecoderOptions("some/model", dtype="bf16"),
+    ):
+        assert adopted(other, chosen=False) is other

@@ -79,7 +79,8 @@ def open_runner(model: Any, options: DecoderOptions, device: str, dtype: str | N
         need = "runner native" if options.runner == "native" else f"dtype {word}"
         raise OptionError(f"{need} is for the Llama family (Llama, Mistral, Qwen2, Qwen3) stored as safetensors")
     remote = options.trust_remote_code
-    return HuggingFaceRunner(load_model(files.folder, files.name, DTYPES[word], device, trust_remote_code=remote), files.name)
+    loaded = load_model(files.folder, files.name, DTYPES[word], device, trust_remote_code=remote)
+    return HuggingFaceRunner(loaded, files.name)
 
 
 def _is_native(folder: Path, options: DecoderOptions) -> bool:
@@ -258,7 +259,10 @@ def _head_dtype(options: DecoderOptions, target: Runner) -> torch.dtype:
     from paceline.runners.huggingface import DTYPES, dtype_named
 
     own = target.card.dtype if target.card.dtype in DTYPES else None
-    return dtype_named(options.draft_dtype or own, target.card.device)
+    word = dtype_named(options.draft_dtype or own, target.card.device)
+    if word not in DTYPES:
+        raise OptionError(f"a head runs in {', '.join(DTYPES)}; draft_dtype {word} is for draft models")
+    return DTYPES[word]
 
 
 DRAFTERS: dict[str, Creator] = {

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import OptionError
-from paceline.options import METHODS, checked_draft_tokens
+from paceline.options import AUTO, METHODS, DecoderOptions, checked_draft_tokens
 
 FILE_NAME = "paceline.toml"
 VARIABLE = "PACELINE_PROFILE"
@@ -26,16 +26,19 @@ HEAD = "# Written by `paceline tune`. Delete it to go back to the defaults; edit
 class Profile:
     """The advice, and the measurements it rests on.
 
-    pass_seconds   of the target, by the tokens in a pass
-    draft_seconds  of a round's guessing, by the number of guesses
+    device             where it was measured: cpu, cuda:0, …
+    dtype, draft_dtype as they were asked for; None: the default
+    pass_seconds       of the target, by the tokens in a pass
+    draft_seconds      of a round's guessing, by the number of guesses
     """
 
     target: str
     device: str
-    dtype: str
     method: str = "none"
-    draft_tokens: int | str = "auto"
+    draft_tokens: int | str = AUTO
     draft: str | None = None
+    dtype: str | None = None
+    draft_dtype: str | None = None
     advice: str = ""
     predicted: float | None = None
     measured: float | None = None
@@ -58,6 +61,34 @@ def profile_for(target: Any, path: Path | None = None) -> Profile | None:
     return found if isinstance(target, str | Path) and str(target) == found.target else None
 
 
+def adopted(options: DecoderOptions, *, chosen: bool) -> DecoderOptions:
+    """Options with what the profile in force adds to them.
+
+    chosen: the user named a method or a draft. Then the profile lends its costs, if it is about the same method, and
+    nothing else. A profile of another device or dtype than the one asked for is not in force.
+    """
+    profile = profile_for(options.target)
+    if profile is None or not _same_machine(profile, options):
+        return options
+    if chosen:
+        same = profile.method == options.method and profile.draft == options.draft
+        return replace(options, profile=profile) if same else options
+    return replace(
+        options,
+        method=profile.method,
+        draft=profile.draft,
+        draft_tokens=profile.draft_tokens if options.draft_tokens == AUTO else options.draft_tokens,
+        dtype=options.dtype or profile.dtype,
+        draft_dtype=options.draft_dtype or profile.draft_dtype,
+        profile=profile,
+    )
+
+
+def _same_machine(profile: Profile, options: DecoderOptions) -> bool:
+    device = options.device is None or options.device == AUTO or profile.device.startswith(options.device)
+    return device and (options.dtype is None or options.dtype == profile.dtype)
+
+
 def _place() -> Path | None:
     named = os.environ.get(VARIABLE)
     return Path(named).expanduser() if named else Path(FILE_NAME)
@@ -71,10 +102,11 @@ def read_profile(path: Path) -> Profile:
         return Profile(
             target=str(decoder["target"]),
             device=str(measured.get("device", "")),
-            dtype=str(measured.get("dtype", "")),
             method=str(decoder.get("method", "none")),
-            draft_tokens=decoder.get("draft_tokens", "auto"),
+            draft_tokens=decoder.get("draft_tokens", AUTO),
             draft=decoder.get("draft"),
+            dtype=decoder.get("dtype"),
+            draft_dtype=decoder.get("draft_dtype"),
             advice=str(measured.get("advice", "")),
             predicted=measured.get("predicted"),
             measured=measured.get("speedup"),
@@ -90,15 +122,22 @@ def read_profile(path: Path) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile; a reader sees the old file or the new one, never half of it."""
-    decoder = {"target": profile.target, "method": profile.method, "draft_tokens": profile.draft_tokens}
-    decoder |= {"draft": profile.draft} if profile.draft is not None else {}
-    measured: dict[str, Any] = {"device": profile.device, "dtype": profile.dtype, "advice": profile.advice}
-    measured |= {"predicted": profile.predicted} if profile.predicted is not None else {}
-    measured |= {"speedup": profile.measured} if profile.measured is not None else {}
-    measured["shortest_answer"] = profile.shortest_answer
-    sections = {
-        "decoder": decoder,
-        "measured": measured,
+    sections: dict[str, dict[str, Any]] = {
+        "decoder": {
+            "target": profile.target,
+            "draft": profile.draft,
+            "method": profile.method,
+            "draft_tokens": profile.draft_tokens,
+            "dtype": profile.dtype,
+            "draft_dtype": profile.draft_dtype,
+        },
+        "measured": {
+            "device": profile.device,
+            "advice": profile.advice,
+            "predicted": profile.predicted,
+            "speedup": profile.measured,
+            "shortest_answer": profile.shortest_answer,
+        },
         "pass_seconds": {str(size): seconds for size, seconds in profile.pass_seconds.items()},
         "draft_seconds": {str(size): seconds for size, seconds in profile.draft_seconds.items()},
     }
@@ -114,8 +153,9 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def _lines(values: dict[str, Any]) -> str:
-    """TOML of plain values; JSON's strings and numbers are TOML's too."""
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    """TOML of plain values; JSON's strings and numbers are TOML's too. What is None is left out."""
+    known = {key: value for key, value in values.items() if value is not None}
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in known.items())
 
 
 def _curve(table: dict[str, Any]) -> dict[int, float]:

@@ -106,6 +106,15 @@ def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.Capture
     assert re.search(r"lossless: \d+ checks, false alarm probability 0.001", out)
 
 
+@pytest.mark.usefixtures("default_folder")
+def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """The large vocabulary and real logits, with few draws; the whole audit is a command of docs/measuring.md."""
+    arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "64", "--quick", "--device", "cpu"]
+    assert main(["audit", *arguments, "--json"]) == 0
+    found = said(capsys)
+    assert [check["outcome"] for check in found["checks"]] == ["passed"] * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -18,11 +18,8 @@ from paceline.drafting.foreign import Foreign
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.lookahead import Lookahead
 from paceline.drafting.medusa import Medusa
-from paceline.drafting.layerskip import LayerSkip
-from paceline.drafting.lookahead import Lookahead
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.nothing import Nothing
-from paceline.drafting.suffix import Suffix
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.suffix import Suffix
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead
@@ -102,9 +99,6 @@ DRAFTERS: dict[str, MakeDrafter] = {
     "draft-is-target": lambda target: DraftModel(target, target.card.vocab_size),
     "ngram": lambda target: Ngram(shortest=1),
     "ngram-tree": lambda target: Ngram(shortest=1, branches=3),
-    "suffix": lambda target: Suffix(),
-    "lookahead": lambda target: Lookahead(columns=3, run=3),
-    "layerskip": lambda target: LayerSkip(target, 2),
     "suffix": lambda target: Suffix(),
     "lookahead": lambda target: Lookahead(columns=3, run=3),
     "prediction": lambda target: Prediction(),

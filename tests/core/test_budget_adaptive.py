@@ -10,7 +10,7 @@ from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Output, Round, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.tree import chain, empty
+from paceline.core.tree import DraftTree, chain, empty
 
 NOTHING_SAID = Output(torch.empty(0, 0))
 FLAT = {1: 10.0, 17: 11.0}  # width is nearly free
@@ -139,3 +139,24 @@ def test_a_new_text_wakes_a_resting_budget() -> None:
     play(budget, old, 0, 50, STEEP)
     fresh = text(k=2)
     assert budget.plan([old, fresh]) == [0, 2]
+
+
+def test_nodes_that_ride_along_are_part_of_the_price() -> None:
+    """A lookahead window of 8 nodes rides along with every guess: what looked cheap by its guesses is not."""
+    curve, one = {1: 10.0, 5: 10.5, 9: 40.0, 17: 80.0}, text(room=100_000)
+    budget, planned = AdaptiveBudget(Costs(CostCurve(curve))), []
+    for _ in range(100):
+        (k,) = budget.plan([one])
+        planned.append(k)
+        tree = DraftTree([0] * (k + 8), [*range(-1, k - 1), *([-1] * 8)], probes=8) if k else empty()
+        done = Round(tree, Verdict([0][: k > 0], 0), NOTHING_SAID, [0] * (1 + (k > 0)), int(k > 0))
+        nodes = 1 + len(tree)
+        budget.observe([one], [done], Timing(0.0, CostCurve(curve).at(nodes), nodes, k, 1))
+    assert sum(k > 0 for k in planned) <= 4
+
+
+def test_a_clock_that_stands_still_breaks_nothing() -> None:
+    budget, one = AdaptiveBudget(Costs(CostCurve({1: 0.0}))), text()
+    for _ in range(5):
+        (k,) = budget.plan([one])
+        budget.observe([one], [judged(k, k)], Timing(0.0, 0.0, k + 1, k, 1))

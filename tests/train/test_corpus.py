@@ -16,7 +16,9 @@ from paceline.train.corpus import Batches, Corpus, Text, frequent_tokens, shards
 def corpus(count: int = 40) -> Corpus:
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 120, count)
-    return Corpus.of([Text([number, *range(2, int(size))], 2, greedy=bool(number % 2)) for number, size in enumerate(lengths)])
+    return Corpus.of(
+        [Text([number, *range(2, int(size))], 2, greedy=bool(number % 2)) for number, size in enumerate(lengths)]
+    )
 
 
 def test_a_shard_comes_back_as_it_was_and_a_damaged_one_is_named(tmp_path: Path) -> None:

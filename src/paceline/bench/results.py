@@ -64,20 +64,23 @@ def added(runs: list[Written]) -> Tally:
     return total
 
 
-def rates_by_repeat(collected: Collected, name: str, domain: str | None = None) -> dict[int, float]:
+def rates_by_repeat(collected: Collected, name: str) -> dict[int, float]:
     """Tokens per second of each repeat: all tokens over all seconds."""
-    found: dict[int, float] = {}
-    for repeat, runs in collected.repeats(name).items():
-        mine = [one.written for one in runs if domain is None or collected.plan.tasks[one.task].domain == domain]
-        if mine:
-            found[repeat] = added(mine).tokens_per_second
-    return found
+    found = collected.repeats(name).items()
+    return {repeat: added([one.written for one in runs]).tokens_per_second for repeat, runs in found}
 
 
 def speedups(collected: Collected, name: str, baseline: str, domain: str | None = None) -> list[float]:
-    """Of each repeat against plain decoding in the same repeat."""
-    ours, plain = rates_by_repeat(collected, name, domain), rates_by_repeat(collected, baseline, domain)
-    return [ours[repeat] / plain[repeat] for repeat in ours if plain.get(repeat)]
+    """Of each repeat against plain decoding in the same repeat, on the tasks that both have done."""
+    ours, plain = collected.repeats(name), collected.repeats(baseline)
+    found: list[float] = []
+    for repeat in ours.keys() & plain.keys():
+        mine, theirs = ({one.task: one.written for one in runs[repeat]} for runs in (ours, plain))
+        tasks = [task for task in mine.keys() & theirs.keys() if domain in (None, collected.plan.tasks[task].domain)]
+        if tasks:
+            fast, slow = (added([side[task] for task in tasks]).tokens_per_second for side in (mine, theirs))
+            found.append(fast / slow)
+    return found
 
 
 class LosslessCheck:

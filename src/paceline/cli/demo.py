@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from paceline.core.tally import Tally
     from paceline.decoder import SpeculativeDecoder
 
-PROMPT = """Rewrite this function with the name `total_price`, changing nothing else:
-
-def compute(items, tax_rate):
-    subtotal = 0
-    for item in items:
-        subtotal = subtotal + item.price * item.quantity
-    tax = subtotal * tax_rate
-    return subtotal + tax
-"""
+PROMPT = "Write a Python class Stack with push, pop, peek and is_empty, each with a docstring."
 NEW_TOKENS = 128
 WARM_UP_TOKENS = 4
 

@@ -75,10 +75,11 @@ def _profile(args: argparse.Namespace, subject: Subject, tuning: Tuning) -> Prof
     return Profile(
         target=args.target,
         device=card.device,
-        dtype=card.dtype,
         method=advice.method,
         draft_tokens=advice.draft_tokens,
         draft=args.draft if advice.method in ("draft", "foreign") else None,
+        dtype=args.dtype,
+        draft_dtype=args.draft_dtype,
         advice=advice.sentence,
         predicted=advice.predicted,
         measured=advice.measured,

@@ -74,6 +74,9 @@ class FixedBudget:
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
+SHORTEST = 1e-9  # seconds: no round is quicker, whatever a clock says
+
+
 class CostCurve:
     """Seconds by size (tokens in a pass, guesses in a round): straight lines between what was seen, smoothed over time.
 
@@ -89,7 +92,7 @@ class CostCurve:
         self._seen = dict(sorted((seen or {}).items()))
         self._unknown = unknown
         self._count = self._doubted = 0
-        self._when = {size: -self.MEMORY // 2 for size in self._seen}  # a first measurement is not the last word
+        self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
         self._known: list[int] = list(self._seen)
         self._answers: dict[int, float] = {}  # asked many times between two samples
 
@@ -160,6 +163,11 @@ class Costs:
     verify: CostCurve = field(default_factory=CostCurve)
     draft: CostCurve = field(default_factory=no_guesses_are_free)
     batches: dict[int, Costs] = field(default_factory=dict)
+
+    @classmethod
+    def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float]) -> Costs:
+        """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
+        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0))
 
     def of(self, texts: int) -> Costs:
         """The costs of a batch of so many texts."""
@@ -280,6 +288,7 @@ class AdaptiveBudget:
         self._overall = PositionRates(fade=0.995, prior=0.55, weight=3.0)
         self._texts: dict[int, _TextState] = {}
         self._depth_share = 1.0  # depths a guess adds: 1 for a chain, less for a tree
+        self._riders = 0.0  # nodes a guessing text sends along that cannot be accepted (lookahead's window)
         self._account = _Account()
         self._probing = False
         self._since_plain = 0
@@ -342,14 +351,15 @@ class AdaptiveBudget:
 
     def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:
         """Add the guess that promises most, one by one; the best batch on the way that guesses at all."""
-        ks, tokens, longest = [0] * len(states), float(len(states)), 0
+        ks, tokens, longest, riders = [0] * len(states), float(len(states)), 0, 0.0
         costs = self.costs.of(len(states))
-        best = _Choice(ks, 0.0)
+        best = _Choice(list(ks), 0.0)
         for nodes, (gain, index) in enumerate(self._gains(states, limits), start=len(states) + 1):
+            riders += 0.0 if ks[index] else self._riders
             ks[index] += 1
             longest = max(longest, ks[index])
             tokens += gain
-            rate = tokens / costs.round(nodes, longest)
+            rate = tokens / max(costs.round(nodes + round(riders), longest), SHORTEST)
             if rate > best.rate:
                 best = _Choice(list(ks), rate)
         return best
@@ -388,6 +398,7 @@ class AdaptiveBudget:
         for state, done in zip(states, rounds):
             guesses = done.tree.guesses
             if guesses:
+                self._riders += (done.tree.probes - self._riders) * (0.1 if self._riders else 1.0)
                 reach = max(depths(done.tree.parents[:guesses])) + 1
                 self._depth_share += 0.1 * (reach / guesses - self._depth_share)
                 stood = len(done.verdict.path)  # also what an end cut off was judged

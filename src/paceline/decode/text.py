@@ -48,7 +48,7 @@ class Codec:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise PromptError("the prompt holds half a character (a lone surrogate) that no tokenizer can read") from error
+            raise PromptError("the prompt holds half a character (a lone surrogate); no tokenizer reads it") from error
         return [int(token) for token in self.tokenizer(prompt).input_ids]
 
     def _chat_ids(self, messages: list[Message]) -> list[int]:
@@ -87,7 +87,7 @@ class Stream:
         after = self._codec.decode(self._ids[self._context :])
         if after.endswith(UNFINISHED):
             return ""
-        # Decoding starts a few tokens back because some tokenizers join tokens with spaces that depend on the one before.
+        # Decoding starts a few tokens back: some tokenizers put spaces between tokens that depend on the one before.
         self._context, self._read = self._read, len(self._ids)
         return self._release(after[len(before) :])
 

@@ -1,6 +1,7 @@
 """Pages of the cache: who holds which, how many are free.
 
-A text's tokens lie in pages of `size` tokens. Pages may be held by several texts at once: a shared prompt is stored
+A text's tokens lie in pages of `size` tokens. A text gets neighbouring pages as long as there are any: looking back over
+neighbours copies nothing. Pages may be held by several texts at once: a shared prompt is stored
 once. A page held by more than one is never written; whoever must write into it first gets a copy (see `writable`).
 """
 
@@ -27,18 +28,13 @@ class PagePool:
 
     def __init__(self, pages: int, size: int) -> None:
         self.pages, self.size = pages, size
-        # Taken from the end, so that a pool used by one text hands out neighbouring pages in rising order.
-        self._free = list(range(pages - 1, -1, -1))
+        self.free = pages
         self._holders = [0] * pages
         self._tables: dict[Hashable, list[int]] = {}
 
     @property
-    def free(self) -> int:
-        return len(self._free)
-
-    @property
     def used(self) -> int:
-        return self.pages - len(self._free)
+        return self.pages - self.free
 
     def needed(self, tokens: int) -> int:
         """Pages that hold this many tokens."""
@@ -55,12 +51,10 @@ class PagePool:
         """
         table = self.table(holder)
         missing = self.needed(tokens) - len(table)
-        if missing > len(self._free):
-            raise OutOfMemory(f"the cache has {len(self._free)} free pages of {self.size} and needs {missing}: {KNOB}")
+        if missing > self.free:
+            raise OutOfMemory(f"the cache has {self.free} free pages of {self.size} and needs {missing}: {KNOB}")
         for _ in range(missing):
-            page = self._free.pop()
-            self._holders[page] = 1
-            table.append(page)
+            table.append(self._take(table[-1] + 1 if table else None))
         return missing > 0
 
     def shrink(self, holder: Hashable, tokens: int) -> None:
@@ -89,16 +83,37 @@ class PagePool:
         for place in range(start // self.size, min(self.needed(end), len(table))):
             page = table[place]
             if self._holders[page] > 1:
-                if not self._free:
+                if not self.free:
                     raise OutOfMemory(f"the cache has no free page left: {KNOB}")
-                fresh = self._free.pop()
-                self._holders[fresh] = 1
+                fresh = self._take(table[place - 1] + 1 if place else None)
                 self._drop(page)
                 table[place] = fresh
                 copies.append(Copy(page, fresh))
         return copies
 
+    def _take(self, wanted: int | None) -> int:
+        """The page wanted, if it is free, or one with much room behind it. There must be a free one."""
+        page = wanted if wanted is not None and self._is_free(wanted) else self._roomy()
+        self._holders[page] = 1
+        self.free -= 1
+        return page
+
+    def _is_free(self, page: int) -> bool:
+        return page < self.pages and self._holders[page] == 0
+
+    def _roomy(self) -> int:
+        """The middle of the longest run of free pages: whoever lies before it keeps room to grow, and so does the new
+        one. At the very beginning of the pool nobody lies before it."""
+        best, length, start = 0, 0, 0
+        for page in range(self.pages + 1):
+            if page < self.pages and self._holders[page] == 0:
+                continue
+            if page - start > length:
+                best, length = start, page - start
+            start = page + 1
+        return best if best == 0 else best + length // 2
+
     def _drop(self, page: int) -> None:
         self._holders[page] -= 1
         if self._holders[page] == 0:
-            self._free.append(page)
+            self.free += 1

@@ -19,7 +19,7 @@ from paceline.train.atomic import replacing
 SHARD = "texts-{:03d}.safetensors"
 GREEDY = 128  # added to a text's kind where its answer is greedy
 HELD_OUT_SHARE = 0.02
-MOST_HELD_OUT = 512
+FEWEST_HELD_OUT, MOST_HELD_OUT = 8, 512
 WIDTHS = 64  # batches are padded to multiples of this: few shapes, little padding
 NEIGHBOURS = 32  # batches that are filled together from texts sorted by length
 
@@ -135,7 +135,8 @@ def split(corpus: Corpus, seed: int) -> Split:
     if len(corpus) < 4:
         raise OptionError(f"{len(corpus)} texts are too few to train on; give more data or collect more (--tokens)")
     order = np.random.default_rng(seed).permutation(len(corpus))
-    size = min(max(1, round(HELD_OUT_SHARE * len(corpus))), MOST_HELD_OUT)
+    fewest = max(1, min(FEWEST_HELD_OUT, len(corpus) // 8))
+    size = min(max(fewest, round(HELD_OUT_SHARE * len(corpus))), MOST_HELD_OUT)
     greedy = order[corpus.kinds[order] >= GREEDY]
     chosen = np.sort((greedy if len(greedy) >= 2 * size else order)[:size])
     return Split(corpus.pick(np.setdiff1d(order, chosen)), corpus.pick(chosen))

@@ -47,20 +47,27 @@ def draft_config(teacher: Teacher, options: DraftOptions) -> LlamaConfig:
     """A slim Llama with the target's positions and special tokens."""
     config = teacher.model.config.get_text_config()
     heads = options.width // next(size for size in HEAD_SIZES if options.width % size == 0 and options.width > size)
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-    same = {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+    size = min(options.vocabulary or teacher.vocab_size, teacher.vocab_size)
     rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     return LlamaConfig(
-        vocab_size=min(options.vocabulary or teacher.vocab_size, teacher.vocab_size),
+        vocab_size=size,
         hidden_size=options.width,
         intermediate_size=-(-options.width * 8 // 3 // 32) * 32,
         num_hidden_layers=options.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or 2048),
         tie_word_embeddings=True,
-        **same,
+        **{name: _token(config, name, size) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     )
+
+
+def _token(config: Any, name: str, size: int) -> Any:
+    """A special token of the target, unless a reduced vocabulary has left it out."""
+    said = getattr(config, name, None)
+    ids = said if isinstance(said, list) else [said]
+    return said if all(id_ is not None and id_ < size for id_ in ids) else None
 
 
 class DraftTask:
@@ -107,7 +114,7 @@ class DraftTask:
         return following(best.view(batch.tokens.shape), MEASURED_GUESSES)
 
     def export(self, folder: Path) -> None:
-        """A directory that transformers loads, with the target's tokenizer. The config, which says all is there, last."""
+        """A directory that transformers loads, the target's tokenizer beside it. The config comes last."""
         folder.mkdir(parents=True, exist_ok=True)
         self._tokenizer.save_pretrained(folder)
         self.module.generation_config.save_pretrained(folder)

@@ -22,9 +22,9 @@ def accepted_lengths(guesses: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor
 
 
 def walk(accepted: list[int], start: int, length: int, k: int) -> Tally:
-    """The rounds greedy decoding would have had over one answer. Its first token is the target's own."""
+    """The rounds greedy decoding would have had over one answer, the first of them right after the prompt."""
     tally = Tally(offered_at=[0] * k, accepted_at=[0] * k)
-    known = start + 1
+    known = max(start, 2)  # with less than two tokens nothing can be guessed
     while known < length:
         offered = min(k, length - known)
         stood = min(accepted[known - 2], offered)
@@ -50,7 +50,7 @@ def measure(task: Task, batches: Iterable[Batch], k: int | None = None) -> Tally
             guesses = task.guesses(here)[..., :k]
         accepted = accepted_lengths(guesses, here.tokens, here.lengths).tolist()
         for row, start, length in zip(accepted, batch.starts.tolist(), batch.lengths.tolist()):
-            total.add(walk(row, max(start, 1), length, guesses.shape[-1]))
+            total.add(walk(row, start, length, guesses.shape[-1]))
     return total
 
 

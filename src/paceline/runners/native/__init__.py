@@ -1,4 +1,4 @@
-"""Our own run of the Llama family: one model definition, plain torch on any device, fused kernels and graphs on CUDA."""
+"""Our own run of the Llama family: one definition, plain torch on any device, fused kernels and graphs on CUDA."""
 
 from paceline.runners.native.runner import NativeRunner
 from paceline.runners.native.shape import Shape, is_native

@@ -165,7 +165,7 @@ class FusedOps:
         width = 1 if embedding is None else embedding.shape[1]
         stream = self._nothing if embedding is None else embedding.new_empty(rows, width)
         best_kernel[(rows,)](
-            found.value, found.index, token, embedding if embedding is not None else self._nothing, stream, blocks, width,
+            found.value, found.index, token, _or(embedding, self._nothing), stream, blocks, width,
             EMBED=embedding is not None, BLOCKS=triton.next_power_of_2(blocks), WIDTH=triton.next_power_of_2(width),
             EARLY=self.early, **self._launch,
         )

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Made = TypeVar("Made")
 # Graphs of one pool share their scratch memory, so a result must be read before the next graph of that pool runs.
 # Whoever hands results on to another graph (a draft to its target) has a pool of its own.
-Pool = tuple[int, int]
+Pool = Any  # torch's handle of a memory pool
 
 
 def new_pool() -> Pool:
-    handle: Pool = torch.cuda.graph_pool_handle()
-    return handle
+    return torch.cuda.graph_pool_handle()
 
 
 class Captured(Generic[Made]):

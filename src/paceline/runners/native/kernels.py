@@ -206,9 +206,10 @@ def attend_kernel(
     """Attention of some of a text's nodes, for one key head and one chunk of its tokens.
 
     A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more PARTS:
-    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. New keys are turned and stored by every program whose chunk they
-    touch, then read back like all others, so that a token is treated alike whether it is new or old. `sights` has a
-    bit for each node of the pass that a node may see. The last chunk to arrive puts the chunks together, in order.
+    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. New keys
+    are turned and stored by every program whose chunk they touch, then read back like all others, so that a token is
+    treated alike whether it is new or old. `sights` has a bit for each node of the pass that a node may see. The last
+    chunk to arrive puts the chunks together, in order.
     """
     text = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -219,17 +220,18 @@ def attend_kernel(
     length = tl.load(lengths + text) + offset
     end = length + count
     first = chunk * CHUNK_TOKENS
+    heads = GROUP * KV_HEADS
+    size: tl.constexpr = 2 * HALF
+    half = tl.arange(0, HALF)
+    row = tl.arange(0, ROWS)
+    node = part * each + row // GROUP
+    row_ok = (node < count) & (row < each * GROUP)
+    out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
     if (first < end) & (part * each < count):
-        heads = GROUP * KV_HEADS
-        size: tl.constexpr = 2 * HALF
         line = (heads + 2 * KV_HEADS) * size  # of qkv, one node
-        half = tl.arange(0, HALF)
         cache = layer_base + head * size  # + place · KV_HEADS · size
 
         # --- what does not depend on this pass's products
-        row = tl.arange(0, ROWS)
-        node = part * each + row // GROUP
-        row_ok = (node < count) & (row < each * GROUP)
         sight = tl.load(sights + text * NODES + node, mask=row_ok, other=0)
         position = length + tl.load(depths + text * NODES + node, mask=row_ok, other=0)
         row_cos = tl.load(turns + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
@@ -277,7 +279,8 @@ def attend_kernel(
             token = start + within
             there = (token < end)[:, None]
             token_page = tl.load(pages + text * table_width + token // PAGE, mask=token < end, other=0)
-            at = cache + (token_page.to(tl.int64) * PAGE + token % PAGE)[:, None] * (KV_HEADS * size) + half[None, :]
+            token_at = token_page.to(tl.int64) * PAGE + token % PAGE
+            at = cache + token_at[:, None] * (KV_HEADS * size) + half[None, :]
             k_low = tl.load(keys + at, mask=there, other=0.0)
             k_high = tl.load(keys + at + HALF, mask=there, other=0.0)
             score = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
@@ -299,7 +302,6 @@ def attend_kernel(
             top = higher
 
         # --- write, or leave for the last one
-        out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
         chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
         if chunks == 1:
             tl.store(out + out_at, (seen_low / weight[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
@@ -319,6 +321,13 @@ def attend_kernel(
                     partial, partial_stats, out, mine, chunks, out_at, row_ok, row, half, ROWS, HALF
                 )
                 tl.store(arrived + tl.program_id(0) * KV_HEADS + head, 0)
+    if chunk == 0:  # padding: nothing reads it, but it must not hold NaNs that happen to lie in memory
+        if EARLY:
+            gdc_wait()
+        empty = (node >= count) & (node < NODES) & (row < each * GROUP)
+        nothing = tl.zeros((ROWS, HALF), dtype=out.dtype.element_ty)
+        tl.store(out + out_at, nothing, mask=empty[:, None])
+        tl.store(out + out_at + HALF, nothing, mask=empty[:, None])
 
 
 @triton.jit

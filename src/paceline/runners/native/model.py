@@ -43,12 +43,12 @@ class States:
 
 
 def run_layers(
-    weights: Weights, stream: Tensor, batch: Any, ops: Ops, features: tuple[int, ...] = (), first: int = 0, last: int | None = None
+    weights: Weights, stream: Tensor, batch: Any, ops: Ops, features: tuple[int, ...] = (), last: int | None = None
 ) -> States:
-    """Layers first to last over the stream [nodes, width]."""
+    """All layers, or the first `last` of them, over the stream [nodes, width]."""
     kept: list[Tensor] = []
     end = len(weights.layers) if last is None else last
-    for number in range(first, end):
+    for number in range(end):
         layer = weights.layers[number]
         if number in features:
             kept.append(stream.clone())

@@ -58,7 +58,7 @@ class NativeRunner:
             self.keys = torch.empty(size, dtype=kept, device=self.device)
             self.values = torch.empty(size, dtype=kept, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: choose fewer (--cache-tokens)") from error
+            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: choose --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         packed = not isinstance(weights.head, Tensor)
         self.plain = PlainOps(shape, self.keys, self.values, node_by_node=packed)

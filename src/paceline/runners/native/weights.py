@@ -73,7 +73,7 @@ def load_weights(folder: Path, shape: Shape, dtype: torch.dtype, device: str) ->
         try:
             return gather(fetch, shape, dtype, device)
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"the weights in {folder.name} do not fit on {device}: choose a smaller --dtype") from error
+            raise OutOfMemory(f"{folder.name} does not fit on {device}: choose a smaller --dtype") from error
 
 
 def weights_of(model: Any, shape: Shape) -> Weights:
@@ -94,7 +94,8 @@ def gather(fetch: Fetch, shape: Shape, dtype: torch.dtype, device: str) -> Weigh
 
     layers = [_layer(fetch, need, f"model.layers.{number}.", shape, dtype, device) for number in range(shape.layers)]
     embedding = need("model.embed_tokens.weight", shape.vocab, shape.width)
-    head = embedding if fetch("lm_head.weight") is None or shape.tied else need("lm_head.weight", shape.vocab, shape.width)
+    tied = shape.tied or fetch("lm_head.weight") is None
+    head = embedding if tied else need("lm_head.weight", shape.vocab, shape.width)
     return Weights(embedding, layers, need("model.norm.weight", shape.width), head)
 
 
@@ -105,15 +106,16 @@ def _layer(
     bias = None
     if fetch(prefix + "self_attn.q_proj.bias") is not None:
         bias = torch.cat([need(f"{prefix}self_attn.{part}_proj.bias", size) for part, size in sizes.items()])
-    head_norms: list[Tensor | None] = [None, None]
-    if shape.head_norm:
-        head_norms = [need(f"{prefix}self_attn.{part}_norm.weight", shape.head_size) for part in "qk"]
+    normed = shape.head_norm
+    query_norm = need(prefix + "self_attn.q_norm.weight", shape.head_size) if normed else None
+    key_norm = need(prefix + "self_attn.k_norm.weight", shape.head_size) if normed else None
     return LayerWeights(
         need(prefix + "input_layernorm.weight", shape.width),
         torch.cat([need(f"{prefix}self_attn.{part}_proj.weight", size, shape.width) for part, size in sizes.items()]),
         bias,
         need(prefix + "self_attn.o_proj.weight", shape.width, shape.query_width),
-        *head_norms,
+        query_norm,
+        key_norm,
         need(prefix + "post_attention_layernorm.weight", shape.width),
         torch.cat([need(f"{prefix}mlp.{part}_proj.weight", shape.inner, shape.width) for part in ("gate", "up")]),
         need(prefix + "mlp.down_proj.weight", shape.width, shape.inner),

@@ -1,0 +1,59 @@
+"""How well a head drafts for its target: tokens a step by kind of prompt, as a chain and as a tree.
+
+    python benchmarks/head.py --prompts FOLDER [--method eagle] [--draft DIR] [--chain 5] [--tree 24] [--every 1]
+
+Greedy, and only counted, not timed. The last line on stdout is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from paceline import SpeculativeDecoder
+from paceline.core import Tally
+
+
+def by_category(decoder: SpeculativeDecoder, prompts: list[dict[str, str]], chat: bool, length: int) -> dict[str, Tally]:
+    found: dict[str, Tally] = defaultdict(Tally)
+    given: Any = [[{"role": "user", "content": one["prompt"]}] if chat else one["prompt"] for one in prompts]
+    for one, result in zip(prompts, decoder.generate(given, max_new_tokens=length)):
+        found[one["category"]].add(result.stats)
+        found["all"].add(result.stats)
+    return dict(found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--method", default="eagle")
+    parser.add_argument("--draft")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--chain", type=int, default=5)
+    parser.add_argument("--tree", type=int, default=24, help="nodes; 0: no tree")
+    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--length", type=int, default=96)
+    parser.add_argument("--chat", action="store_true", help="prompts go through the chat template")
+    args = parser.parse_args()
+    lines = [line for file in sorted(Path(args.prompts).glob("*.jsonl")) for line in file.read_text().splitlines()]
+    prompts = [json.loads(line) for line in lines][:: args.every]
+    record: dict[str, Any] = {"prompts": len(prompts), "length": args.length, "chat": args.chat}
+    shapes = {"chain": (args.chain, {})} | ({"tree": (args.tree, {"nodes": args.tree})} if args.tree else {})
+    for name, (k, options) in shapes.items():
+        decoder = SpeculativeDecoder(
+            args.target, args.draft, method=args.method, draft_tokens=k, method_options=options, largest_batch=8
+        )
+        for category, tally in by_category(decoder, prompts, args.chat, args.length).items():
+            positions = " ".join(f"{rate:.3f}" for rate in tally.acceptance_by_position)
+            print(f"{name} {k:3} {category:10} tau {tally.tokens_per_step:.3f}  by position {positions}", flush=True)
+            record[f"{name} {category}"] = tally.as_dict()
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Tiny models of the family, random but with weights large enough that every part of a layer matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 101,
+    "max_position_embeddings": 1024,
+}
+
+
+def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    config, model = KINDS[kind]
+    made = model(config(**(SIZES | changes))).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in made.parameters():
+            noise = torch.randn(weight.shape, generator=generator) * 0.2
+            weight.copy_(noise if weight.dim() > 1 else 1.0 + noise)
+    return made.to(dtype)

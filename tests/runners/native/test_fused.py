@@ -1,0 +1,133 @@
+"""The fused kernels against float64, and the passes made of them against the plain path.
+
+Without a GPU they run through Triton's interpreter: the same code, slowly.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from paceline.core import Row
+from paceline.core.protocols import Lead
+from paceline.runners.native import NativeRunner
+from tests.runners.native.models import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = (150, 17)  # one text has a full chunk of context and one begins, the other is short
+TREES = (([5, 6, 7, 8], [-1, 0, 0, 2]), ([9, 10, 11], [-1, 0, 1]))
+
+
+def fused(kind: str, **changes: int) -> NativeRunner:
+    """A runner whose narrow passes run launch by launch, on whatever there is."""
+    from paceline.runners.native.fused import FusedOps
+    from paceline.runners.native.narrow import NarrowPasses
+    from paceline.runners.native.runner import PAGE
+
+    runner = NativeRunner.of_model(tiny(kind, **changes).to(DEVICE), kind, cache_tokens=1024)
+    ops = [
+        FusedOps(runner.shape, runner.keys, runner.values, runner.turns, PAGE, vectors=vectors)
+        for vectors in (False, True)
+    ]
+    runner.narrow = NarrowPasses(runner, ops[0], ops[1], 16, None)
+    return runner
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_trees_of_a_batch_agree_with_float64(kind: str) -> None:
+    runner = fused(kind)
+    exact = NativeRunner.of_model(tiny(kind, torch.float64).to(DEVICE), kind, cache_tokens=1024)
+    exact.narrow = None
+    prompts = [torch.randint(0, 101, (length,)) for length in LENGTHS]
+    said = []
+    for one in (runner, exact):
+        slots = [one.open() for _ in prompts]
+        one.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
+        rows = [Row(slot, torch.tensor(tokens), parents) for slot, (tokens, parents) in zip(slots, TREES)]
+        said.append(one.forward(rows))
+    ours, reference = said
+    error = (ours.logits.double() - reference.logits).norm() / reference.logits.norm()
+    assert error < 1e-5
+    assert ours.best is not None
+    assert torch.equal(ours.best, reference.logits.argmax(-1))
+
+
+def test_a_node_is_the_same_bits_at_every_width() -> None:
+    runner = fused("llama")
+    prompt = torch.randint(0, 101, (126,))  # the chain crosses the edge of a chunk
+    slot = runner.open()
+    runner.forward([Row.chain(slot, prompt)], last_only=True)
+    tokens = [3, 4, 5, 6]
+    together = runner.forward([Row.chain(slot, tokens)]).logits.clone()
+    runner.trim(slot, 126)
+    alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
+    assert torch.equal(together, alone)
+
+
+def test_a_loop_drafts_what_steps_would() -> None:
+    runner = fused("llama")
+    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (9, 70, 3)]
+    slots = [runner.open() for _ in prompts]
+    drafted = runner.loop([Lead(slot, prompt) for slot, prompt in zip(slots, prompts)], 3)
+    assert drafted is not None and drafted.probs is None
+    passes, runner.narrow = runner.narrow, None
+    for row, prompt in enumerate(prompts):
+        slot, text = runner.open(), list(prompt)
+        said = runner.forward([Row.chain(slot, text)], last_only=True)
+        steps = []
+        for _ in range(3):
+            steps.append(int(said.logits[0].argmax()))
+            said = runner.forward([Row.chain(slot, steps[-1:])])
+        assert drafted.tokens[row].tolist() == steps
+    runner.narrow = passes
+    for slot, prompt in zip(slots, prompts):
+        assert slot.length == len(prompt) + 2
+        runner.trim(slot, len(prompt))
+
+
+def test_a_drawing_loop_carries_the_distribution_it_drew_from() -> None:
+    runner = fused("llama")
+    prompt = list(range(5, 30))
+    slot = runner.open()
+    chances = [0.05, 0.5, 0.95]
+    drafted = runner.loop([Lead(slot, prompt, 0.7, chances)], 3)
+    assert drafted is not None and drafted.probs is not None
+    runner.narrow = None
+    checker = runner.open()
+    said = runner.forward([Row.chain(checker, prompt)], last_only=True).logits[0]
+    for step in range(3):
+        torch.testing.assert_close(drafted.probs[0, step], (said / 0.7).softmax(-1), rtol=1e-4, atol=1e-6)
+        below = drafted.probs[0, step].cumsum(0)
+        token = int(drafted.tokens[0, step])
+        assert below[token] >= chances[step] - 1e-5 and (token == 0 or below[token - 1] <= chances[step] + 1e-5)
+        said = runner.forward([Row.chain(checker, [token])]).logits[0]
+
+
+def test_smaller_passes_take_a_captured_size_that_is_near() -> None:
+    runner = fused("llama")
+    passes = runner.narrow
+    assert passes is not None
+    six = passes.fits(1, 6, 100)
+    one = passes.fits(1, 1, 100)
+    assert six is not None and one is not None
+    assert passes.check(six).size == six
+    assert passes.check(one).size == six  # near: both are computed on a tile of 16 rows
+    wide = passes.fits(4, 6, 100)
+    assert wide is not None and passes.check(wide).size == wide  # 24 rows are not
+    assert passes.fits(1, 200, 100) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_passes_are_bit_equal_over_widths_in_bfloat16() -> None:
+    runner = NativeRunner.of_model(tiny("llama", torch.bfloat16).to("cuda"), "tiny", cache_tokens=2048)
+    prompt = torch.randint(0, 101, (300,))
+    slot = runner.open()
+    runner.forward([Row.chain(slot, prompt)], last_only=True)
+    tokens = [3, 4, 5, 6, 7, 8]
+    together = runner.forward([Row.chain(slot, tokens)]).logits.clone()
+    runner.trim(slot, 300)
+    alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
+    assert torch.equal(together, alone)

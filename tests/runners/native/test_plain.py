@@ -1,0 +1,129 @@
+"""The plain path against transformers, and the cache it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.core import Row
+from paceline.errors import OptionError, OutOfMemory, WeightsError
+from paceline.runners.native import NativeRunner, is_native
+from tests.runners.native.models import KINDS, tiny
+
+PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_what_transformers_says(kind: str) -> None:
+    model = tiny(kind)
+    runner = NativeRunner.of_model(model, kind, cache_tokens=2048)
+    said = runner.forward([Row.chain(runner.open(), prompt) for prompt in PROMPTS])
+    for output, prompt in zip(said, PROMPTS):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hands_out_hidden_states_and_features() -> None:
+    model = tiny()
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=512)
+    runner.expose(hidden=True, features=(0, 1))
+    said = runner.forward([Row.chain(runner.open(), PROMPTS[0])], last_only=True)[0]
+    with torch.no_grad():
+        states = model(torch.tensor([PROMPTS[0]]), output_hidden_states=True).hidden_states
+    assert said.hidden is not None and said.features is not None
+    torch.testing.assert_close(said.hidden, states[-1][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(said.features, torch.cat([states[0][0], states[1][0]], -1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(runner.head(said.hidden[-1:]), said.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_texts_whose_pages_are_scattered() -> None:
+    """Three texts grow in turns in a cache with little room to spare; each must still read its own pages."""
+    model = tiny()
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=13 * 64)
+    slots = [runner.open() for _ in PROMPTS]
+    texts: list[list[int]] = [[] for _ in PROMPTS]
+    for turn in range(5):
+        for slot, text in zip(slots, texts):
+            fresh = [(turn * 31 + i * 7) % 101 for i in range(40)]
+            runner.forward([Row.chain(slot, fresh)], last_only=True)
+            text += fresh
+    tables = [runner.pages.table(slot.number) for slot in slots]
+    assert any(b - a != 1 for table in tables for a, b in zip(table, table[1:]))
+    said = runner.forward([Row.chain(slot, [5]) for slot in slots])
+    for output, text in zip(said, texts):
+        with torch.no_grad():
+            expected = model(torch.tensor([[*text, 5]])).logits[0, -1:]
+        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fork_shares_pages_until_it_writes() -> None:
+    runner = NativeRunner.of_model(tiny(), "tiny", cache_tokens=1024)
+    slot = runner.open()
+    runner.forward([Row.chain(slot, list(range(100)))], last_only=True)
+    used = runner.pages.used
+    twin = runner.fork(slot, 90)
+    assert runner.pages.used == used
+    before = runner.forward([Row.chain(slot, [1])]).logits.clone()
+    runner.trim(slot, 100)
+    runner.forward([Row.chain(twin, [50] * 20)], last_only=True)
+    assert runner.pages.used > used
+    after = runner.forward([Row.chain(slot, [1])]).logits
+    torch.testing.assert_close(before, after)
+
+
+def test_out_of_pages_is_clear_and_leaves_the_slots_as_they_were() -> None:
+    runner = NativeRunner.of_model(tiny(), "tiny", cache_tokens=128)
+    slot = runner.open()
+    runner.forward([Row.chain(slot, [1] * 100)], last_only=True)
+    with pytest.raises(OutOfMemory, match="--cache-tokens"):
+        runner.forward([Row.chain(slot, [1] * 100)], last_only=True)
+    assert slot.length == 100
+    runner.forward([Row.chain(slot, [1] * 20)], last_only=True)
+    runner.close(slot)
+    assert runner.pages.free == runner.pages.pages
+
+
+def test_loads_a_directory_and_names_what_is_missing(tmp_path: Path) -> None:
+    model = tiny("qwen2")
+    model.save_pretrained(tmp_path)
+    runner = NativeRunner.load(tmp_path, "tiny", "float32", "cpu", 512)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPTS[1]])).logits[0]
+    said = runner.forward([Row.chain(runner.open(), PROMPTS[1])])
+    torch.testing.assert_close(said.logits, expected, rtol=1e-4, atol=1e-4)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    state.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+        NativeRunner.load(tmp_path, "tiny", "float32", "cpu", 512)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
+        NativeRunner.load(tmp_path, "tiny", "float32", "cpu", 512)
+
+
+def test_an_exit_reads_the_same_cache() -> None:
+    model = tiny()
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=512)
+    slot = runner.open()
+    runner.forward([Row.chain(slot, PROMPTS[0])], last_only=True)
+    early = runner.exit_at(1).forward([Row.chain(slot, [4])])
+    with torch.no_grad():
+        state = model(torch.tensor([[*PROMPTS[0], 4]]), output_hidden_states=True).hidden_states[1][0, -1:]
+        expected = model.lm_head(model.model.norm(state))
+    torch.testing.assert_close(early.logits, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(OptionError):
+        runner.exit_at(2)
+
+
+def test_knows_its_family() -> None:
+    from transformers import GPT2Config, MistralConfig
+
+    assert is_native(tiny("qwen3").config)
+    assert is_native(MistralConfig(sliding_window=None))
+    assert not is_native(MistralConfig(sliding_window=4096))
+    assert not is_native(GPT2Config())

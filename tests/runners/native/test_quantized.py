@@ -1,0 +1,37 @@
+"""int8 and int4 products: close to the real ones, and the same for a token alone and among others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core import Row
+from paceline.runners.native import NativeRunner
+from paceline.runners.native.quantized import has_int4, packed
+from paceline.runners.native.runner import pack_weights
+from tests.runners.native.models import tiny
+
+WORDS = ["int8", pytest.param("int4", marks=pytest.mark.skipif(not has_int4(), reason="no int4 kernel here"))]
+ERROR = {"int8": 0.02, "int4": 0.15}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_product_is_close(word: str) -> None:
+    weight, x = torch.randn(96, 64) * torch.rand(96, 1), torch.randn(5, 64) * torch.tensor([[1.0], [100], [1], [0.01], [1]])
+    exact = x @ weight.T
+    error = (packed(weight, word)(x, None) - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert error.max() < ERROR[word]  # also for the token a hundred times larger than its neighbours
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_chain_says_the_same_at_every_width(word: str) -> None:
+    model = tiny(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=512)
+    small = NativeRunner(runner.shape, pack_weights(runner.weights, word), model.config, runner.card, 512)
+    slot = small.open()
+    small.forward([Row.chain(slot, list(range(30)))], last_only=True)
+    tokens = [3, 14, 15, 92, 65]
+    together = small.forward([Row.chain(slot, tokens)]).logits
+    small.trim(slot, 30)
+    alone = torch.cat([small.forward([Row.chain(slot, [token])]).logits for token in tokens])
+    assert torch.equal(together, alone)

@@ -1,7 +1,7 @@
 """Does greedy speculative decoding write token for token what transformers writes?
 
     python benchmarks/equality.py --prompts DIR                 every *.jsonl of DIR, fields "id" and "prompt"
-    python benchmarks/equality.py --prompts DIR --limit 5       the first five of each file
+    python benchmarks/equality.py --prompts DIR --limit 5 --methods draft      the first five of each file
 
 For every prompt: AutoModelForCausalLM.generate(do_sample=False) on the default model in float32, then the same text by
 the methods none, ngram and draft (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference is
@@ -75,6 +75,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="prompts a file")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--target", default="default")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--runner", default="auto", help="auto, native or hf")
     args = parser.parse_args()
     report = _report(args)
@@ -100,7 +101,7 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"draft": "ngram"}, "draft": {"draft": draft}}
     rows: list[dict[str, Any]] = []
     print(f"{'method':<8}{'batch':>6}{'equal':>12}{'near-ties':>11}{'bugs':>6}{'accepted':>10}{'τ':>7}")
-    for method in METHODS:
+    for method in args.methods:
         for batch in BATCHES:
             decoder = SpeculativeDecoder(
                 model,

@@ -19,6 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+# Without a GPU kernels run through Triton's interpreter, which must be chosen before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tests.tiny import write_tiny_model
 
 # Bars and warnings of a library under test would only bury ours.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from paceline.bench.audit import Audit, AuditPlan, Check, Outcome, audit
-from paceline.bench.draws import Laboratory, sampling_for
+from paceline.bench.audit import Audit, AuditPlan, Check, Outcome, audit, judged
+from paceline.bench.draws import Effort, Laboratory, sampling_for
 from paceline.bench.lossless import Kind, compare, rounding
 from paceline.bench.measure import Length
 from paceline.bench.remembering import RememberingRunner
@@ -15,6 +16,7 @@ from paceline.bench.subject import Setting, Subject
 from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Row
 from paceline.decode.judge import Judge
+from paceline.drafting.draft_model import DraftModel
 from paceline.runners.table import TableRunner
 from tests.bench.toys import CONTEXT, Anticipating, PlantedJudge, WrongQ, toy_subject
 
@@ -74,18 +76,18 @@ def test_the_false_alarm_rate_is_the_one_stated() -> None:
     """200 audits at alpha = 0.05 of a subject that is exact: 10 alarms expected, standard deviation 3.1. Fewer than 1
     or more than 21 happen by chance with probability below 0.001."""
     alarms = 0
-    subject = toy_subject()
+    laboratory = Laboratory(toy_subject())
     for seed in range(200):
-        rule = ("token", "block")[seed % 2]
-        once = plan(prompts=[], rules=(rule,), draws=64, alpha=0.05, seed=1000 * seed)
-        alarms += any(check.outcome is Outcome.FAILED for check in audit(subject, once))
+        setting = Setting("draft", 2, 1.0, ("token", "block")[seed % 2])
+        evidence = laboratory.fit(setting, CONTEXT, Effort(draws=64), seed=1000 * seed)
+        alarms += judged("once", evidence, threshold=0.05, seconds=0.0).outcome is Outcome.FAILED
     print(f"{alarms} alarms in 200 audits at alpha = 0.05")
     assert 1 <= alarms <= 21
 
 
 def test_texts_are_drawn_as_the_exact_distribution_says() -> None:
     laboratory = Laboratory(toy_subject())
-    exact = laboratory.exact(CONTEXT, SamplingParams(temperature=1.0), 2)
+    exact = laboratory.exact(laboratory.desk("draft", CONTEXT), SamplingParams(temperature=1.0), 2)
     table = TableRunner(vocab_size=5, seed=3).exact(CONTEXT, 2, SamplingParams(temperature=1.0))
     assert exact == pytest.approx({path: chance for path, chance in table.items() if chance > 0}, abs=1e-6)
 
@@ -106,8 +108,7 @@ def test_the_remembering_runner_says_what_the_real_one_says() -> None:
     ):
         said = []
         for runner, slot in zip((real, remembering), slots):
-            row = Row.chain(slot, tokens)
-            out = runner.forward([Row(slot, row.tokens, parents)])
+            out = runner.forward([Row(slot, torch.tensor(tokens), parents)])
             runner.keep(slot, kept)
             said.append(out.logits)
         assert said[0].equal(said[1])
@@ -120,6 +121,28 @@ def test_the_remembering_runner_says_what_the_real_one_says() -> None:
     passes = remembering.passes
     remembering.forward([Row.chain(twin, [3])])
     assert remembering.passes == passes  # that text was known
+
+
+def test_a_confined_runner_is_the_model_without_its_other_tokens() -> None:
+    """Numbers are the part's own; texts read and logits said are the inner model's at those tokens."""
+    inner, part = TableRunner(vocab_size=9, seed=2), [7, 3, 0, 4]
+    confined = RememberingRunner(inner, part)
+    slot, real = confined.open(), inner.open()
+    said = confined.forward([Row.chain(slot, [1, 0, 3])]).logits
+    assert said.equal(inner.forward([Row.chain(real, [3, 7, 4])]).logits[:, part])
+    assert (confined.card.vocab_size, confined.card.end_tokens) == (4, frozenset())
+
+
+def test_a_large_vocabulary_is_confined_for_drafters_that_need_only_what_the_target_says() -> None:
+    target, twin = TableRunner(vocab_size=300, order=1, seed=3), TableRunner(vocab_size=300, order=1, seed=3, blur=0.4)
+    subject = replace(toy_subject(draft=DraftModel(twin, 300)), target=target)
+    context = [5, 290, 17, 5, 290]
+    laboratory = Laboratory(subject)
+    desk = laboratory.desk("draft", context)
+    assert 4 <= desk.target.card.vocab_size < 300
+    assert desk.real(tuple(desk.context)) == context
+    checks = {check.name: check for check in audit(subject, plan(contexts=[context], prompts=[], draws=200))}
+    assert checks["sampled draft k=2 T=1"].outcome is Outcome.PASSED
 
 
 def test_greedy_differences_are_told_apart() -> None:

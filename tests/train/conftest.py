@@ -92,4 +92,4 @@ def train(target_folder: Path, texts_folder: Path, capsys: pytest.CaptureFixture
 def arguments(target: Path, texts: Path, steps: int) -> list[object]:
     """What every small training is told."""
     words: list[object] = ["--target", target, "--texts", texts, "--tokens", 100, "--batch-tokens", 1024]
-    return [*words, "--steps", steps, "--rate", 0.01, "--longest", LENGTH]
+    return [*words, "--steps", steps, "--rate", 0.01, "--longest", LENGTH, "--measure-every", 1000]

@@ -48,7 +48,7 @@ def test_killed_and_resumed_is_the_same_as_never_killed(
     target_folder: Path, texts_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:
     words = [str(word) for word in arguments(target_folder, texts_folder, STEPS)]
-    words += ["--unroll", "2", "--vocabulary", "64", "--save-every", "3", "--measure-every", "1000"]
+    words += ["--unroll", "2", "--vocabulary", "64", "--save-every", "3"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, "-m", "paceline", "train", "eagle", "--out", str(killed), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

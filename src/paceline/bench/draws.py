@@ -23,12 +23,14 @@ from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.core.tally import Tally
 from paceline.decode.generate import run
+from paceline.drafting.draft_model import DraftModel
 
 Path = tuple[int, ...]
 LENGTH = 3  # tokens of an outcome
 SUPPORT = 4  # candidates a token on large vocabularies: keeps the number of texts that can occur small
 SMALL_VOCABULARY = 16
-TOGETHER = 16  # texts a batch
+NARROWED = 256  # tokens, about, that a large vocabulary is confined to
+FIRST_TOGETHER, MOST_TOGETHER = 4, 32  # texts a batch: few at first, so that a slow machine can stop in time
 
 
 @dataclass(slots=True)
@@ -57,49 +59,84 @@ def sampling_for(subject: Subject, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_k=0 if small else SUPPORT)
 
 
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """Where one context is drawn from: the subject as it is run there, the context and the tokens in its numbers.
+
+    names  the model's own number of each token, where the vocabulary was narrowed
+    """
+
+    subject: Subject
+    target: RememberingRunner
+    context: list[int]
+    names: list[int] | None = None
+
+    def real(self, path: Path) -> list[int]:
+        return list(path) if self.names is None else [self.names[token] for token in path]
+
+
 class Laboratory:
     """Draws for one subject. Models are asked once about each text; drafters that look into the target run for real."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self._target = RememberingRunner(subject.target)
-        drafters = {method: self._remembering(drafter) for method, drafter in subject.drafters.items()}
-        self._quick = replace(subject, target=self._target, drafters=drafters)
+        self._desks: dict[Path, Desk] = {}
 
-    def _remembering(self, drafter: Drafter) -> Drafter:
-        runner = getattr(drafter, "runner", None)
-        if runner is None or _looks_inside(drafter):
-            return drafter
-        twin = copy.copy(drafter)
-        twin.runner = RememberingRunner(runner)  # type: ignore[attr-defined]
-        return twin
+    def desk(self, method: str, context: list[int]) -> Desk:
+        """Slow but real for drafters that need the target itself, quick for all others."""
+        if runs_for_real(self.subject.drafter(method)):
+            return Desk(self.subject, self._target, context)
+        key = tuple(context)
+        if key not in self._desks:
+            self._desks[key] = self._quick_desk(context)
+        return self._desks[key]
 
-    def exact(self, context: list[int], sampling: SamplingParams, length: int = LENGTH) -> dict[Path, float]:
+    def _quick_desk(self, context: list[int]) -> Desk:
+        names = self._likely(context) if self.subject.target.card.vocab_size > NARROWED else None
+        target = RememberingRunner(self.subject.target, names)
+        quick = {
+            method: _remembering(drafter, names)
+            for method, drafter in self.subject.drafters.items()
+            if not runs_for_real(drafter)
+        }
+        numbers = None if names is None else {token: number for number, token in enumerate(names)}
+        inside = context if numbers is None else [numbers[token] for token in context]
+        return Desk(replace(self.subject, target=target, drafters=quick), target, inside, names)
+
+    def _likely(self, context: list[int]) -> list[int]:
+        """The context's own tokens and those likely to follow it: a vocabulary that is small and lifelike."""
+        first = self._target.after(tuple(context)).topk(NARROWED // 2).indices.tolist()
+        found = dict.fromkeys([*context, *first])
+        for token in first[:SUPPORT]:
+            after = self._target.after((*context, token))
+            found.update(dict.fromkeys(after.topk(NARROWED // 8).indices.tolist()))
+        return list(found)
+
+    def exact(self, desk: Desk, sampling: SamplingParams, length: int = LENGTH) -> dict[Path, float]:
         """The probability of every continuation of `length` tokens that can occur."""
         found: dict[Path, float] = {(): 1.0}
         for _ in range(length):
             longer: dict[Path, float] = {}
             for path, chance in found.items():
-                p = distribution(self._target.after(context + list(path)), sampling).double()
+                p = distribution(desk.target.after((*desk.context, *path)), sampling).double()
                 p = p / p.sum()
                 for token in torch.nonzero(p).flatten().tolist():
                     longer[(*path, token)] = chance * float(p[token])
             found = longer
         return found
 
-    def draw(
-        self, setting: Setting, context: list[int], sampling: SamplingParams, effort: Effort, seed: int = 0
-    ) -> Draws:
+    def draw(self, setting: Setting, desk: Desk, sampling: SamplingParams, effort: Effort, seed: int = 0) -> Draws:
         """Write the same short text many times, each with its own seed."""
-        subject = self.subject if _looks_inside(self.subject.drafter(setting.method)) else self._quick
-        machinery = subject.machinery(setting)
-        found, began = Draws(), time.perf_counter()
+        machinery = desk.subject.machinery(setting)
+        found, began, together = Draws(), time.perf_counter(), FIRST_TOGETHER
         numbers = torch.Generator().manual_seed(seed)
         while found.total < effort.draws and (not found.total or time.perf_counter() - began < effort.seconds):
-            seeds = torch.randint(1 << 62, (min(TOGETHER, effort.draws - found.total),), generator=numbers).tolist()
-            texts = [Sequence(context, replace(sampling, seed=one), StopRules(LENGTH)) for one in seeds]
-            for _ in run(texts, machinery, largest_batch=TOGETHER):
+            seeds = torch.randint(1 << 62, (min(together, effort.draws - found.total),), generator=numbers).tolist()
+            texts = [Sequence(desk.context, replace(sampling, seed=one), StopRules(LENGTH)) for one in seeds]
+            for _ in run(texts, machinery, largest_batch=together):
                 pass
+            together = min(2 * together, MOST_TOGETHER)
             for text in texts:
                 found.counts[tuple(text.written)] += 1
                 found.tally.add(text.tally)
@@ -111,15 +148,16 @@ class Laboratory:
         context: list[int],
         effort: Effort,
         seed: int = 0,
-        describe: Callable[[Path], str] = str,
+        describe: Callable[[list[int]], str] = str,
     ) -> Evidence:
         """Draw, and hold the draws against the exact distribution."""
         sampling = sampling_for(self.subject, setting.temperature)
-        exact = self.exact(context, sampling)
-        drawn = self.draw(setting, context, sampling, effort, seed)
+        desk = self.desk(setting.method, context)
+        exact = self.exact(desk, sampling)
+        drawn = self.draw(setting, desk, sampling, effort, seed)
         worst = max(exact | drawn.counts, key=lambda path: abs(drawn.counts[path] / drawn.total - exact.get(path, 0.0)))
         sentence = (
-            f"{describe(worst)} came {drawn.counts[worst] / drawn.total:.1%} of the time, "
+            f"{describe(desk.real(worst))} came {drawn.counts[worst] / drawn.total:.1%} of the time, "
             f"the target says {exact.get(worst, 0.0):.1%}"
         )
         return Evidence(against_exact(drawn.counts, exact), drawn.tally, sentence)
@@ -134,6 +172,15 @@ class Evidence:
     furthest: str
 
 
-def _looks_inside(drafter: Drafter) -> bool:
-    """Whether a drafter needs the target itself and not only what it says."""
-    return bool(drafter.needs & {Ability.HIDDEN, Ability.EXIT})
+def runs_for_real(drafter: Drafter) -> bool:
+    """Whether a drafter needs the target itself and not only what it says, or brings a model of another vocabulary."""
+    inside = bool(drafter.needs & {Ability.HIDDEN, Ability.EXIT})
+    return inside or (hasattr(drafter, "runner") and not isinstance(drafter, DraftModel))
+
+
+def _remembering(drafter: Drafter, names: list[int] | None) -> Drafter:
+    """A drafter of the same kind for texts in a desk's numbers; nothing it learns there reaches the real one."""
+    if isinstance(drafter, DraftModel):
+        runner = RememberingRunner(drafter.runner, names)
+        return DraftModel(runner, runner.card.vocab_size)
+    return copy.deepcopy(drafter)

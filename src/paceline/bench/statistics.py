@@ -75,7 +75,11 @@ def power(distance: float, draws: int, freedom: int, alpha: float) -> float:
     A deviation d of total variation t has Σ d²/p >= (Σ|d|)² = 4t², so the test statistic's non-centrality is at least
     4·draws·t²: a bound that holds for every way of being wrong.
     """
-    edge, shift = chi2_quantile(alpha, freedom), 2 * draws * distance * distance
+    return _beyond(chi2_quantile(alpha, freedom), 2 * draws * distance * distance, freedom)
+
+
+def _beyond(edge: float, shift: float, freedom: int) -> float:
+    """P(non-central chi² >= edge); `shift` is half the non-centrality."""
     steps = torch.arange(int(shift + 10 * math.sqrt(shift + 1) + 10), dtype=torch.float64)
     # The non-central distribution is a Poisson mixture of central ones.
     weights = torch.exp(torch.xlogy(steps, torch.tensor(shift)) - shift - torch.lgamma(steps + 1))
@@ -85,10 +89,10 @@ def power(distance: float, draws: int, freedom: int, alpha: float) -> float:
 
 def visible_distance(draws: int, freedom: int, alpha: float, wanted: float = 0.95) -> float:
     """The least total variation that would be found with probability `wanted`."""
-    low, high = 0.0, 1.0
-    for _ in range(20):
+    low, high, edge = 0.0, 1.0, chi2_quantile(alpha, freedom)
+    for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if power(middle, draws, freedom, alpha) < wanted else (low, middle)
+        low, high = (middle, high) if _beyond(edge, 2 * draws * middle**2, freedom) < wanted else (low, middle)
     return high
 
 

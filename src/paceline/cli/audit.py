@@ -50,7 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=600.0, metavar="S", help="for all sampled checks together")
     parser.add_argument("--alpha", type=float, default=0.001, metavar="A", help="chance of a false alarm in all")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--quick", action="store_true", help="one context, one temperature, within a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one context and temperature, each rule with one method: a minute"
+    )
     parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server to audit")
     parser.add_argument("--against", metavar="URL", help="the server that is taken to be right")
     parser.add_argument("--endpoint-model", metavar="NAME", help="the model's name on both servers")
@@ -131,12 +133,13 @@ def _plan(args: argparse.Namespace, subject: Subject) -> AuditPlan:
         rules=rules,
         temperatures=tuple(temperatures[-1:] if args.quick else temperatures),
         draft_tokens=args.draft_tokens,
-        length=Length(16 if args.quick else 48),
+        length=Length(12 if args.quick else 48),
         alpha=args.alpha,
         draws=args.draws,
         seconds=min(args.seconds, QUICK_SECONDS) if args.quick else args.seconds,
         seed=args.seed,
         reference=_reference(subject),
+        every_pair=not args.quick,
         describe=str if subject.codec is None else lambda ids: repr(subject.codec.decode(ids)),  # type: ignore[union-attr]
     )
 

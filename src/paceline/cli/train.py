@@ -28,7 +28,7 @@ from paceline.errors import OptionError
 
 if TYPE_CHECKING:
     from paceline.train.collect import Progress
-    from paceline.train.loop import Moment
+    from paceline.train.loop import Measurement, Moment
     from paceline.train.run import Trained, TrainOptions
 
 KINDS = ("eagle", "medusa", "draft", "exit")
@@ -138,20 +138,21 @@ def _train(options: TrainOptions, resume: bool) -> Trained | None:
 
 
 class Screen:
-    """Shows a training on stderr: a bar on a terminal, a line now and then elsewhere."""
+    """Shows a training on stderr: on a terminal a bar under lines of measurements, elsewhere a line now and then."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
         self._spoken = 0.0
+        self._measured: Measurement | None = None
 
     def __enter__(self) -> Screen:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[said]}"))
-            self._bar = Progress(*columns, console=Console(stderr=True))
+            columns = (BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True, highlight=False))
             self._bar.start()
         return self
 
@@ -166,8 +167,9 @@ class Screen:
                 print(f"paceline: {text}", file=sys.stderr, flush=True)
             return
         if self._task is not None:
-            self._bar.stop_task(self._task)
-        self._task = self._bar.add_task(text, total=None, said="")
+            self._bar.remove_task(self._task)
+        self._bar.console.print(text, markup=False)
+        self._task = self._bar.add_task("", total=None, said="")
 
     def writing(self, progress: Progress) -> None:
         speed = progress.tokens / progress.seconds if progress.seconds else 0.0
@@ -175,7 +177,13 @@ class Screen:
         self._show(said + (f", {speed:.0f} a second" if speed else ""), progress.tokens, progress.wanted or None)
 
     def step(self, moment: Moment) -> None:
-        self._show(told(moment), moment.progress, 1.0)
+        if self._bar is None:
+            self._show(told(moment), moment.progress, 1.0)
+            return
+        if moment.measured is not None and moment.measured is not self._measured:
+            self._measured = moment.measured
+            self._bar.console.print(f"step {moment.measured.step}: {held_out(moment.measured)}", markup=False)
+        self._show(pace(moment), moment.progress, 1.0)
 
     def _show(self, said: str, done: float, total: float | None) -> None:
         if self._bar is not None:
@@ -192,12 +200,17 @@ class Screen:
 
 def told(moment: Moment) -> str:
     """One line: where the training is."""
-    line = f"step {moment.step}, loss {moment.loss:.3f}, {moment.tokens_per_second:.0f} tokens/s, "
-    line += f"{_clock(moment.seconds_left)} left"
-    if moment.measured is not None:
-        places = " ".join(f"{share:.0%}" for share in moment.measured.by_position)
-        line += f"; held out {moment.measured.tokens_per_step:.2f} tokens a pass ({places})"
-    return line
+    return pace(moment) + (f"; {held_out(moment.measured)}" if moment.measured else "")
+
+
+def pace(moment: Moment) -> str:
+    speed, left = moment.tokens_per_second, _clock(moment.seconds_left)
+    return f"step {moment.step}, loss {moment.loss:.3f}, {speed:.0f} tokens/s, {left} left"
+
+
+def held_out(measured: Measurement) -> str:
+    places = " ".join(f"{share:.0%}" for share in measured.by_position)
+    return f"held out {measured.tokens_per_step:.2f} tokens a pass ({places})"
 
 
 def _clock(seconds: float) -> str:
@@ -232,9 +245,8 @@ def document(done: Trained) -> dict[str, Any]:
 def _print(done: Trained) -> None:
     history = done.history
     before, after = history.measured[0], history.measured[-1]
-    places = " ".join(f"{share:.0%}" for share in after.by_position)
     print(
-        f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; held out: "
-        f"{before.tokens_per_step:.2f} tokens a pass before, {after.tokens_per_step:.2f} after ({places})"
+        f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; {held_out(after)}, "
+        f"{before.tokens_per_step:.2f} before"
     )
     print(f"{done.options.out}: {', '.join(done.files)}")

@@ -1,8 +1,8 @@
 """Pages of the cache: who holds which, how many are free.
 
-A text's tokens lie in pages of `size` tokens. A text gets neighbouring pages as long as there are any: looking back over
-neighbours copies nothing. Pages may be held by several texts at once: a shared prompt is stored
-once. A page held by more than one is never written; whoever must write into it first gets a copy (see `writable`).
+A text's tokens lie in pages of `size` tokens. A text gets neighbouring pages as long as there are any: looking back
+over neighbours copies nothing. Pages may be held by several texts at once: a shared prompt is stored once. A page held
+by more than one is never written; whoever must write into it first gets a copy (see `writable`).
 """
 
 from __future__ import annotations

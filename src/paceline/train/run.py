@@ -151,7 +151,8 @@ def recorded(out: str) -> dict[str, Any]:
         raise OptionError(f"{out} holds no training to resume; start one without --resume") from None
     except (OSError, ValueError) as error:
         raise OptionError(f"{path} cannot be read ({error}); start the training without --resume") from error
-    return found
+    known = {entry.name for entry in fields(TrainOptions)}
+    return {name: value for name, value in found.items() if name in known}
 
 
 class Observer(Protocol):
@@ -195,6 +196,8 @@ def train(options: TrainOptions, device: str, observer: Observer, *, resume: boo
     options = options.usual(device)
     torch.manual_seed(options.seed)
     if processes.share().first:
+        if not resume:  # or a later --resume would go on from what was to be forgotten
+            (options.folder / TRAINING / CHECKPOINT).unlink(missing_ok=True)
         write_text(options.folder / TRAINING / OPTIONS, json.dumps(asdict(options), indent=1) + "\n")
     observer.stage(f"loading {options.target}")
     target = open_target(options, device)

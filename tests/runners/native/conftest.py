@@ -1,14 +1,9 @@
-"""Kernels run through Triton's interpreter where there is no GPU; it must be chosen before Triton is first imported."""
+"""Every test of this folder draws the same numbers."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -140,7 +140,7 @@ function choose(name) {
     at(`tab-${each}`).tabIndex = each === name ? 0 : -1;
   }
   at("send").textContent = name === "chat" ? "Send" : "Race";
-  at("speculation").closest("label").hidden = name === "race";
+  for (const each of [at("speculation").closest("label"), at("clear")]) each.hidden = name === "race";
 }
 
 function fill(select, values, chosen) {

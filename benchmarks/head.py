@@ -18,7 +18,9 @@ from paceline import SpeculativeDecoder
 from paceline.core import Tally
 
 
-def by_category(decoder: SpeculativeDecoder, prompts: list[dict[str, str]], chat: bool, length: int) -> dict[str, Tally]:
+def by_category(
+    decoder: SpeculativeDecoder, prompts: list[dict[str, str]], chat: bool, length: int
+) -> dict[str, Tally]:
     found: dict[str, Tally] = defaultdict(Tally)
     given: Any = [[{"role": "user", "content": one["prompt"]}] if chat else one["prompt"] for one in prompts]
     for one, result in zip(prompts, decoder.generate(given, max_new_tokens=length)):

@@ -68,25 +68,52 @@ def body(cell: Cell, number: int, tokens: int) -> dict[str, Any]:
     return {**asked, "prediction": {"type": "content", "content": CODE}} if cell.side == "auto" else asked
 
 
+class Window:
+    """Counts tokens from the moment every client has been served once: reading the first prompts is left out."""
+
+    def __init__(self, clients: int, seconds: float) -> None:
+        self._waiting, self._seconds = set(range(clients)), seconds
+        self.opened: float | None = None
+        self.tokens = 0
+
+    def add(self, client: int, tokens: int) -> None:
+        self._waiting.discard(client)
+        if self.opened is None and not self._waiting:
+            self.opened = time.monotonic()
+        elif self.opened is not None and not self.over:
+            self.tokens += tokens
+
+    @property
+    def over(self) -> bool:
+        return self.opened is not None and time.monotonic() > self.opened + self._seconds
+
+
 async def measured(served: Server, cell: Cell, seconds: float, tokens: int) -> float:
     """Tokens per second that the clients of one cell receive."""
-    started = time.monotonic()
-    counted = 0
+    window = Window(cell.clients, seconds)
 
     async def client(number: int) -> None:
-        nonlocal counted
         async with httpx.AsyncClient(base_url=served.url, timeout=300) as line:
-            while time.monotonic() < started + seconds:
-                asked = {**body(cell, number, tokens), "logprobs": True}
-                async for document in streamed(line, PATH, asked):
+            while not window.over:
+                async for document in streamed(line, PATH, {**body(cell, number, tokens), "logprobs": True}):
                     found = document["choices"][0]["logprobs"]
-                    if found and time.monotonic() < started + seconds:
-                        counted += len(found["content"])
-                    if time.monotonic() > started + seconds:
+                    window.add(number, len(found["content"]) if found else 0)
+                    if window.over:
                         break
 
     await asyncio.gather(*(client(number) for number in range(cell.clients)))
-    return counted / seconds
+    return window.tokens / seconds
+
+
+def guessing(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """What became of the guesses between two readings of /metrics."""
+
+    def risen(name: str) -> float:
+        return sum(value - before.get(key, 0.0) for key, value in after.items() if key.startswith(name))
+
+    drafted, steps = risen("paceline_drafted_tokens_total"), risen("paceline_steps_total")
+    accepted = risen("paceline_accepted_tokens_total")
+    return {"acceptance": accepted / drafted if drafted else 0.0, "tokens_per_step": 1 + accepted / max(1.0, steps)}
 
 
 async def compare(served: Server, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -94,6 +121,7 @@ async def compare(served: Server, args: argparse.Namespace) -> list[dict[str, An
     for workload in args.workloads:
         for clients in args.loads:
             rates: dict[str, list[float]] = {"off": [], "auto": []}
+            before = served.metrics()
             for turn in range(args.repeats + 1):
                 for side in ("off", "auto") if turn % 2 else ("auto", "off"):
                     seconds = args.seconds if turn else args.seconds / 2
@@ -101,7 +129,8 @@ async def compare(served: Server, args: argparse.Namespace) -> list[dict[str, An
                     if turn:  # the first turn warms up
                         rates[side].append(rate)
             row = {"workload": workload, "clients": clients, **{side: mean(each) for side, each in rates.items()}}
-            found.append({**row, "ratio": row["auto"] / row["off"], "each": rates})
+            row |= {"ratio": row["auto"] / row["off"], **guessing(before, served.metrics())}
+            found.append({**row, "each": rates})
             print(
                 f"{workload:6} {clients:3} clients: off {row['off']:6.1f}, auto {row['auto']:6.1f} tokens/s, "
                 f"ratio {row['auto'] / row['off']:.2f}",

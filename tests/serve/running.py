@@ -91,3 +91,20 @@ def broken_pass(served: Running, error: Exception) -> Iterator[None]:
         yield
     finally:
         target.forward = whole
+
+
+@contextmanager
+def slowed(served: Running, seconds: float) -> Iterator[None]:
+    """Every pass takes at least so long: for tests that must come in time on any machine."""
+    target: Any = served.engine._scheduler._with.target
+    whole = target.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return whole(*args, **kwargs)
+
+    target.forward = slow
+    try:
+        yield
+    finally:
+        target.forward = whole

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from paceline.errors import OutOfMemory
-from tests.serve.running import NAME, Running, broken_pass
+from tests.serve.running import NAME, Running, broken_pass, slowed
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
@@ -169,7 +169,7 @@ def test_a_failing_pass_is_a_500_for_its_batch_alone(tiny: Running, error: Excep
 
 def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
     asked = {"prompt": "some text", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with tiny.http().stream("POST", PLAIN, json=asked) as answer:
+    with slowed(tiny, 0.01), tiny.http().stream("POST", PLAIN, json=asked) as answer:
         lines = answer.iter_lines()
         next(lines)
         with broken_pass(tiny, RuntimeError("injected")):
@@ -181,13 +181,14 @@ def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
 def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) -> None:
     total, before = tiny.quiet(), tiny.engine.tally().new_tokens
     asked = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
-    if stream:
-        with tiny.http().stream("POST", PLAIN, json=asked) as answer:
-            next(answer.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
-    after = tiny.quiet()
+    with slowed(tiny, 0.01):
+        if stream:
+            with tiny.http().stream("POST", PLAIN, json=asked) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
+        after = tiny.quiet()
     assert tiny.engine.tally().new_tokens - before < 450, "the text must not be written to its end"
     assert after.pages_free + after.pages_cached == total.pages_free + total.pages_cached
 

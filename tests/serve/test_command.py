@@ -108,7 +108,7 @@ def test_the_second_signal_ends_them(tiny_folder: Path) -> None:
     with process(tiny_folder) as served:
         thread, lines = reader(served.url)
         served.running.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        time.sleep(0.05)
         served.running.send_signal(signal.SIGTERM)
         served.running.communicate(timeout=20)
         thread.join(20)

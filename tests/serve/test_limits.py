@@ -18,7 +18,7 @@ from paceline.serve.limits import Gate, strict_json
 from paceline.serve.logs import JsonLines
 from paceline.serve.security import Keys
 from paceline.serve.settings import Limits, ServeSettings
-from tests.serve.running import NAME, Running, running
+from tests.serve.running import NAME, Running, running, slowed
 
 PLAIN = "/v1/completions"
 SECRET, OTHER = "correct horse battery", "another key entirely"
@@ -102,23 +102,11 @@ def test_the_gate_counts_texts_and_keys() -> None:
 
 def test_a_request_that_takes_too_long_is_ended(guarded: Running) -> None:
     guarded.quiet()
-    target: Any = guarded.engine._scheduler._with.target
-    whole = target.forward
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        import time
-
-        time.sleep(0.05)
-        return whole(*args, **kwargs)
-
-    target.forward = slow
-    try:
+    with slowed(guarded, 0.05):
         answer = guarded.http(**bearer()).post(PLAIN, json=LONG)
         assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
         events = guarded.http(**bearer()).post(PLAIN, json={**LONG, "stream": True}).text.split("\n\n")
         assert "timeout" in [event for event in events if event][-1]
-    finally:
-        target.forward = whole
     guarded.quiet()
 
 

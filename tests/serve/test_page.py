@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import Running
+from tests.serve.running import Running, slowed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytestmark = pytest.mark.browser
@@ -81,10 +81,11 @@ def test_speculation_can_be_switched_off(page: playwright.Page) -> None:
 
 
 def test_a_generation_can_be_stopped(page: playwright.Page, tiny: Running) -> None:
-    send(page, "a long one", 400)
-    playwright.expect(page.locator(".answer .t").nth(3)).to_be_attached(timeout=30_000)
-    page.click("#stop")
-    finished(page)
+    with slowed(tiny, 0.05):
+        send(page, "a long one", 400)
+        playwright.expect(page.locator(".answer .t").nth(3)).to_be_attached(timeout=30_000)
+        page.click("#stop")
+        finished(page)
     playwright.expect(page.locator(".figures")).to_have_text("stopped")
     assert page.locator(".answer .t").count() < 400
     tiny.quiet()

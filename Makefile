@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	$(RUN) -m paceline demo
 
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 check: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -34,16 +34,11 @@ class Case:
         return f"{self.rule}-{self.drafter.__name__}{'-narrow' if self.sampling is NARROW else ''}"
 
 
+DRAFTERS = (draft_model, ngram, ngram_tree, nothing)
 CASES = (
-    Case("token", draft_model),
-    Case("block", draft_model),
-    Case("coupled", draft_model),
+    *(Case(rule, drafter) for rule in ("token", "block", "coupled") for drafter in DRAFTERS),
     Case("token", draft_model, NARROW),
-    Case("token", ngram),
     Case("block", ngram, NARROW),
-    Case("token", ngram_tree),
-    Case("coupled", ngram_tree),
-    Case("token", nothing),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
-from paceline.core.protocols import Row, Slot
+from paceline.core.protocols import Adapter, Row, Slot
 from paceline.core.tree import DraftTree
 from paceline.drafting.layerskip import LayerSkip
 from paceline.errors import OptionError, PairError
@@ -86,7 +86,7 @@ def test_a_runner_that_can_go_on_from_the_exit_is_asked_to() -> None:
     handed: list[int] = []
 
     class Resumable(TableRunner):
-        def exit_at(self, layer: int) -> TableRunner:
+        def exit_at(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
             short = Resumable(self.card.vocab_size, self.order, self.seed, blur=0.3)
             return short
 

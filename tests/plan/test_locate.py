@@ -16,7 +16,8 @@ from .test_shapes import SMOLLM2_135M
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable HF_HUB_OFFLINE would come too late where another test has imported the library already.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 

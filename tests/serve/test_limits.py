@@ -149,7 +149,7 @@ def test_answers_carry_an_id_and_protective_headers(tiny: Running) -> None:
 
 
 class Kept(logging.Handler):
-    """Keeps what a logger is told. On the logger itself: its way up may have been cut by a server that was configured."""
+    """Keeps what a logger is told, on the logger itself: a configured server has cut its way up."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ together without waiting for the device.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
@@ -200,6 +200,9 @@ class Runner(Protocol):
         """Tokens that can still be stored, over all slots. A round may write k + 1 a text."""
 
 
+Adapter = Callable[[Tensor], Tensor]
+
+
 class OpenRunner(Runner, Protocol):
     """A runner one can look into (Ability.HIDDEN, Ability.EXIT): what drafters that live on the target need."""
 
@@ -212,8 +215,11 @@ class OpenRunner(Runner, Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
 
-    def exit_at(self, layer: int) -> Runner:
-        """The same model left after `layer` layers (final norm and head on top), on the same cache and slots."""
+    def exit_at(self, layer: int, adapter: Adapter | None = None) -> Runner:
+        """The same model left after `layer` layers (final norm and head on top), on the same cache and slots.
+
+        adapter: what a state goes through between the final norm and the head.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,8 +43,7 @@ class LayerSkip:
             _check_pair(adapter, target, layer)
             layer = adapter.config.layer
         self.layer = layer if layer is not None else max(1, target.card.layers // 4)
-        self._exit: Runner = target.exit_at(self.layer)
-        self._adapter, self._head = adapter, target.head
+        self._exit: Runner = target.exit_at(self.layer, adapter)
 
     def begin(self, text: Sequence, prompt: Output | None) -> None:
         """Nothing to read: the lower layers know the text."""
@@ -75,10 +74,7 @@ class LayerSkip:
         said = as_outputs(self._exit.forward(rows, last_only=True))
         for row in rows:
             self._exit.keep(row.slot, [0])
-        if self._adapter is None:
-            return said.logits
-        assert said.hidden is not None, "an exit hands out its states"
-        return self._head(self._adapter(said.hidden))
+        return said.logits
 
     def _give_back(self, slot: Slot, length: int) -> None:
         """The slot as verification expects it: every token of the text but the last."""

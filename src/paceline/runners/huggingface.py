@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from paceline.core.protocols import Ability, ModelCard, Outputs, Row, Slot
+from paceline.core.protocols import Ability, Adapter, ModelCard, Outputs, Row, Slot
 from paceline.core.tree import ancestors, depths
 from paceline.errors import AbilityError, ModelError, OptionError, OutOfMemory, WeightsError
 
@@ -302,7 +302,7 @@ class HuggingFaceRunner:
         self.want_hidden = self.want_hidden or hidden
         self.feature_layers = features or self.feature_layers
 
-    def exit_at(self, layer: int) -> HuggingFaceRunner:
+    def exit_at(self, layer: int, adapter: Adapter | None = None) -> HuggingFaceRunner:
         """The same model left after `layer` layers, on the same cache. The model itself is not touched."""
         if not 0 < layer < self.card.layers:
             raise OptionError(f"an exit lies after layer 1 to {self.card.layers - 1}, not {layer}")
@@ -314,6 +314,8 @@ class HuggingFaceRunner:
         setattr(short, self.model.base_model_prefix, inner)
         short.config = inner.config = copy.copy(self.model.config)
         short.config.num_hidden_layers = layer
+        if adapter is not None:
+            short.set_output_embeddings(_Through(adapter, self.model.get_output_embeddings()))
         runner = copy.copy(self)
         runner.model = short
         runner.want_hidden, runner.feature_layers = True, ()
@@ -338,6 +340,18 @@ def _packed(padded: Tensor, widths: list[int]) -> Tensor:
     if len(set(widths)) == 1:
         return padded[:, : widths[0]].flatten(0, 1)
     return torch.cat([padded[index, :count] for index, count in enumerate(widths)])
+
+
+class _Through(torch.nn.Module):
+    """A head that reads its states through an adapter."""
+
+    def __init__(self, adapter: Adapter, head: Any) -> None:
+        super().__init__()
+        self._adapter, self._head = adapter, head
+
+    def forward(self, states: Tensor) -> Tensor:
+        said: Tensor = self._head(self._adapter(states))
+        return said
 
 
 def _shallow(module: Any) -> Any:

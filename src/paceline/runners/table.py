@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.distribution import SamplingParams, distribution
-from paceline.core.protocols import Ability, ModelCard, Outputs, Row, Slot
+from paceline.core.protocols import Ability, Adapter, ModelCard, Outputs, Row, Slot
 from paceline.core.tree import ROOT
 from paceline.errors import OptionError
 
@@ -103,9 +103,12 @@ class TableRunner:
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         """The toy always hands everything out."""
 
-    def exit_at(self, layer: int) -> TableRunner:
+    def exit_at(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
         """The toy left after `layer` of its layers: a blurred twin."""
-        return TableRunner(self.card.vocab_size, self.order, self.seed, blur=0.5 * (1 - layer / LAYERS))
+        twin = TableRunner(self.card.vocab_size, self.order, self.seed, blur=0.5 * (1 - layer / LAYERS))
+        if adapter is not None:
+            twin.table = adapter(twin.table).detach()
+        return twin
 
     def head(self, hidden: Tensor) -> Tensor:
         """Hidden states -> logits."""

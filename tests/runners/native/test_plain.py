@@ -121,6 +121,45 @@ def test_an_exit_reads_the_same_cache() -> None:
         runner.exit_at(2)
 
 
+def test_verification_goes_on_from_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three guesses and none: of the first text the lower layer reads only the last guess, and all is equal."""
+    runner = NativeRunner.of_model(tiny(), "tiny", cache_tokens=512)
+    early, slots, guesses = runner.exit_at(1), [runner.open(), runner.open()], [[4, 9, 2], [6]]
+    rows = [Row.chain(slot, prompt) for slot, prompt in zip(slots, PROMPTS)]
+    runner.forward(rows, last_only=True)
+    lengths = [slot.length for slot in slots]
+    for token in guesses[0]:
+        early.forward([Row.chain(slots[0], [token])])
+        early.keep(slots[0], [0])
+    early.hand_over(slots[0], lengths[0])
+    read: list[int] = []
+    project = runner.plain.project
+    monkeypatch.setattr(runner.plain, "project", lambda x, *rest: read.append(x.shape[0]) or project(x, *rest))
+    checked = [Row.chain(slots[0], [*guesses[0], 8]), Row.chain(slots[1], guesses[1])]
+    resumed = runner.forward(checked)
+    assert read == [1 + 1, 4 + 1]
+    for slot, length in zip(slots, lengths):
+        runner.trim(slot, length)
+    again = runner.forward(checked)
+    assert read[2:] == [5, 5]
+    torch.testing.assert_close(resumed.logits, again.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spoiled", ["other guesses", "a trim"])
+def test_an_exit_that_was_left_behind_is_not_gone_on_from(spoiled: str) -> None:
+    runner = NativeRunner.of_model(tiny(), "tiny", cache_tokens=512)
+    early, slot = runner.exit_at(1), runner.open()
+    runner.forward([Row.chain(slot, PROMPTS[0])], last_only=True)
+    early.forward([Row.chain(slot, [4])])
+    early.hand_over(slot, len(PROMPTS[0]))
+    if spoiled == "a trim":
+        runner.trim(slot, len(PROMPTS[0]) - 1)
+    tokens = [5, 9] if spoiled == "other guesses" else [PROMPTS[0][-1], 5, 9]
+    said = runner.forward([Row.chain(slot, tokens)])
+    fresh = runner.forward([Row.chain(runner.open(), [*PROMPTS[0], 5, 9])])
+    torch.testing.assert_close(said.logits[-2:], fresh.logits[-2:], rtol=1e-5, atol=1e-5)
+
+
 def test_knows_its_family() -> None:
     from transformers import GPT2Config, MistralConfig
 

@@ -36,3 +36,23 @@ def test_a_chain_says_the_same_at_every_width(word: str) -> None:
     small.trim(slot, 30)
     alone = torch.cat([small.forward([Row.chain(slot, [token])]).logits for token in tokens])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("length", [30, 61, 64])
+def test_a_tree_says_the_same_as_its_paths(word: str, length: int) -> None:
+    """Also where a page ends inside the tree; and the text that follows an accepted branch is as if none had been."""
+    model = tiny(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=512)
+    small = NativeRunner(runner.shape, pack_weights(runner.weights, word), model.config, runner.card, 512)
+    tokens, parents = [3, 14, 15, 92, 65, 35], [-1, 0, 1, 0, 3, 2]
+    slot, other = small.open(), small.open()
+    for each in (slot, other):
+        small.forward([Row.chain(each, list(range(length)))], last_only=True)
+    together = small.forward([Row(slot, torch.tensor(tokens), parents)]).logits
+    for path in ([0, 1, 2, 5], [0, 3, 4]):
+        small.trim(other, length)
+        alone = torch.cat([small.forward([Row.chain(other, [tokens[node]])]).logits for node in path])
+        assert torch.equal(together[path], alone)
+    small.keep(slot, [0, 3, 4])
+    assert torch.equal(small.forward([Row.chain(slot, [7])]).logits, small.forward([Row.chain(other, [7])]).logits)

@@ -43,12 +43,19 @@ class States:
 
 
 def run_layers(
-    weights: Weights, stream: Tensor, batch: Any, ops: Ops, features: tuple[int, ...] = (), last: int | None = None
+    weights: Weights,
+    stream: Tensor,
+    batch: Any,
+    ops: Ops,
+    features: tuple[int, ...] = (),
+    *,
+    first: int = 0,
+    last: int | None = None,
 ) -> States:
-    """All layers, or the first `last` of them, over the stream [nodes, width]."""
+    """All layers, or those from `first` up to but not including `last`, over the stream [nodes, width]."""
     kept: list[Tensor] = []
     end = len(weights.layers) if last is None else last
-    for number in range(end):
+    for number in range(first, end):
         layer = weights.layers[number]
         if number in features:
             kept.append(stream.clone())

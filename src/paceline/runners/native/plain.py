@@ -16,7 +16,7 @@ from paceline.runners.native.quantized import apply_matrix
 from paceline.runners.native.shape import Shape
 from paceline.runners.native.weights import LayerWeights, Matrix
 
-LONGEST_ONE_BY_ONE = 32
+LONGEST_BY_NODE = 64  # nodes of a text in one pass; longer rows are prompts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,15 +28,17 @@ class TextPart:
     length: int  # tokens cached before this pass
     places: Tensor | slice  # of all length + count tokens, in the flat cache
     fresh: Tensor | slice  # of the new ones alone
-    mask: Tensor | None  # additive [count, length + count]; None: every node sees everything
+    mask: Tensor | None  # additive [count, keys]; None: every node sees everything
     chain: bool = True  # each node follows the one before it
+    aside: Tensor | None = None  # where the keys of each of the last nodes are, which follow others: [nodes, keys]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainBatch:
     """One pass, as plain attention needs to know it."""
 
-    turn: Tensor  # [nodes, 2, head size / 2] cosines and sines
+    cosines: Tensor  # [nodes, 1, head size]
+    sines: Tensor  # of the lower half negative: see `_turned`
     parts: list[TextPart]
 
 
@@ -44,7 +46,7 @@ class PlainOps:
     """Plain torch operations over a flat cache: keys and values [layers, tokens, key heads, head size]."""
 
     def __init__(self, shape: Shape, keys: Tensor, values: Tensor, *, node_by_node: bool = False) -> None:
-        """node_by_node: attention of a short chain takes its nodes one at a time, as plain decoding would.
+        """node_by_node: attention takes the nodes of a short row one at a time, as plain decoding would.
 
         Wide and narrow attention differ in their last bits. In fp32 that stays there; where the next product rounds to
         8 bits it can tip a rounding, and 30 layers make a different text of it.
@@ -68,36 +70,58 @@ class PlainOps:
     def attend(self, qkv: Tensor, layer: int, weights: LayerWeights, batch: PlainBatch) -> Tensor:
         shape = self.shape
         heads = qkv.view(qkv.shape[0], shape.heads + 2 * shape.kv_heads, shape.head_size)
-        turned = self._turned(heads[:, : shape.heads + shape.kv_heads], weights, batch.turn)
+        turned = self._turned(heads[:, : shape.heads + shape.kv_heads], weights, batch)
         queries, keys = turned[:, : shape.heads], turned[:, shape.heads :]
         values = heads[:, shape.heads + shape.kv_heads :]
         seen = [self._look_back(part, queries, keys, values, layer) for part in batch.parts]
         return seen[0] if len(seen) == 1 else torch.cat(seen)
 
-    def _turned(self, heads: Tensor, weights: LayerWeights, turn: Tensor) -> Tensor:
+    def _turned(self, heads: Tensor, weights: LayerWeights, batch: PlainBatch) -> Tensor:
         """Queries and keys, normed where the family does, turned by their position."""
         shape = self.shape
         if weights.query_norm is not None and weights.key_norm is not None:
             queries = self.norm(heads[:, : shape.heads], weights.query_norm)
             heads = torch.cat([queries, self.norm(heads[:, shape.heads :], weights.key_norm)], dim=1)
-        cos, sin = turn[:, None, 0], turn[:, None, 1]
-        low, high = heads[..., : shape.head_size // 2], heads[..., shape.head_size // 2 :]
-        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+        return torch.addcmul(heads * batch.cosines, heads.roll(shape.head_size // 2, dims=-1), batch.sines)
 
     def _look_back(self, part: TextPart, queries: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
         here = slice(part.start, part.start + part.count)
         self.keys[layer][part.fresh] = keys[here]
         self.values[layer][part.fresh] = values[here]
-        k = self.keys[layer][part.places].transpose(0, 1)[None]  # [1, key heads, all tokens, head size]
+        k = self.keys[layer][part.places].transpose(0, 1)[None]  # [1, key heads, keys, head size]
         v = self.values[layer][part.places].transpose(0, 1)[None]
         q = queries[here]
         if part.chain and part.length == 0 and part.count > 1:
             return self._causal(q, k, v)
-        if self.node_by_node and part.chain and 1 < part.count <= LONGEST_ONE_BY_ONE:
-            ends = range(part.length + 1, part.length + part.count + 1)
-            nodes = [self._folded(q[i : i + 1], k[:, :, :end], v[:, :, :end], None) for i, end in enumerate(ends)]
-            return torch.cat(nodes)
-        return self._folded(q, k, v, part.mask)
+        if not self.by_node(part.count):
+            return self._folded(q, k, v, part.mask)
+        if part.aside is None:
+            return self._by_node(q, k, v, part.mask)
+        return self._with_asides(q, k, v, part, layer)
+
+    def by_node(self, count: int) -> bool:
+        """Whether a row of so many nodes is attended node by node."""
+        return self.node_by_node and count <= LONGEST_BY_NODE
+
+    def _by_node(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Nodes beside each other as a batch, so that each is computed as if it were alone.
+
+        Keys come in whole pages, those that a node does not see masked: sums then fall into the same lanes however many
+        guesses follow, and nothing but zeros is added.
+        """
+        shape, count = self.shape, q.shape[0]
+        folded = q.view(count, shape.kv_heads, shape.group, shape.head_size)
+        mask = None if mask is None else mask[:, None, None, :]
+        k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
+        return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(count, shape.query_width)
+
+    def _with_asides(self, q: Tensor, k: Tensor, v: Tensor, part: TextPart, layer: int) -> Tensor:
+        """A tree: nodes off its first branch get their keys laid out as they will lie if they are accepted."""
+        assert part.aside is not None and part.mask is not None
+        straight = part.count - part.aside.shape[0]
+        first = self._by_node(q[:straight], k, v, part.mask[:straight])
+        own_k, own_v = (cache[layer][part.aside].transpose(1, 2) for cache in (self.keys, self.values))
+        return torch.cat([first, self._by_node(q[straight:], own_k, own_v, part.mask[straight:])])
 
     def _folded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """The query heads of a group sit beside each other as further rows: keys are read once for all of them."""

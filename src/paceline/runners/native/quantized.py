@@ -6,6 +6,7 @@ costs little more than one over a single token, while in fp32 it costs three tim
 
 from __future__ import annotations
 
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -20,29 +21,77 @@ INT4_GROUP = 32
 WORDS = ("int8", "int4")
 
 
+BLOCK = 8  # rows the int8 kernels take at a time: a product of 2 rows costs what one of 8 does
+LONGEST_IN_BLOCKS = 128  # rows; a longer prompt is one product
+PINS = 16  # columns added to every matrix; two of them hold the ends of the range
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Matrix:
     """Weights in int8, one scale a row, packed for this machine's kernel.
 
     Rows of the weights are brought to the range -1 to 1 before packing: kernels that know one scale a row are slow on
-    some machines, those that know one a matrix are fast on all. The kernel also quantises
-    its input with one scale for all tokens, so a token's numbers would depend on its neighbours. Each is therefore
-    brought to that range too, and one more row that spans it pins the scale: alone or among guesses, a token is
-    computed alike.
+    some machines, those that know one a matrix are fast on all. The kernel also quantises its input with one scale for
+    all tokens, so a token's numbers would depend on its neighbours. Each token is therefore brought to that range too,
+    and two more columns, 1 and -1, over weights of zero, pin the scale: alone or among guesses, a token is computed
+    alike.
+
+    Products are made of 1 row, of blocks of 8, or of one long prompt: on ARM a packed matrix remembers how to multiply
+    for two numbers of rows, and finding it out for a third takes longer than the product itself.
     """
 
     packed: Any
     scales: Tensor  # [rows]
+    columns: int
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-20)
-        ready = torch.empty(x.shape[0] + 1, x.shape[1])
-        torch.div(x, largest, out=ready[:-1])
-        ready[-1].zero_()
-        ready[-1, 0], ready[-1, 1] = 1.0, -1.0
-        out: Tensor = torch.ops.quantized.linear_dynamic(ready, self.packed, False)[:-1]
+        room = workspace(x.shape[0], self.columns)
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-20)
+        torch.div(x, largest, out=room.tokens)
+        out = self._product(room.rows)
+        if out.shape[0] > x.shape[0]:
+            out = out[: x.shape[0]]
         out = out.mul_(largest).mul_(self.scales)
         return out if bias is None else out + bias
+
+    def _product(self, ready: Tensor) -> Tensor:
+        multiply = torch.ops.quantized.linear_dynamic.default
+        if ready.shape[0] <= BLOCK or ready.shape[0] > LONGEST_IN_BLOCKS:
+            whole: Tensor = multiply(ready, self.packed, False)
+            return whole
+        return torch.cat([multiply(block, self.packed, False) for block in ready.split(BLOCK)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """Room for tokens in whole blocks, with the pins set; rows that no token takes hold finite numbers."""
+
+    rows: Tensor  # [whole blocks, columns + PINS]
+    tokens: Tensor  # the part of it that takes the tokens
+
+
+class _Workspaces(threading.local):
+    """One of each size is enough for a thread."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, int], Workspace] = {}
+
+
+_workspaces = _Workspaces()
+
+
+def workspace(tokens: int, columns: int) -> Workspace:
+    """Room for so many tokens, kept for the next product of the size unless it is a long prompt's."""
+    known = _workspaces.made.get((tokens, columns))
+    if known is not None:
+        return known
+    alone = tokens == 1 or tokens > LONGEST_IN_BLOCKS
+    rows = torch.zeros(tokens if alone else -(-tokens // BLOCK) * BLOCK, columns + PINS)
+    rows[:, columns], rows[:, columns + 1] = 1.0, -1.0
+    made = Workspace(rows, rows[:tokens, :columns])
+    if tokens <= LONGEST_IN_BLOCKS:
+        _workspaces.made[tokens, columns] = made
+    return made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,8 +123,9 @@ def _int8(weight: Tensor) -> Int8Matrix:
     choose_engine()
     warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
     scales = weight.float().abs().amax(dim=1).clamp_min(1e-8)
-    quantized = torch.quantize_per_tensor(weight.float() / scales[:, None], 1.0 / 127.0, 0, torch.qint8)
-    return Int8Matrix(torch.ops.quantized.linear_prepack(quantized, None), scales)
+    ranged = F.pad(weight.float() / scales[:, None], (0, PINS))
+    quantized = torch.quantize_per_tensor(ranged, 1.0 / 127.0, 0, torch.qint8)
+    return Int8Matrix(torch.ops.quantized.linear_prepack(quantized, None), scales, weight.shape[1])
 
 
 def choose_engine() -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Ability, Guesses, Lead, ModelCard, Outputs, Row, Slot
-from paceline.core.tree import ancestors, depths
+from paceline.core.protocols import Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
+from paceline.core.tree import ancestors, depths, path_to
 from paceline.errors import OptionError, OutOfMemory, WeightsError
 from paceline.kv.pages import PagePool
 from paceline.runners.native import quantized
 from paceline.runners.native.model import States, run_layers
 from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
+from paceline.runners.native.resume import Ahead, common_layer, merged
 from paceline.runners.native.shape import Shape, rotary_table, shape_of
 from paceline.runners.native.weights import Weights, load_weights, weights_of
 
@@ -36,12 +38,13 @@ _numbers = itertools.count()
 class NativeSlot(Slot):
     """A holder of pages."""
 
-    __slots__ = ("fresh", "number")
+    __slots__ = ("ahead", "fresh", "number")
 
     def __init__(self) -> None:
         super().__init__()
         self.number = next(_numbers)
         self.fresh = 0  # where the last row read begins
+        self.ahead: Ahead | None = None  # what an exit has left for verification
 
 
 class NativeRunner:
@@ -55,8 +58,9 @@ class NativeRunner:
         kept = weights.embedding.dtype
         size = (shape.layers, self.pages.pages * PAGE, shape.kv_heads, shape.head_size)
         try:
-            self.keys = torch.empty(size, dtype=kept, device=self.device)
-            self.values = torch.empty(size, dtype=kept, device=self.device)
+            # Zeros, since attention may read, and weigh with nothing, what no token has written yet.
+            self.keys = torch.zeros(size, dtype=kept, device=self.device)
+            self.values = torch.zeros(size, dtype=kept, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: choose --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
@@ -66,6 +70,7 @@ class NativeRunner:
         if self.narrow is not None:
             self.abilities |= {Ability.LOOP}
         self.last_layer = shape.layers
+        self.adapter: Adapter | None = None  # of an exit: what its states go through on their way to the head
         self.want_hidden = False
         self.feature_layers: tuple[int, ...] = ()
 
@@ -115,13 +120,13 @@ class NativeRunner:
 
     def trim(self, slot: Slot, length: int) -> None:
         own = _own(slot)
-        own.length = min(own.length, length)
+        own.length, own.ahead = min(own.length, length), None
         self.pages.shrink(own.number, own.length)
 
     def close(self, slot: Slot) -> None:
         own = _own(slot)
         self.pages.release(own.number)
-        own.length = 0
+        own.length, own.ahead = 0, None
 
     def fork(self, slot: Slot, length: int) -> NativeSlot:
         twin = NativeSlot()
@@ -169,11 +174,45 @@ class NativeRunner:
 
     def _plain_pass(self, rows: list[Row], last_only: bool) -> Outputs:
         widths = [len(row.parents) for row in rows]
-        tokens = torch.cat([row.ids().to(self.device) for row in rows]) if len(rows) > 1 else rows[0].ids()
-        batch = self._plain_batch(rows)
-        stream = self.weights.embedding[tokens.to(self.device)]
-        states = run_layers(self.weights, stream, batch, self.plain, self.feature_layers, last=self.last_layer)
+        layer = None if self.feature_layers else common_layer([_own(row.slot).ahead for row in rows])
+        if self.last_layer < self.shape.layers or layer is None:
+            tokens, batch = self._tokens(rows), self._plain_batch(rows)
+            stream = self.weights.embedding[tokens]
+            states = run_layers(self.weights, stream, batch, self.plain, self.feature_layers, last=self.last_layer)
+            self._leave_ahead(rows, tokens, states.stream)
+        else:
+            states = self._resumed(rows, widths, layer)
         return self._said(states, widths, last_only)
+
+    def _tokens(self, rows: list[Row]) -> Tensor:
+        tokens = torch.cat([row.ids().to(self.device) for row in rows]) if len(rows) > 1 else rows[0].ids()
+        return tokens.to(self.device)
+
+    def _leave_ahead(self, rows: list[Row], tokens: Tensor, stream: Tensor) -> None:
+        """An exit leaves its states for verification; every other pass makes what was left worthless."""
+        start, leaves = 0, self.last_layer < self.shape.layers and self.device.type == "cpu"
+        for row in rows:
+            own, here = _own(row.slot), slice(start, start + len(row.parents))
+            start = here.stop
+            if not leaves or not row.is_chain:
+                own.ahead = None
+                continue
+            if own.ahead is None or own.ahead.end != own.length:
+                own.ahead = Ahead(self.last_layer, own.length)
+            own.ahead.add(tokens[here], stream[here])
+
+    def _resumed(self, rows: list[Row], widths: list[int], layer: int) -> States:
+        """Lower layers over what the exit has not read, then the upper ones over every node."""
+        left = [_own(row.slot).ahead for row in rows]
+        known = [None if ahead is None else ahead.reaches(row) for ahead, row in zip(left, rows)]
+        skips = [0 if states is None else states.shape[0] for states in known]
+        for row in rows:
+            _own(row.slot).ahead = None
+        tokens = torch.cat([row.ids()[skip:] for row, skip in zip(rows, skips)])
+        below = self._plain_batch(rows, skips)
+        fresh = run_layers(self.weights, self.weights.embedding[tokens], below, self.plain, last=layer).stream
+        stream = merged(known, fresh, widths)
+        return run_layers(self.weights, stream, self._plain_batch(rows), self.plain, first=layer)
 
     def _said(self, states: States, widths: list[int], last_only: bool) -> Outputs:
         """Norm and head on what is asked for: with last_only on one node a row."""
@@ -181,12 +220,15 @@ class NativeRunner:
         if not last_only:
             hidden = self.plain.norm(stream, self.weights.final_norm)
             shown = hidden if self.want_hidden else None
-            return Outputs(self.head(hidden), widths, shown, states.features)
+            return Outputs(self._spoken(hidden), widths, shown, states.features)
         ends = torch.tensor(list(itertools.accumulate(widths)), device=stream.device) - 1
         hidden = self.plain.norm(stream if self.want_hidden else stream[ends], self.weights.final_norm)
         last = hidden[ends] if self.want_hidden else hidden
         shown = hidden if self.want_hidden else None
-        return Outputs(self.head(last), [1] * len(widths), shown, states.features, widths)
+        return Outputs(self._spoken(last), [1] * len(widths), shown, states.features, widths)
+
+    def _spoken(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden if self.adapter is None else self.adapter(hidden))
 
     # --- narrow passes, on CUDA ---------------------------------------------------------------------------------------
 
@@ -220,7 +262,16 @@ class NativeRunner:
             if row.tokens.is_cuda:
                 first = len(row.parents) - row.tokens.shape[0]
                 check.staging.token_ids[index, first : len(row.parents)].copy_(row.tokens)
-        return packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+        said = packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+        return said if self.adapter is None else self._adapted(said)
+
+    def _adapted(self, said: Outputs) -> Outputs:
+        """A captured exit has spoken as it is; let its states speak through the adapter instead."""
+        assert said.hidden is not None, "an exit hands out its states"
+        states = said.hidden
+        if said.read is not None:
+            states = states[torch.tensor(list(itertools.accumulate(said.read)), device=states.device) - 1]
+        return replace(said, logits=self._spoken(states), best=None)
 
     @torch.inference_mode()
     def loop(self, leads: list[Lead], steps: int) -> Guesses | None:
@@ -262,19 +313,27 @@ class NativeRunner:
 
     # --- plain passes -------------------------------------------------------------------------------------------------
 
-    def _plain_batch(self, rows: list[Row]) -> PlainBatch:
+    def _plain_batch(self, rows: list[Row], skips: list[int] | None = None) -> PlainBatch:
+        """skips: nodes at the start of each row that are in the cache already."""
         parts, positions, start = [], [], 0
-        for row in rows:
-            own, count = _own(row.slot), len(row.parents)
-            positions.append(torch.tensor(depths(row.parents)) + own.length)
-            places = self._places(own, 0, own.length + count)
-            fresh = self._places(own, own.length, own.length + count)
-            chain = row.is_chain
-            mask = None if count == 1 or (chain and own.length == 0) else self._mask(row, own.length)
-            parts.append(TextPart(start, count, own.length, places, fresh, mask, chain))
+        for row, skip in zip(rows, skips or [0] * len(rows)):
+            own, count = _own(row.slot), len(row.parents) - skip
+            length, end = own.length + skip, own.length + len(row.parents)
+            positions.append(torch.tensor(depths(row.parents))[skip:] + own.length)
+            chain, by_node = row.is_chain, self.plain.by_node(count)
+            prompt = chain and length == 0 and count > 1
+            keys = -(-end // PAGE) * PAGE if by_node and not prompt else end
+            places, fresh = self._places(own, 0, keys), self._places(own, length, end)
+            seen_by_all = prompt or (count == 1 and not by_node)
+            mask = None if seen_by_all else self._mask(row, own.length, keys)[skip:]
+            aside = None
+            if by_node and not chain:
+                aside, mask = self._asides(row, own, keys)
+            parts.append(TextPart(start, count, length, places, fresh, mask, chain, aside))
             start += count
-        where = torch.cat(positions).to(self.device)
-        return PlainBatch(self.turns[where].to(self.weights.embedding.dtype), parts)
+        turn = self.turns[torch.cat(positions).to(self.device)].to(self.weights.embedding.dtype)[:, None]
+        cosines, sines = turn[:, :, 0], turn[:, :, 1]
+        return PlainBatch(torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1), parts)
 
     def _places(self, slot: NativeSlot, start: int, end: int) -> Tensor | slice:
         """Tokens start to end of a slot in the flat cache: a slice where its pages are neighbours."""
@@ -285,12 +344,29 @@ class NativeRunner:
             return slice(offset + start, offset + end)
         return torch.tensor([table[t // PAGE - first] * PAGE + t % PAGE for t in range(start, end)], device=self.device)
 
-    def _mask(self, row: Row, length: int) -> Tensor:
-        """Additive [nodes, length + nodes]: all of the text, and of the row what stands before each node."""
+    def _mask(self, row: Row, length: int, keys: int) -> Tensor:
+        """Additive [nodes, keys]: all of the text, and of the row what stands before each node; nothing behind it."""
         count = len(row.parents)
-        mask = torch.zeros(count, length + count, dtype=self.weights.embedding.dtype)
-        mask[:, length:].masked_fill_(~ancestors(row.parents), -torch.inf)
+        mask = torch.zeros(count, keys, dtype=self.weights.embedding.dtype)
+        mask[:, length : length + count].masked_fill_(~ancestors(row.parents), -torch.inf)
+        mask[:, length + count :] = -torch.inf
         return mask.to(self.device)
+
+    def _asides(self, row: Row, slot: NativeSlot, keys: int) -> tuple[Tensor, Tensor]:
+        """Of a tree: the keys of each node off its first branch, ancestors in order; and the mask of all nodes."""
+        length, count = slot.length, len(row.parents)
+        straight = next(node for node, parent in enumerate(row.parents) if parent != node - 1)
+        table = self.pages.table(slot.number)
+        text = [_place(table, token) for token in range(length)]
+        fresh = [_place(table, length + node) for node in range(count)]
+        places: list[list[int]] = []
+        for node in range(straight, count):
+            path = [fresh[step] for step in path_to(row.parents, node)]
+            places.append(text + path + [path[-1]] * (keys - length - len(path)))
+        seen = torch.tensor(depths(row.parents))[:, None] + length
+        hidden = torch.arange(keys)[None] > seen
+        mask = torch.zeros(count, keys, dtype=self.weights.embedding.dtype).masked_fill_(hidden, -torch.inf)
+        return torch.tensor(places, device=self.device), mask.to(self.device)
 
     # --- for drafters that live on the target -------------------------------------------------------------------------
 
@@ -304,12 +380,22 @@ class NativeRunner:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.weights.embedding[tokens.to(self.device)]
 
-    def exit_at(self, layer: int) -> NativeRunner:
+    def exit_at(self, layer: int, adapter: Adapter | None = None) -> NativeRunner:
         if not 0 < layer < self.shape.layers:
             raise OptionError(f"an exit lies after layer 1 to {self.shape.layers - 1}, not {layer}")
         twin = copy.copy(self)
-        twin.last_layer, twin.want_hidden, twin.feature_layers = layer, True, ()
+        twin.last_layer, twin.adapter = layer, adapter
+        twin.want_hidden, twin.feature_layers = True, ()
+        # Captured passes know the layers of the runner they were made for.
+        twin.narrow = None if self.narrow is None else twin._narrow_passes()
         return twin
+
+    def hand_over(self, slot: Slot, length: int) -> None:
+        """Back to `length`; but what this exit has computed past it waits for the pass that checks the guesses."""
+        own = _own(slot)
+        if own.ahead is None:
+            self.trim(slot, length)
+        own.length = length
 
 
 def can_fuse(shape: Shape, weights: Weights) -> bool:

@@ -20,6 +20,16 @@ LONGEST_BY_NODE = 64  # nodes of a text in one pass; longer rows are prompts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Views:
+    """A text's piece of the cache as seen in each layer, where its pages are neighbours: made once a pass."""
+
+    fresh_keys: tuple[Tensor, ...]  # each [count, key heads, head size]
+    fresh_values: tuple[Tensor, ...]
+    keys: tuple[Tensor, ...]  # each [1, key heads, keys, head size]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TextPart:
     """Where one text's nodes are in the pass, and where its keys are in the cache."""
 
@@ -31,6 +41,7 @@ class TextPart:
     mask: Tensor | None  # additive [count, keys]; None: every node sees everything
     chain: bool = True  # each node follows the one before it
     aside: Tensor | None = None  # where the keys of each of the last nodes are, which follow others: [nodes, keys]
+    views: Views | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,11 +69,11 @@ class PlainOps:
         return apply_matrix(weight, self.norm(x, norm), bias)
 
     def project_add(self, x: Tensor, weight: Matrix, residual: Tensor) -> Tensor:
-        return residual + apply_matrix(weight, x, None)
+        return apply_matrix(weight, x, None).add_(residual)
 
     def gate(self, x: Tensor, norm: Tensor, weight: Matrix) -> Tensor:
         gate, up = apply_matrix(weight, self.norm(x, norm), None).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.eps)
@@ -73,8 +84,14 @@ class PlainOps:
         turned = self._turned(heads[:, : shape.heads + shape.kv_heads], weights, batch)
         queries, keys = turned[:, : shape.heads], turned[:, shape.heads :]
         values = heads[:, shape.heads + shape.kv_heads :]
-        seen = [self._look_back(part, queries, keys, values, layer) for part in batch.parts]
-        return seen[0] if len(seen) == 1 else torch.cat(seen)
+        if len(batch.parts) == 1:
+            return self._look_back(batch.parts[0], queries, keys, values, layer)
+        places = [slice(part.start, part.start + part.count) for part in batch.parts]
+        seen = [
+            self._look_back(part, queries[here], keys[here], values[here], layer)
+            for part, here in zip(batch.parts, places)
+        ]
+        return torch.cat(seen)
 
     def _turned(self, heads: Tensor, weights: LayerWeights, batch: PlainBatch) -> Tensor:
         """Queries and keys, normed where the family does, turned by their position."""
@@ -84,16 +101,28 @@ class PlainOps:
             heads = torch.cat([queries, self.norm(heads[:, shape.heads :], weights.key_norm)], dim=1)
         return torch.addcmul(heads * batch.cosines, heads.roll(shape.head_size // 2, dims=-1), batch.sines)
 
-    def _look_back(self, part: TextPart, queries: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
-        here = slice(part.start, part.start + part.count)
-        self.keys[layer][part.fresh] = keys[here]
-        self.values[layer][part.fresh] = values[here]
-        k = self.keys[layer][part.places].transpose(0, 1)[None]  # [1, key heads, keys, head size]
-        v = self.values[layer][part.places].transpose(0, 1)[None]
-        q = queries[here]
+    def views(self, places: Tensor | slice, fresh: Tensor | slice) -> Views | None:
+        """What a pass sees of a text whose pages are neighbours; None where they are not."""
+        if isinstance(places, Tensor) or isinstance(fresh, Tensor):
+            return None
+        caches = (self.keys, self.values)
+        new_k, new_v = (cache[:, fresh].unbind(0) for cache in caches)
+        all_k, all_v = (cache[:, places].transpose(1, 2).unsqueeze(1).unbind(0) for cache in caches)
+        return Views(new_k, new_v, all_k, all_v)
+
+    def _look_back(self, part: TextPart, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        if part.views is not None:
+            part.views.fresh_keys[layer].copy_(keys)
+            part.views.fresh_values[layer].copy_(values)
+            k, v = part.views.keys[layer], part.views.values[layer]
+        else:
+            self.keys[layer][part.fresh] = keys
+            self.values[layer][part.fresh] = values
+            k = self.keys[layer][part.places].transpose(0, 1)[None]  # [1, key heads, keys, head size]
+            v = self.values[layer][part.places].transpose(0, 1)[None]
         if part.chain and part.length == 0 and part.count > 1:
             return self._causal(q, k, v)
-        if not self.by_node(part.count):
+        if part.count > 1 and not self.by_node(part.count):
             return self._folded(q, k, v, part.mask)
         if part.aside is None:
             return self._by_node(q, k, v, part.mask)
@@ -112,7 +141,8 @@ class PlainOps:
         shape, count = self.shape, q.shape[0]
         folded = q.view(count, shape.kv_heads, shape.group, shape.head_size)
         mask = None if mask is None else mask[:, None, None, :]
-        k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
+        if count > 1:
+            k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
         return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(count, shape.query_width)
 
     def _with_asides(self, q: Tensor, k: Tensor, v: Tensor, part: TextPart, layer: int) -> Tensor:

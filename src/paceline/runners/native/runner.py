@@ -329,7 +329,8 @@ class NativeRunner:
             aside = None
             if by_node and not chain:
                 aside, mask = self._asides(row, own, keys)
-            parts.append(TextPart(start, count, length, places, fresh, mask, chain, aside))
+            views = self.plain.views(places, fresh)
+            parts.append(TextPart(start, count, length, places, fresh, mask, chain, aside, views))
             start += count
         turn = self.turns[torch.cat(positions).to(self.device)].to(self.weights.embedding.dtype)[:, None]
         cosines, sines = turn[:, :, 0], turn[:, :, 1]

@@ -22,6 +22,7 @@ from paceline.decode.text import Codec, load_tokenizer
 from paceline.errors import AbilityError, OptionError, PairError
 from paceline.models import DEFAULT, locate
 from paceline.options import AUTO, DecoderOptions
+from paceline.profile import Profile
 
 if TYPE_CHECKING:
     from paceline.engines.local import LocalEngine
@@ -294,6 +295,8 @@ def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) ->
 
     if isinstance(options.profile, Costs):
         return options.profile
+    if isinstance(options.profile, Profile) and options.profile.pass_seconds:
+        return Costs.known(options.profile.pass_seconds, options.profile.draft_seconds)
     return measure_costs(target, getattr(drafter, "runner", None))
 
 

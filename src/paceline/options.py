@@ -37,7 +37,7 @@ class DecoderOptions:
     cache_tokens: int | None = None  # tokens the cache holds over all texts; None: enough for largest_batch long ones
     trust_remote_code: bool = False
     method_options: dict[str, Any] = field(default_factory=dict)  # of the drafter: branches, layer, nodes, …
-    profile: Any = None  # measured costs, as `paceline tune` writes them
+    profile: Any = None  # costs measured earlier: core.budget.Costs, or a Profile that `paceline tune` wrote
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", _method(self.method, self.draft))

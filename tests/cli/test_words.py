@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import cli
+from paceline.profile import Profile, write_profile
 from tests.tiny import LONGEST_TEXT, write_tiny_model
 
 FIELDS = {
@@ -155,6 +156,44 @@ def test_check_tells_the_difference(say: Any, foreign: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_check_says_which_way_guesses_take(say: Any, foreign: str) -> None:
+    _, said = say("check", "--target", "TINY", "--draft", foreign)
+    assert "two vocabularies" in said.out and "--method foreign" in said.out
+    status, said = say("check", "--target", "TINY", "--draft", "TINY", "--json")
+    document = json.loads(said.out)
+    assert status == 0 and document["greedy"] == document["sampled"] == "same" and document["share"] == 1.0
+
+
+def test_options_of_a_method_are_said_by_name(say: Any) -> None:
+    assert generated(say, "abcabcabc", "--method", "ngram", "-k", "2", "--option", "longest=2")["method"] == "ngram"
+    for wrong, reason in (("longest", "NAME=VALUE"), ("colour=red", "has no option 'colour'")):
+        status, said = say("generate", "--target", "TINY", "abc", "--method", "ngram", "--option", wrong)
+        assert status == 2 and reason in said.err
+
+
+def test_a_draft_may_be_quantized(say: Any, tmp_path: Path) -> None:
+    draft = str(write_tiny_model(tmp_path / "draft", seed=5))
+    plain = generated(say, "abcabcabc")
+    drafted = generated(say, "abcabcabc", "--draft", draft, "--draft-dtype", "int8", "-k", "2")
+    assert drafted["text"] == plain["text"] and drafted["drafted"] > 0
+
+
+def test_what_tune_found_out_is_picked_up(
+    say: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Profile(str(tiny_folder), "cpu", "suffix", 3, pass_seconds={1: 0.01, 8: 0.011}, draft_seconds={3: 0.0})
+    write_profile(found, tmp_path / "paceline.toml")
+    monkeypatch.setenv("PACELINE_PROFILE", str(tmp_path / "paceline.toml"))
+    advised = generated(say, "abcabcabc")
+    assert (advised["method"], advised["draft_tokens"]) == ("suffix", 3)
+    own = generated(say, "abcabcabc", "--method", "ngram", "-k", "2")
+    assert (own["method"], own["draft_tokens"]) == ("ngram", 2), "who names a method is not overruled"
+    measured: list[str] = []
+    monkeypatch.setattr("paceline.decode.calibrate.measure_pass", lambda *_, **__: measured.append("a pass"))
+    generated(say, "abcabcabc", "--method", "suffix")
+    assert not measured, "-k auto starts from the profile's costs"
+
+
 def test_truncated_weights_and_pickles(say: Any, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     weights = folder / "model.safetensors"

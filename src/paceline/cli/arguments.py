@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import TYPE_CHECKING, Any
 
+from paceline.errors import OptionError
 from paceline.options import ACCEPTANCE, METHODS, DecoderOptions
+from paceline.profile import adopted
 
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
@@ -20,11 +23,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft", metavar="MODEL", help="a smaller model of the same vocabulary that guesses")
     models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N; default: cuda if there is one")
     models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16; int8, int4 on a CPU; default: by device")
+    models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
     models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
     guessing = parser.add_argument_group("guessing")
     guessing.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}")
     guessing.add_argument("-k", "--draft-tokens", metavar="N", default="auto", help="guesses a round: 0 to 128, auto")
     guessing.add_argument("--acceptance", metavar="R", default="token", help=f"{', '.join(ACCEPTANCE)}")
+    guessing.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of the method: nodes=24, layer=12"
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,19 +45,37 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this; repeatable")
 
 
-def decoder_options(args: argparse.Namespace, *, otherwise: str = "none") -> DecoderOptions:
-    """What the user chose. Every word that decodes gets its options here; `otherwise`: the method if none was said."""
+def decoder_options(args: argparse.Namespace, *, otherwise: str = "none", advised: bool = True) -> DecoderOptions:
+    """What the user chose, and what `paceline tune` found out here. Every word that decodes gets its options here.
+
+    otherwise: the method if none was said. advised: a profile may choose one instead.
+    """
     method = args.method or (otherwise if args.draft is None else None)
-    return DecoderOptions(
+    options = DecoderOptions(
         target=args.target,
         draft=args.draft,
         method=method,
         draft_tokens=args.draft_tokens,
         dtype=args.dtype,
+        draft_dtype=args.draft_dtype,
         device=args.device,
         acceptance=args.acceptance,
         runner=args.runner,
+        method_options=dict(method_option(word) for word in args.option),
     )
+    chosen = bool(args.method or args.draft or args.option)
+    return adopted(options, chosen=chosen or not advised)
+
+
+def method_option(word: str) -> tuple[str, Any]:
+    """`nodes=24` -> ("nodes", 24). A value that is no number and no truth is a word."""
+    name, equals, text = word.partition("=")
+    if not equals or not name:
+        raise OptionError(f"--option takes NAME=VALUE, not {word!r}")
+    try:
+        return name, json.loads(text)
+    except ValueError:
+        return name, text
 
 
 def open_decoder(options: DecoderOptions) -> SpeculativeDecoder:

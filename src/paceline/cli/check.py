@@ -4,7 +4,8 @@
 
 Compares the two vocabularies token by token (equal sizes say nothing), the special tokens and the chat template. No
 weights are loaded. Exit status 0: they fit together; 2: they do not, and the message names the first tokens that
-differ. Differences in special tokens or template cost speed at most, never correctness, and are only shown.
+differ. Differences in special tokens or template cost speed at most, never correctness, and are only shown. A draft of
+another vocabulary can still guess by `--method foreign`: the last line says which way its guesses take, and the price.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PairError
 
 if TYPE_CHECKING:
-    from paceline.models.vocabulary import Comparison
+    from paceline.models.vocabulary import Comparison, Pairing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,29 +28,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    found = compared(args.target, args.draft)
+    from paceline.models.vocabulary import compare, pairing
+
+    ours, theirs = tokenizers(args.target, args.draft)
+    found, pair = compare(ours, theirs), pairing(ours, theirs)
     if args.json:
-        print(json.dumps({"target": args.target, "draft": args.draft, "same": found.same, **asdict(found)}))
+        ways = {"greedy": pair.greedy, "sampled": pair.sampled, "share": pair.share, "cost": pair.cost}
+        print(json.dumps({"target": args.target, "draft": args.draft, "same": found.same, **asdict(found), **ways}))
     else:
-        for line in described(found):
+        for line in described(found, pair):
             print(line)
     if not found.same:
         raise PairError(found.explained(args.target, args.draft))
     return 0
 
 
-def compared(target: str, draft: str) -> Comparison:
+def tokenizers(target: str, draft: str) -> tuple[Any, Any]:
     from paceline.cli.arguments import quiet_transformers
     from paceline.decode.text import load_tokenizer
     from paceline.models import locate
-    from paceline.models.vocabulary import compare
 
     ours, theirs = locate(target), locate(draft)
     quiet_transformers()
-    return compare(load_tokenizer(ours.folder, ours.name), load_tokenizer(theirs.folder, theirs.name))
+    return load_tokenizer(ours.folder, ours.name), load_tokenizer(theirs.folder, theirs.name)
 
 
-def described(found: Comparison) -> list[str]:
+def described(found: Comparison, pair: Pairing) -> list[str]:
     common = min(found.target_size, found.draft_size)
     return [
         f"vocabulary      {found.target_size} and {found.draft_size} tokens; {found.differing} of {common} differ",
@@ -57,4 +61,5 @@ def described(found: Comparison) -> list[str]:
         f"special tokens  {'; '.join(found.special) or 'the same'}",
         f"chat template   {'the same' if found.same_template else 'another'}",
         f"verdict         {'they fit together' if found.same else 'they do not fit together'}",
+        f"guesses         {pair.cost}{'' if found.same else ' (--method foreign)'}",
     ]

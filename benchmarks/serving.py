@@ -3,8 +3,8 @@
     python benchmarks/serving.py --loads 1 8 32 --seconds 20 --repeats 2
 
 Clients send one request after another and read the streams; tokens that arrive inside the window count. The two sides
-take turns, so that a busy moment of the machine hits both. Two workloads: chat questions, and code edits that bring the
-file as a `prediction`. The last line is one JSON document.
+take turns, so that a busy moment of the machine hits both. Two workloads: chat questions, and code edits that bring a
+`prediction`: what the model answers, but for one line, as the file before an edit is. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,16 +56,36 @@ class Cell:
     side: str
 
 
-def body(cell: Cell, number: int, tokens: int) -> dict[str, Any]:
-    """What one request of a cell asks for."""
+def body(cell: Cell, number: int, tokens: int, before: dict[int, str]) -> dict[str, Any]:
+    """What one request of a cell asks for. before: by client, the text before its edit."""
     k: str | int = "auto" if cell.side == "auto" else 0
     asked: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    if cell.workload == "chat":
-        words = QUESTIONS[number % len(QUESTIONS)]
-        return {**asked, "messages": [{"role": "user", "content": words}], "speculative": {"draft_tokens": k}}
-    words = f"Rename the function mean to average_{number} and repeat the whole file:\n{CODE}"
+    words = QUESTIONS[number % len(QUESTIONS)]
+    if cell.workload == "edits":
+        words = f"Rename the function mean to average_{number} and repeat the whole file:\n{CODE}"
     asked |= {"messages": [{"role": "user", "content": words}], "speculative": {"draft_tokens": k}}
-    return {**asked, "prediction": {"type": "content", "content": CODE}} if cell.side == "auto" else asked
+    if number in before and cell.side == "auto":
+        asked["prediction"] = {"type": "content", "content": before[number]}
+    return asked
+
+
+async def texts_before(served: Server, clients: int, tokens: int) -> dict[int, str]:
+    """Each client's answer with one line in its middle changed: what it would have had in its editor."""
+
+    async def answer(number: int) -> str:
+        async with httpx.AsyncClient(base_url=served.url, timeout=600) as line:
+            said = await line.post(PATH, json=body(Cell("edits", clients, "off"), number, tokens, {}))
+            found: str = said.json()["choices"][0]["message"]["content"]
+            return found
+
+    found = await asyncio.gather(*(answer(number) for number in range(clients)))
+    return {number: edited(text) for number, text in enumerate(found)}
+
+
+def edited(text: str) -> str:
+    lines = text.split("\n")
+    lines[len(lines) // 2] = "    pass  # to do"
+    return "\n".join(lines)
 
 
 class Window:
@@ -88,16 +108,16 @@ class Window:
         return self.opened is not None and time.monotonic() > self.opened + self._seconds
 
 
-async def measured(served: Server, cell: Cell, seconds: float, tokens: int) -> float:
+async def measured(served: Server, cell: Cell, seconds: float, tokens: int, before: dict[int, str]) -> float:
     """Tokens per second that the clients of one cell receive."""
     window = Window(cell.clients, seconds)
 
     async def client(number: int) -> None:
         async with httpx.AsyncClient(base_url=served.url, timeout=300) as line:
             while not window.over:
-                async for document in streamed(line, PATH, {**body(cell, number, tokens), "logprobs": True}):
-                    found = document["choices"][0]["logprobs"]
-                    window.add(number, len(found["content"]) if found else 0)
+                async for document in streamed(line, PATH, {**body(cell, number, tokens, before), "x_paceline": True}):
+                    about = document["choices"][0].get("x_paceline") or {}
+                    window.add(number, about.get("tokens", 0))
                     if window.over:
                         break
 
@@ -119,13 +139,14 @@ def guessing(before: dict[str, float], after: dict[str, float]) -> dict[str, flo
 async def compare(served: Server, args: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for workload in args.workloads:
+        texts = await texts_before(served, max(args.loads), args.tokens) if workload == "edits" else {}
         for clients in args.loads:
             rates: dict[str, list[float]] = {"off": [], "auto": []}
             before = served.metrics()
             for turn in range(args.repeats + 1):
                 for side in ("off", "auto") if turn % 2 else ("auto", "off"):
                     seconds = args.seconds if turn else args.seconds / 2
-                    rate = await measured(served, Cell(workload, clients, side), seconds, args.tokens)
+                    rate = await measured(served, Cell(workload, clients, side), seconds, args.tokens, texts)
                     if turn:  # the first turn warms up
                         rates[side].append(rate)
             row = {"workload": workload, "clients": clients, **{side: mean(each) for side, each in rates.items()}}

@@ -52,6 +52,8 @@ class DecoderOptions:
             )
         if not isinstance(self.largest_batch, int) or self.largest_batch < 1:
             raise OptionError(f"largest_batch must be 1 or more, not {self.largest_batch!r}")
+        if self.cache_tokens is not None and self.cache_tokens < 1:
+            raise OptionError(f"cache_tokens must be 1 or more, not {self.cache_tokens!r}")
 
 
 def _method(method: str | None, draft: Any) -> str:

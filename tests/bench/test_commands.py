@@ -11,6 +11,8 @@ import jsonschema
 import pytest
 
 from paceline.cli import main
+from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.files import save_exit
 from paceline.profile import read_profile
 from tests.bench.test_sweep import SCHEMA
 
@@ -140,3 +142,9 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
     assert profile.pass_seconds[1] > 0
     assert main(["tune", "--target", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
     assert {"sentence", "predictions", "confirmed"} <= set(said(capsys))
+
+
+def test_a_head_is_named_like_a_draft(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_exit(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
+    assert bench(tiny_folder, "--draft", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
+    assert [one["name"] for one in said(capsys)["settings"]] == ["plain", "layerskip k=2"]

@@ -25,6 +25,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16; int8, int4 on a CPU; default: by device")
     models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
     models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
+    models.add_argument("--cache-tokens", type=int, metavar="N", help="tokens whose cache is kept, over all texts")
     guessing = parser.add_argument_group("guessing")
     guessing.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}")
     guessing.add_argument("-k", "--draft-tokens", metavar="N", default="auto", help="guesses a round: 0 to 128, auto")
@@ -61,6 +62,7 @@ def decoder_options(args: argparse.Namespace, *, otherwise: str = "none", advise
         device=args.device,
         acceptance=args.acceptance,
         runner=args.runner,
+        cache_tokens=args.cache_tokens,
         method_options=dict(method_option(word) for word in args.option),
     )
     chosen = bool(args.method or args.draft or args.option)

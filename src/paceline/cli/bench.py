@@ -58,7 +58,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models and methods; shared by bench, audit and tune."""
     models = parser.add_argument_group("models")
     models.add_argument("--target", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf")
-    models.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses")
+    models.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses, or the head of a method named")
     models.add_argument("--methods", default="all", metavar="M", help="all that work here, or words with commas")
     models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N")
     models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16; int8, int4 on a CPU")
@@ -112,7 +112,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
     missing: dict[str, str] = {}
     for method in dict.fromkeys([PLAIN, *wanted]):
         try:
-            mine = _options_for(options, method, args.draft)
+            mine = options_for(options, method, args.draft, wanted)
             drafters[method] = DRAFTERS[method](mine, target, codec, device)
             check_abilities(target, drafters[method])
         except PacelineError as error:
@@ -170,9 +170,10 @@ def _wanted(args: argparse.Namespace, known: list[str]) -> list[str]:
     return found
 
 
-def _options_for(options: DecoderOptions, method: str, draft: str | None) -> DecoderOptions:
-    """A draft model goes to the methods that take one; the others bring or find their own."""
-    return replace(options, method=method, draft=draft if method in ("draft", "foreign") else None)
+def options_for(options: DecoderOptions, method: str, draft: str | None, wanted: list[str]) -> DecoderOptions:
+    """Who gets what --draft names: methods that take a model; where none of them is wanted, those that take a head."""
+    takers = ("draft", "foreign") if {"draft", "foreign"} & set(wanted) else ("eagle", "medusa", "layerskip")
+    return replace(options, method=method, draft=draft if method in takers else None)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

@@ -52,9 +52,6 @@ def _add_door_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits")
     limits.add_argument("--batch", type=int, default=BATCH, metavar="N", help="texts written at a time")
-    limits.add_argument(
-        "--cache-tokens", type=int, default=CACHE_TOKENS, metavar="N", help="tokens kept, over all texts"
-    )
     limits.add_argument("--prefill-chunk", type=int, default=256, metavar="N", help="prompt tokens read between rounds")
     limits.add_argument("--residents", type=int, default=16, metavar="N", help="finished texts kept for reuse")
     limits.add_argument("--max-queue", type=int, default=256, metavar="N", help="texts that may wait; then 429")
@@ -94,7 +91,8 @@ def _options(args: argparse.Namespace) -> DecoderOptions:
 
     # The engine itself always adapts; a fixed k is the default of requests that do not choose.
     chosen = decoder_options(args, otherwise="ngram")
-    return replace(chosen, draft_tokens="auto", trust_remote_code=args.trust_remote_code)
+    # What the engine keeps beside the cache is its own affair: it adds to --cache-tokens.
+    return replace(chosen, draft_tokens="auto", cache_tokens=None, trust_remote_code=args.trust_remote_code)
 
 
 def _engine_settings(args: argparse.Namespace) -> EngineSettings:
@@ -102,7 +100,7 @@ def _engine_settings(args: argparse.Namespace) -> EngineSettings:
 
     return EngineSettings(
         largest_batch=args.batch,
-        cache_tokens=args.cache_tokens,
+        cache_tokens=CACHE_TOKENS if args.cache_tokens is None else args.cache_tokens,
         prefill_chunk=args.prefill_chunk,
         residents=args.residents,
     )

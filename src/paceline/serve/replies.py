@@ -214,7 +214,8 @@ class Letter:
         """A piece of text `index`, which has already been added to it."""
         choice = self._form.chunk(self.texts[index], piece)
         if self.figures:
-            choice["x_paceline"] = {"guessed": piece.guessed, "drafted": piece.drafted}
+            about = {"guessed": piece.guessed, "drafted": piece.drafted, "tokens": len(piece.token_ids)}
+            choice["x_paceline"] = about
         return self._chunk(index, choice)
 
     def closing(self, index: int) -> Json:

@@ -62,7 +62,7 @@ class NativeRunner:
             self.keys = torch.zeros(size, dtype=kept, device=self.device)
             self.values = torch.zeros(size, dtype=kept, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: choose --cache-tokens") from error
+            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         packed = not isinstance(weights.head, Tensor)
         self.plain = PlainOps(shape, self.keys, self.values, node_by_node=packed)

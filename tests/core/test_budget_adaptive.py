@@ -80,6 +80,25 @@ def test_batch_sizes_learn_on_their_own() -> None:
     assert costs.round(8, 0) == 12.0
 
 
+def test_one_sample_of_a_new_batch_size_rescales_what_was_lent() -> None:
+    """Otherwise every k would have to be tried at every batch size before the batch knew what drafting costs."""
+    costs = Costs(CostCurve({1: 10.0, 8: 12.0, 9: 20.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0))
+    costs.observe(Timing(6.0, 24.0, 8, 2, 8))
+    eight = costs.of(8)
+    assert eight.verify.at(8) == 24.0 and eight.verify.at(9) == 40.0
+    assert eight.draft.at(4) == 12.0 and eight.draft.at(0) == 0.0
+    assert costs.draft.at(4) == 4.0, "what was lent is a copy"
+    assert costs.of(7).verify.at(8) == 24.0, "the nearest size lends"
+
+
+def test_kinds_of_texts_do_not_learn_from_each_other() -> None:
+    budget = AdaptiveBudget(Costs(CostCurve(FLAT)))
+    hopeless, predicted = text(), text()
+    predicted.prediction = [1, 2, 3]
+    play(budget, hopeless, 0, 40, FLAT)
+    assert budget.plan([text()])[0] < budget.plan([predicted])[0]
+
+
 def test_what_the_draft_makes_up_for_is_not_taken_for_its_price() -> None:
     costs = Costs()
     costs.observe(Timing(5.0, 10.0, 3, 2, 1), steady=False)

@@ -80,13 +80,15 @@ SHORTEST = 1e-9  # seconds: no round is quicker, whatever a clock says
 class CostCurve:
     """Seconds by size (tokens in a pass, guesses in a round): straight lines between what was seen, smoothed over time.
 
-    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy.
+    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy. What was lent
+    by another curve has the right shape at best: a sample of one's own rescales all of it.
     """
 
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
     FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
     PATIENCE = 2  # … unless it happens more often than this in a row
+    RESCALED = 8.0  # at most, by one sample
 
     def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0) -> None:
         self._seen = dict(sorted((seen or {}).items()))
@@ -95,8 +97,11 @@ class CostCurve:
         self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
         self._known: list[int] = list(self._seen)
         self._answers: dict[int, float] = {}  # asked many times between two samples
+        self._borrowed: set[int] = set()
 
     def add(self, size: int, seconds: float) -> None:
+        if self._borrowed:
+            self._rescale(size, seconds)
         before = self._seen.get(size)
         if before and seconds > self.FAR * before and self._doubted < self.PATIENCE:
             self._doubted += 1
@@ -109,6 +114,17 @@ class CostCurve:
         self._seen[size], self._when[size] = seconds, self._count
         self._known = sorted(self._seen) if before is None else self._known
         self._answers.clear()
+
+    def _rescale(self, size: int, seconds: float) -> None:
+        """The first sample of a size tells how far the rest of what was borrowed is off."""
+        believed = self.at(size)
+        if size in self._borrowed or size not in self._seen:
+            ratio = seconds / believed if believed > 0 else 1.0
+            ratio = min(max(ratio, 1 / self.RESCALED), self.RESCALED)
+            for other in self._borrowed:
+                self._seen[other] *= ratio
+            self._borrowed.discard(size)
+            self._answers.clear()
 
     def at(self, size: int) -> float:
         answer = self._answers.get(size)
@@ -143,6 +159,12 @@ class CostCurve:
     def copy(self) -> CostCurve:
         return CostCurve(self._seen, self._unknown)
 
+    def lent(self) -> CostCurve:
+        """A curve to begin with where nothing was measured yet."""
+        twin = self.copy()
+        twin._borrowed = set(twin._seen)
+        return twin
+
     def as_dict(self) -> dict[int, float]:
         return {size: self._seen[size] for size in self._known}
 
@@ -175,13 +197,12 @@ class Costs:
             return self
         known = self.batches.get(texts)
         if known is None:
-            nearest = max((size for size in self.batches if size < texts), default=1)
-            like = self.of(nearest)
-            known = self.batches[texts] = Costs(like.verify.copy(), like.draft.copy())
+            like = self.of(min((1, *self.batches), key=lambda size: abs(size - texts)))
+            known = self.batches[texts] = Costs(like.verify.lent(), like.draft.lent())
         return known
 
     def observe(self, timing: Timing, *, steady: bool = True) -> None:
-        """Learn from one round. Not `steady`: the draft had a text to catch up with, which no next round will cost."""
+        """Learn from one round. Not `steady`: the draft had much to catch up with, which no next round will cost."""
         mine = self.of(timing.texts)
         mine.verify.add(timing.nodes, timing.verify_seconds)
         if timing.guesses and steady:
@@ -245,8 +266,9 @@ class PositionRates:
 @dataclass(slots=True)
 class _TextState:
     rates: PositionRates
+    kind: str  # how it is drafted for; see `_kind`
     asked: int = 0  # guesses wanted in this round
-    caught_up: bool = False  # it was also asked in the round before, so the draft has nothing to make up for
+    behind: int = 0  # rounds without a guess before this one: what the draft has to catch up with
     idle: int = 0  # rounds planned since it was last asked
 
 
@@ -279,13 +301,14 @@ class AdaptiveBudget:
     PROBE_SHARE = 0.012
     FIRST_PROBES = 1.5  # plain rounds' worth of time that probes may lose at the very start
     MARGIN = 1.02  # guessing must promise at least this much over plain decoding
+    SOON = 4  # rounds without a guess after which catching up still costs little
     PLAIN_EVERY = 64  # rounds, times the gain: the more there is to win, the less an error about the price matters
     SHARPEST = 0.001  # gains below this many tokens are not worth looking at
 
     def __init__(self, costs: Costs | None = None, largest: int = 16) -> None:
         self.costs = costs or Costs()
         self.largest = checked_k(largest)
-        self._overall = PositionRates(fade=0.995, prior=0.55, weight=3.0)
+        self._overall: dict[str, PositionRates] = {}  # of all texts of a kind
         self._texts: dict[int, _TextState] = {}
         self._depth_share = 1.0  # depths a guess adds: 1 for a chain, less for a tree
         self._riders = 0.0  # nodes a guessing text sends along that cannot be accepted (lookahead's window)
@@ -303,7 +326,7 @@ class AdaptiveBudget:
         limits = [within_room(text, self.largest) for text in texts]
         chosen = self._choose(texts, states, limits)
         for state, k in zip(states, chosen):
-            state.caught_up, state.asked = state.asked > 0, k
+            state.behind, state.asked = state.idle, k
             state.idle = 0 if k else state.idle + 1
         return chosen
 
@@ -366,10 +389,11 @@ class AdaptiveBudget:
 
     def _gains(self, states: list[_TextState], limits: list[int]) -> list[tuple[float, int]]:
         """Tokens that each further guess for each text promises, most first. Of one text they only ever fall."""
-        share, overall = self._depth_share, self._overall.ladder(max(limits))
+        share, longest = self._depth_share, max(limits)
+        overall = {kind: self._rates_of(kind).ladder(longest) for kind in {state.kind for state in states}}
         found: list[tuple[float, int]] = []
         for index, (state, limit) in enumerate(zip(states, limits)):
-            ladder, reach, depth = state.rates.ladder(limit, overall), 1.0, -1
+            ladder, reach, depth = state.rates.ladder(limit, overall[state.kind]), 1.0, -1
             for guess in range(limit):
                 if int(guess * share + 0.5) > depth:
                     depth += 1
@@ -391,7 +415,7 @@ class AdaptiveBudget:
 
     def observe(self, texts: list[Sequence], rounds: list[Round], timing: Timing) -> None:
         states = [self._state(text) for text in texts]
-        self.costs.observe(timing, steady=all(state.caught_up for state in states if state.asked))
+        self.costs.observe(timing, steady=all(state.behind <= self.SOON for state in states if state.asked))
         self._settle(timing, sum(len(done.emitted) for done in rounds))
         if not timing.guesses:
             return
@@ -403,7 +427,7 @@ class AdaptiveBudget:
                 self._depth_share += 0.1 * (reach / guesses - self._depth_share)
                 stood = len(done.verdict.path)  # also what an end cut off was judged
                 state.rates.observe(reach, stood)
-                self._overall.observe(reach, stood)
+                self._rates_of(state.kind).observe(reach, stood)
 
     def _settle(self, timing: Timing, emitted: int) -> None:
         """Keep the account. A probe's loss is all that it cost beyond the plain time of what it wrote."""
@@ -420,5 +444,22 @@ class AdaptiveBudget:
     def _state(self, text: Sequence) -> _TextState:
         state = self._texts.get(text.number)
         if state is None:
-            state = self._texts[text.number] = _TextState(PositionRates(fade=0.97, weight=6.0))
+            state = self._texts[text.number] = _TextState(PositionRates(fade=0.97, weight=6.0), _kind(text))
         return state
+
+    def _rates_of(self, kind: str) -> PositionRates:
+        """How guesses of a kind fare. A client that brings a prediction has reason to expect that it holds."""
+        rates = self._overall.get(kind)
+        if rates is None:
+            prior = EXPECTED if kind == PREDICTED else 0.55
+            rates = self._overall[kind] = PositionRates(fade=0.995, prior=prior, weight=3.0)
+        return rates
+
+
+PREDICTED = "prediction"
+EXPECTED = 0.9  # that a token of a prediction stands, before anything is known
+
+
+def _kind(text: Sequence) -> str:
+    """Texts that are drafted for in one way learn from each other: those of a method, those with a prediction."""
+    return text.method or (PREDICTED if text.prediction else "")

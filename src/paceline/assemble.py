@@ -291,12 +291,12 @@ def make_budget(options: DecoderOptions, target: Runner, drafter: Drafter) -> Bu
 
 def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) -> Costs:
     """From the profile if there is one, else from a short measurement."""
-    from paceline.decode.calibrate import measure_costs
+    from paceline.decode.calibrate import grain_of, measure_costs
 
     if isinstance(options.profile, Costs):
         return options.profile
     if isinstance(options.profile, Profile) and options.profile.pass_seconds:
-        return Costs.known(options.profile.pass_seconds, options.profile.draft_seconds)
+        return Costs.known(options.profile.pass_seconds, options.profile.draft_seconds, grain_of(target.card))
     return measure_costs(target, getattr(drafter, "runner", None))
 
 

@@ -91,6 +91,15 @@ def test_one_sample_of_a_new_batch_size_rescales_what_was_lent() -> None:
     assert costs.of(7).verify.at(8) == 24.0, "the nearest size lends"
 
 
+def test_with_a_grain_only_whole_grains_differ_in_price() -> None:
+    costs = Costs(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), grain=8)
+    assert [costs.pass_of(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]
+    costs.observe(Timing(0.0, 40.0, 30, 0, 30))
+    assert costs.of(30).pass_of(25) == costs.of(30).pass_of(32) == 40.0
+    budget = AdaptiveBudget(costs)
+    assert sum(budget.plan([text() for _ in range(30)])) in (2, 3), "two guesses fill a grain; a third may be a probe"
+
+
 def test_kinds_of_texts_do_not_learn_from_each_other() -> None:
     budget = AdaptiveBudget(Costs(CostCurve(FLAT)))
     hopeless, predicted = text(), text()

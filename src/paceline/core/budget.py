@@ -185,11 +185,12 @@ class Costs:
     verify: CostCurve = field(default_factory=CostCurve)
     draft: CostCurve = field(default_factory=no_guesses_are_free)
     batches: dict[int, Costs] = field(default_factory=dict)
+    grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
 
     @classmethod
-    def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float]) -> Costs:
+    def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
         """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
-        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0))
+        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0), grain=grain)
 
     def of(self, texts: int) -> Costs:
         """The costs of a batch of so many texts."""
@@ -198,18 +199,24 @@ class Costs:
         known = self.batches.get(texts)
         if known is None:
             like = self.of(min((1, *self.batches), key=lambda size: abs(size - texts)))
-            known = self.batches[texts] = Costs(like.verify.lent(), like.draft.lent())
+            known = self.batches[texts] = Costs(like.verify.lent(), like.draft.lent(), grain=self.grain)
         return known
 
     def observe(self, timing: Timing, *, steady: bool = True) -> None:
         """Learn from one round. Not `steady`: the draft had much to catch up with, which no next round will cost."""
         mine = self.of(timing.texts)
-        mine.verify.add(timing.nodes, timing.verify_seconds)
+        mine.verify.add(self._whole(timing.nodes), timing.verify_seconds)
         if timing.guesses and steady:
             mine.draft.add(timing.guesses, timing.draft_seconds)
 
+    def pass_of(self, nodes: int) -> float:
+        return self.verify.at(self._whole(nodes))
+
     def round(self, nodes: int, guesses: int) -> float:
-        return self.verify.at(nodes) + (self.draft.at(guesses) if guesses else 0.0)
+        return self.pass_of(nodes) + (self.draft.at(guesses) if guesses else 0.0)
+
+    def _whole(self, nodes: int) -> int:
+        return nodes if nodes <= self.grain else -(-nodes // self.grain) * self.grain
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -369,7 +376,7 @@ class AdaptiveBudget:
             return
         nodes = len(states) + sum(chosen)
         costs = self.costs.of(len(states))
-        self._account.seconds -= costs.verify.at(nodes + 1) - costs.verify.at(nodes)
+        self._account.seconds -= costs.pass_of(nodes + 1) - costs.pass_of(nodes)
         chosen[max(left_out, key=lambda index: states[index].idle)] = 1
 
     def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:

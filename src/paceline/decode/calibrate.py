@@ -8,9 +8,10 @@ from statistics import median
 import torch
 
 from paceline.core.budget import CostCurve, Costs
-from paceline.core.protocols import Row, Runner, Slot
+from paceline.core.protocols import ModelCard, Row, Runner, Slot
 
-WIDTHS = (1, 2, 4, 8, 9, 16, 17)  # CPU kernels take eight rows at a time: the ninth is a step up
+WIDTHS = (1, 2, 4, 8, 16, 24)
+CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
 CONTEXT = 48  # tokens in the slot while measuring
 REPEATS = 2
 LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
@@ -63,11 +64,16 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured as rounds go by; until then they are taken to be free.
     """
-    costs = Costs(verify=measure_pass(target) if verify is None else verify.copy())
+    costs = Costs(measure_pass(target) if verify is None else verify.copy(), grain=grain_of(target.card))
     if draft is not None:
         one = measure_pass(draft, widths=(1,)).at(1)
         costs.draft = CostCurve({0: 0.0, 1: one, 8: 8 * one}, unknown=0.0)
     return costs
+
+
+def grain_of(card: ModelCard) -> int:
+    """Tokens that a pass takes at a time. Captured passes on a GPU are padded too, but there width is nearly free."""
+    return CPU_GRAIN if card.device == "cpu" else 1
 
 
 def synchronize(device: str) -> None:

@@ -18,6 +18,10 @@ from paceline.core.tree import DraftTree
 from paceline.decode.judge import Judge, logprobs_of
 from paceline.errors import AbilityError
 
+# Prompts are cut at multiples of this. Runners that round to few bits attend to a prompt in tiles of this size, so that
+# a text does not depend on what else was read beside it.
+TILE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Machinery:
@@ -59,8 +63,12 @@ def unread(text: Sequence) -> int:
 
 
 def read_some(pending: list[Sequence], with_: Machinery, chunk: int) -> list[Output]:
-    """One pass over the next tokens of texts that have some unread, at most `chunk` of them shared out evenly."""
-    rows = [_prompt_row(text, max(1, chunk // len(pending))) for text in pending]
+    """One pass over the next tokens of texts that have some unread, about `chunk` of them shared out evenly.
+
+    Where `chunk` is not a tile for each, the first texts are read and the others wait; what is returned is of those.
+    """
+    first = pending[: max(1, chunk // TILE)]
+    rows = [_prompt_row(text, max(1, chunk // len(first))) for text in first]
     outputs = as_outputs(with_.target.forward(rows, last_only=True))
     for row in rows:
         with_.target.keep(row.slot, list(range(len(row.parents))))
@@ -80,8 +88,11 @@ def joined(parts: list[Output]) -> Output | None:
 
 def _prompt_row(text: Sequence, chunk: int) -> Row:
     assert text.slot is not None
-    start = text.slot.length
-    return Row.chain(text.slot, text.ids[start : min(start + chunk, len(text.ids) - 1)])
+    start, last = text.slot.length, len(text.ids) - 1
+    end = min(start + chunk, last)
+    if end < last and end - end % TILE > start:
+        end -= end % TILE
+    return Row.chain(text.slot, text.ids[start:end])
 
 
 def step(texts: list[Sequence], with_: Machinery, budgets: list[int] | None = None) -> list[Round]:

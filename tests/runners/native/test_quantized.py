@@ -56,3 +56,16 @@ def test_a_tree_says_the_same_as_its_paths(word: str, length: int) -> None:
         assert torch.equal(together[path], alone)
     small.keep(slot, [0, 3, 4])
     assert torch.equal(small.forward([Row.chain(slot, [7])]).logits, small.forward([Row.chain(other, [7])]).logits)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_prompt_says_the_same_whatever_is_read_beside_it(word: str) -> None:
+    model = tiny(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=2048)
+    small = NativeRunner(runner.shape, pack_weights(runner.weights, word), model.config, runner.card, 2048)
+    prompt = [(7 * n) % 90 for n in range(150)]
+    whole = small.forward([Row.chain(small.open(), prompt)], last_only=True).logits
+    slot, other = small.open(), small.open()
+    small.forward([Row.chain(slot, prompt[:64]), Row.chain(other, prompt[5:40])], last_only=True)
+    cut = small.forward([Row.chain(other, prompt[:3]), Row.chain(slot, prompt[64:])], last_only=True).logits[1:]
+    assert torch.equal(whole, cut)

@@ -16,7 +16,7 @@ from paceline.runners.native.quantized import apply_matrix
 from paceline.runners.native.shape import Shape
 from paceline.runners.native.weights import LayerWeights, Matrix
 
-LONGEST_BY_NODE = 64  # nodes of a text in one pass; longer rows are prompts
+TILE = 64  # tokens of a prompt that are attended together where bits matter: a page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,6 +42,7 @@ class TextPart:
     chain: bool = True  # each node follows the one before it
     aside: Tensor | None = None  # where the keys of each of the last nodes are, which follow others: [nodes, keys]
     views: Views | None = None
+    tiled: bool = False  # a prompt, read in whole tiles: see `_by_tiles`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +58,7 @@ class PlainOps:
     """Plain torch operations over a flat cache: keys and values [layers, tokens, key heads, head size]."""
 
     def __init__(self, shape: Shape, keys: Tensor, values: Tensor, *, node_by_node: bool = False) -> None:
-        """node_by_node: attention takes the nodes of a short row one at a time, as plain decoding would.
+        """node_by_node: attention takes guesses one at a time, as plain decoding would, and prompts tile by tile.
 
         Wide and narrow attention differ in their last bits. In fp32 that stays there; where the next product rounds to
         8 bits it can tip a rounding, and 30 layers make a different text of it.
@@ -120,17 +121,26 @@ class PlainOps:
             self.values[layer][part.fresh] = values
             k = self.keys[layer][part.places].transpose(0, 1)[None]  # [1, key heads, keys, head size]
             v = self.values[layer][part.places].transpose(0, 1)[None]
-        if part.chain and part.length == 0 and part.count > 1:
-            return self._causal(q, k, v)
-        if part.count > 1 and not self.by_node(part.count):
-            return self._folded(q, k, v, part.mask)
+        if part.tiled:
+            return self._by_tiles(q, k, v, part)
+        if not self.node_by_node and part.count > 1:
+            causal = part.chain and part.length == 0
+            return self._causal(q, k, v) if causal else self._folded(q, k, v, part.mask)
         if part.aside is None:
             return self._by_node(q, k, v, part.mask)
         return self._with_asides(q, k, v, part, layer)
 
-    def by_node(self, count: int) -> bool:
-        """Whether a row of so many nodes is attended node by node."""
-        return self.node_by_node and count <= LONGEST_BY_NODE
+    def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, part: TextPart) -> Tensor:
+        """A prompt in tiles that begin at multiples of TILE: the same bits, however it was cut at such places."""
+        assert part.mask is not None
+        seen: list[Tensor] = []
+        at, last = part.length, part.length + part.count
+        while at < last:
+            edge = (at // TILE + 1) * TILE
+            here = slice(at - part.length, min(edge, last) - part.length)
+            seen.append(self._folded(q[here], k[:, :, :edge], v[:, :, :edge], part.mask[here, :edge]))
+            at = edge
+        return torch.cat(seen)
 
     def _by_node(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Nodes beside each other as a batch, so that each is computed as if it were alone.

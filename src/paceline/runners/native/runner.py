@@ -176,7 +176,7 @@ class NativeRunner:
         widths = [len(row.parents) for row in rows]
         layer = None if self.feature_layers else common_layer([_own(row.slot).ahead for row in rows])
         if self.last_layer < self.shape.layers or layer is None:
-            tokens, batch = self._tokens(rows), self._plain_batch(rows)
+            tokens, batch = self._tokens(rows), self._plain_batch(rows, prompts=last_only)
             stream = self.weights.embedding[tokens]
             states = run_layers(self.weights, stream, batch, self.plain, self.feature_layers, last=self.last_layer)
             self._leave_ahead(rows, tokens, states.stream)
@@ -313,28 +313,32 @@ class NativeRunner:
 
     # --- plain passes -------------------------------------------------------------------------------------------------
 
-    def _plain_batch(self, rows: list[Row], skips: list[int] | None = None) -> PlainBatch:
-        """skips: nodes at the start of each row that are in the cache already."""
+    def _plain_batch(self, rows: list[Row], skips: list[int] | None = None, *, prompts: bool = False) -> PlainBatch:
+        """skips: nodes at the start of each row that are in the cache already. prompts: only ends are asked for."""
         parts, positions, start = [], [], 0
         for row, skip in zip(rows, skips or [0] * len(rows)):
-            own, count = _own(row.slot), len(row.parents) - skip
-            length, end = own.length + skip, own.length + len(row.parents)
+            own = _own(row.slot)
             positions.append(torch.tensor(depths(row.parents))[skip:] + own.length)
-            chain, by_node = row.is_chain, self.plain.by_node(count)
-            prompt = chain and length == 0 and count > 1
-            keys = -(-end // PAGE) * PAGE if by_node and not prompt else end
-            places, fresh = self._places(own, 0, keys), self._places(own, length, end)
-            seen_by_all = prompt or (count == 1 and not by_node)
-            mask = None if seen_by_all else self._mask(row, own.length, keys)[skip:]
-            aside = None
-            if by_node and not chain:
-                aside, mask = self._asides(row, own, keys)
-            views = self.plain.views(places, fresh)
-            parts.append(TextPart(start, count, length, places, fresh, mask, chain, aside, views))
-            start += count
+            parts.append(self._text_part(row, own, start, skip, prompts))
+            start += parts[-1].count
         turn = self.turns[torch.cat(positions).to(self.device)].to(self.weights.embedding.dtype)[:, None]
         cosines, sines = turn[:, :, 0], turn[:, :, 1]
         return PlainBatch(torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1), parts)
+
+    def _text_part(self, row: Row, own: NativeSlot, start: int, skip: int, prompts: bool) -> TextPart:
+        """What attention needs to know of one row. Where bits matter, keys come in whole pages with a mask."""
+        count, exact, chain = len(row.parents) - skip, self.plain.node_by_node, row.is_chain
+        length, end = own.length + skip, own.length + len(row.parents)
+        keys = -(-end // PAGE) * PAGE if exact else end
+        places, fresh = self._places(own, 0, keys), self._places(own, length, end)
+        aside = mask = None
+        if exact and not chain:
+            aside, mask = self._asides(row, own, keys)
+        elif exact or (count > 1 and not (chain and length == 0)):
+            mask = self._mask(row, own.length, keys)[skip:]
+        tiled = exact and prompts and chain and count > 1
+        views = self.plain.views(places, fresh)
+        return TextPart(start, count, length, places, fresh, mask, chain, aside, views, tiled)
 
     def _places(self, slot: NativeSlot, start: int, end: int) -> Tensor | slice:
         """Tokens start to end of a slot in the flat cache: a slice where its pages are neighbours."""

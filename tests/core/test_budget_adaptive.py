@@ -77,25 +77,27 @@ def test_batch_sizes_learn_on_their_own() -> None:
     for _ in range(30):
         costs.observe(Timing(0.0, 40.0, 8, 0, 8))
     assert costs.of(8).round(8, 0) == pytest.approx(40.0, rel=0.05)
-    assert costs.round(8, 0) == 12.0
+    assert costs.of(1).round(8, 0) == 12.0
 
 
-def test_one_sample_of_a_new_batch_size_rescales_what_was_lent() -> None:
-    """Otherwise every k would have to be tried at every batch size before the batch knew what drafting costs."""
-    costs = Costs(CostCurve({1: 10.0, 8: 12.0, 9: 20.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0))
-    costs.observe(Timing(6.0, 24.0, 8, 2, 8))
-    eight = costs.of(8)
-    assert eight.verify.at(8) == 24.0 and eight.verify.at(9) == 40.0
-    assert eight.draft.at(4) == 12.0 and eight.draft.at(0) == 0.0
-    assert costs.draft.at(4) == 4.0, "what was lent is a copy"
-    assert costs.of(7).verify.at(8) == 24.0, "the nearest size lends"
+def test_a_batch_learns_what_guesses_add_whatever_its_size() -> None:
+    costs = Costs(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0))
+    for _ in range(60):
+        costs.observe(Timing(0.0, 40.0, 8, 0, 8))
+        costs.observe(Timing(6.0, 56.0, 16, 2, 8))
+    assert costs.of(8).pass_of(16) == pytest.approx(56.0, rel=0.05)
+    assert costs.of(8).pass_of(24) == pytest.approx(72.0, rel=0.05), "twice what one text would pay for eight more"
+    assert costs.of(7).pass_of(15) - costs.of(7).pass_of(7) == pytest.approx(2 * (19.0 - 82 / 7), rel=0.05)
+    assert costs.of(2).pass_of(2) < costs.of(7).pass_of(7) < 40.0, "a size never seen pays less where it is narrower"
+    assert costs.of(8).round(16, 4) == pytest.approx(56.0 + 12.0, rel=0.05), "one sample of drafting rescales the rest"
+    assert costs.draft.at(4) == 4.0 and costs.width(16) == 20.0, "one text keeps its own prices"
 
 
 def test_with_a_grain_only_whole_grains_differ_in_price() -> None:
     costs = Costs(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), grain=8)
-    assert [costs.pass_of(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]
+    assert [costs.width(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]
     costs.observe(Timing(0.0, 40.0, 30, 0, 30))
-    assert costs.of(30).pass_of(25) == costs.of(30).pass_of(32) == 40.0
+    assert costs.of(30).pass_of(30) == costs.of(30).pass_of(32) == 40.0 < costs.of(30).pass_of(33)
     budget = AdaptiveBudget(costs)
     assert sum(budget.plan([text() for _ in range(30)])) in (2, 3), "two guesses fill a grain; a third may be a probe"
 

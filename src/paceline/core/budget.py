@@ -165,6 +165,11 @@ class CostCurve:
         twin._borrowed = set(twin._seen)
         return twin
 
+    @property
+    def sizes(self) -> list[int]:
+        """What was seen, in rising order."""
+        return self._known
+
     def as_dict(self) -> dict[int, float]:
         return {size: self._seen[size] for size in self._known}
 
@@ -178,45 +183,85 @@ def no_guesses_are_free() -> CostCurve:
 class Costs:
     """What a round costs: the target's pass by the tokens in it, and the draft by its number of guesses.
 
-    A pass over one token of eight texts is not a pass over eight tokens of one, so each batch size learns on its own;
-    at first it is taken to cost what as many tokens of one text do.
+    A pass over one token of eight texts is not a pass over eight tokens of one, so a batch learns on its own what a
+    plain pass costs it. What guesses add is read off the curve of one text, stretched by what they really added lately:
+    batch sizes change all the time, and each would have to be tried at every width before it knew anything for itself.
     """
 
     verify: CostCurve = field(default_factory=CostCurve)
     draft: CostCurve = field(default_factory=no_guesses_are_free)
-    batches: dict[int, Costs] = field(default_factory=dict)
     grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
+    plain: CostCurve = field(default_factory=CostCurve)  # by texts in a batch
+    drafts: dict[int, CostCurve] = field(default_factory=dict)  # by texts in a batch
+    stretch: float = 1.0
 
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
         """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
-        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0), grain=grain)
+        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0), grain)
 
-    def of(self, texts: int) -> Costs:
+    def of(self, texts: int) -> BatchCosts:
         """The costs of a batch of so many texts."""
-        if texts <= 1:
-            return self
-        known = self.batches.get(texts)
-        if known is None:
-            like = self.of(min((1, *self.batches), key=lambda size: abs(size - texts)))
-            known = self.batches[texts] = Costs(like.verify.lent(), like.draft.lent(), grain=self.grain)
-        return known
+        return BatchCosts(self, max(1, texts))
 
     def observe(self, timing: Timing, *, steady: bool = True) -> None:
         """Learn from one round. Not `steady`: the draft had much to catch up with, which no next round will cost."""
-        mine = self.of(timing.texts)
-        mine.verify.add(self._whole(timing.nodes), timing.verify_seconds)
+        if timing.texts <= 1:
+            self.verify.add(self.whole(timing.nodes), timing.verify_seconds)
+        elif timing.nodes == timing.texts:
+            self.plain.add(timing.texts, timing.verify_seconds)
+        else:
+            self._stretch(timing)
         if timing.guesses and steady:
-            mine.draft.add(timing.guesses, timing.draft_seconds)
+            self.draft_of(timing.texts).add(timing.guesses, timing.draft_seconds)
+
+    def _stretch(self, timing: Timing) -> None:
+        added = self.width(timing.nodes) - self.width(timing.texts)
+        if added > 0:
+            seen = (timing.verify_seconds - self.of(timing.texts).pass_of(timing.texts)) / added
+            self.stretch += STRETCH_WEIGHT * (min(max(seen, LEAST_STRETCH), MOST_STRETCH) - self.stretch)
+
+    def plain_of(self, texts: int) -> float:
+        """A plain pass of a batch; of a size never seen, what the nearest one pays and the difference in width."""
+        nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - texts))
+        known = self.width(1) if nearest == 1 else self.plain.at(nearest)
+        return known + self.width(texts) - self.width(nearest)
+
+    def draft_of(self, texts: int) -> CostCurve:
+        if texts <= 1:
+            return self.draft
+        known = self.drafts.get(texts)
+        if known is None:
+            nearest = min((1, *self.drafts), key=lambda size: abs(size - texts))
+            known = self.drafts[texts] = self.draft_of(nearest).lent()
+        return known
+
+    def width(self, nodes: int) -> float:
+        """A pass over so many tokens of one text."""
+        return self.verify.at(self.whole(nodes))
+
+    def whole(self, nodes: int) -> int:
+        return nodes if nodes <= self.grain else -(-nodes // self.grain) * self.grain
+
+
+STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH = 0.1, 0.5, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCosts:
+    """What a round of `texts` texts costs."""
+
+    costs: Costs
+    texts: int
 
     def pass_of(self, nodes: int) -> float:
-        return self.verify.at(self._whole(nodes))
+        costs = self.costs
+        if self.texts == 1:
+            return costs.width(nodes)
+        return costs.plain_of(self.texts) + costs.stretch * (costs.width(nodes) - costs.width(self.texts))
 
     def round(self, nodes: int, guesses: int) -> float:
-        return self.pass_of(nodes) + (self.draft.at(guesses) if guesses else 0.0)
-
-    def _whole(self, nodes: int) -> int:
-        return nodes if nodes <= self.grain else -(-nodes // self.grain) * self.grain
+        return self.pass_of(nodes) + (self.costs.draft_of(self.texts).at(guesses) if guesses else 0.0)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

@@ -49,3 +49,8 @@ def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFi
 def test_links_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text()):
         assert link.startswith("http") or (document.parent / link).exists(), f"{document.name} points to {link}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_nothing_is_left_to_be_filled_in(document: Path) -> None:
+    assert not re.search(r"@@|TODO|XXX", document.read_text())

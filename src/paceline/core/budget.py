@@ -352,8 +352,7 @@ class AdaptiveBudget:
 
     PROBE_SHARE = 0.012
     FIRST_PROBES = 1.5  # plain rounds' worth of time that probes may lose at the very start
-    MARGIN = 1.02  # guessing must promise at least this much over plain decoding …
-    BATCH_MARGIN = 1.06  # … and more in a batch, where prices are known less well
+    MARGIN = 1.02  # guessing must promise at least this much over plain decoding
     SOON = 4  # rounds without a guess after which catching up still costs little
     PLAIN_EVERY = 64  # rounds, times the gain: the more there is to win, the less an error about the price matters
     SHARPEST = 0.001  # gains below this many tokens are not worth looking at
@@ -397,7 +396,7 @@ class AdaptiveBudget:
             return chosen
         nearest = self._best([states[index] for index in free], [limits[index] for index in free])
         gain = nearest.rate * self.costs.of(len(free)).round(len(free), 0) / len(free)
-        pays = gain > (self.MARGIN if len(free) == 1 else self.BATCH_MARGIN)
+        pays = gain > self.MARGIN
         self._since_plain += 1
         if pays and self._since_plain < self.PLAIN_EVERY * gain:
             for index, k in zip(free, nearest.ks):

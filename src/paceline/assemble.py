@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from paceline.core.budget import AdaptiveBudget, Budget, Costs, FixedBudget
+from paceline.core.budget import AdaptiveBudget, Budget, FixedBudget
+from paceline.core.costs import Costs
 from paceline.core.protocols import Ability, Drafter, OpenRunner, Runner
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery, check_abilities

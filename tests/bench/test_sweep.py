@@ -16,7 +16,8 @@ from paceline.bench.record import load_runs, new_run, save_run
 from paceline.bench.results import Collected, LosslessCheck, setting_record
 from paceline.bench.subject import Setting, Subject
 from paceline.bench.sweep import SweepPlan, grid, parse_draft_tokens, parse_numbers, sweep, tasks_of
-from paceline.core.budget import CostCurve, FixedBudget
+from paceline.core.budget import FixedBudget
+from paceline.core.costs import CostCurve
 from paceline.decode.judge import Judge
 from paceline.errors import OptionError
 from tests.bench.toys import CONTEXT, PlantedJudge, toy_subject

@@ -8,7 +8,8 @@ from paceline.bench.measure import Length, Mark, write
 from paceline.bench.subject import Setting
 from paceline.bench.theory import Answers, Habits, conditional_rates, habits_of, observed_curve
 from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, tune
-from paceline.core.budget import CostCurve, FixedBudget
+from paceline.core.budget import FixedBudget
+from paceline.core.costs import CostCurve
 from paceline.plan.predict import speedup
 from tests.bench.toys import CONTEXT, toy_subject
 
@@ -109,7 +110,8 @@ def test_without_any_method_the_advice_is_to_decode_plainly() -> None:
 def test_tuning_runs_from_end_to_end() -> None:
     from dataclasses import replace
 
-    from paceline.core.budget import AdaptiveBudget, Costs
+    from paceline.core.budget import AdaptiveBudget
+    from paceline.core.costs import Costs
 
     def budget(method: str, k: int | str) -> FixedBudget | AdaptiveBudget:
         return FixedBudget(k) if isinstance(k, int) else AdaptiveBudget(Costs(FLAT.copy()))

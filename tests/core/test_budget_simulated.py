@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.core.budget import AdaptiveBudget, Budget, CostCurve, Costs, FixedBudget, Timing
+from paceline.core.budget import AdaptiveBudget, Budget, FixedBudget
+from paceline.core.costs import CostCurve, Costs, Timing
 from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Output, Round, Verdict
 from paceline.core.sequence import Sequence

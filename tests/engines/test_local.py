@@ -12,7 +12,7 @@ import pytest
 
 from paceline import SpeculativeDecoder
 from paceline.assemble import engine
-from paceline.core.budget import Costs
+from paceline.core.costs import Costs
 from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Engine, Piece, Request
 from paceline.engines.local import LocalEngine

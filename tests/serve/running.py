@@ -14,7 +14,7 @@ import openai
 import uvicorn
 
 from paceline.assemble import engine
-from paceline.core.budget import Costs
+from paceline.core.costs import Costs
 from paceline.engines.load import Load
 from paceline.engines.local import LocalEngine
 from paceline.engines.settings import EngineSettings

@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass, field
 
 from paceline.bench.subject import Setting, Subject
-from paceline.core.budget import Budget, Timing
+from paceline.core.budget import Budget
+from paceline.core.costs import Timing
 from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Round
 from paceline.core.sequence import Sequence

@@ -17,7 +17,7 @@ from paceline.bench.statistics import Spread
 from paceline.bench.subject import Setting, Subject
 from paceline.bench.sweep import Measured, SweepPlan
 from paceline.bench.theory import Answers, habits_of, observed_curve
-from paceline.core.budget import CostCurve
+from paceline.core.costs import CostCurve
 from paceline.core.tally import Tally
 
 RUNNING_STEP = 8  # tokens of an answer in one point of the running acceptance line

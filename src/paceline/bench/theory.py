@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from paceline.bench.measure import Mark, Written
-from paceline.core.budget import CostCurve
+from paceline.core.costs import CostCurve
 from paceline.core.tally import Tally
 from paceline.plan.predict import tokens_per_step_by_position
 

@@ -16,7 +16,8 @@ from paceline.bench.results import Collected, answers_of, speedups
 from paceline.bench.subject import PLAIN, Setting, Subject
 from paceline.bench.sweep import SweepPlan, Task, sweep
 from paceline.bench.theory import Answers, Habits, habits_of, observed_curve
-from paceline.core.budget import CostCurve, FixedBudget
+from paceline.core.budget import FixedBudget
+from paceline.core.costs import CostCurve
 from paceline.decode.calibrate import measure_pass
 from paceline.options import AUTO
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from paceline.bench.subject import Subject
     from paceline.bench.sweep import SweepPlan
     from paceline.bench.workloads import Prompt
-    from paceline.core.budget import Budget, CostCurve
+    from paceline.core.budget import Budget
+    from paceline.core.costs import CostCurve
     from paceline.core.protocols import Runner
 
 INTERRUPTED = 130

@@ -1,7 +1,8 @@
 """The algorithm: tensors in, tensors out. Knows no model, no tokenizer, no file, no clock."""
 
 from paceline.core.acceptance import RULE_NAMES, RULES, LossyTypical, accept, accept_block
-from paceline.core.budget import AdaptiveBudget, Budget, Costs, FixedBudget, Timing
+from paceline.core.budget import AdaptiveBudget, Budget, FixedBudget
+from paceline.core.costs import Costs, Timing
 from paceline.core.distribution import History, SamplingParams, distribution, draw
 from paceline.core.protocols import (
     Ability,

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from paceline.core.tally import Tally
 
 
+# Prompts are cut at multiples of this. Runners that round to few bits attend to a prompt in tiles of this size, so that
+# a text does not depend on what else was read beside it.
+TILE = 64
+
+
 class Ability(Enum):
     """What a runner can do beyond reading a chain. Asked once, at assembly."""
 

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from paceline.core.budget import CostCurve, Costs
+from paceline.core.costs import CostCurve, Costs
 from paceline.core.protocols import ModelCard, Row, Runner, Slot
 
 WIDTHS = (1, 2, 4, 8, 16, 24)

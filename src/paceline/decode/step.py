@@ -11,16 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.core.budget import Budget, Timing
-from paceline.core.protocols import Drafter, Output, Round, Row, Runner, as_outputs
+from paceline.core.budget import Budget
+from paceline.core.costs import Timing
+from paceline.core.protocols import TILE, Drafter, Output, Round, Row, Runner, as_outputs
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 from paceline.decode.judge import Judge, logprobs_of
 from paceline.errors import AbilityError
-
-# Prompts are cut at multiples of this. Runners that round to few bits attend to a prompt in tiles of this size, so that
-# a text does not depend on what else was read beside it.
-TILE = 64
 
 
 @dataclass(frozen=True, slots=True)

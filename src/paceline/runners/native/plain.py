@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.protocols import TILE
 from paceline.runners.native.quantized import apply_matrix
 from paceline.runners.native.shape import Shape
 from paceline.runners.native.weights import LayerWeights, Matrix
-
-TILE = 64  # tokens of a prompt that are attended together where bits matter: a page
 
 
 @dataclass(frozen=True, slots=True, eq=False)

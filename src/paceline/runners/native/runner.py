@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
+from paceline.core.protocols import TILE, Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
 from paceline.core.tree import ancestors, depths, path_to
 from paceline.errors import OptionError, OutOfMemory, WeightsError
 from paceline.kv.pages import PagePool
@@ -26,7 +26,7 @@ from paceline.runners.native.weights import Weights, load_weights, weights_of
 if TYPE_CHECKING:
     from paceline.runners.native.narrow import Checked, NarrowPasses, Size
 
-PAGE = 64  # tokens
+PAGE = TILE  # tokens: a tile of a prompt must not end inside a page
 SLACK = 512  # a drafting loop may run a few steps past the end of the longest text
 WIDEST_NARROW = 512  # nodes in a captured pass, over all texts
 LEAD_TOKENS = 2  # what a drafting loop reads of a text; narrow.LEAD, known here without importing Triton

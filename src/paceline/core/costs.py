@@ -1,0 +1,213 @@
+"""What a round costs, learned as rounds go by.
+
+CostCurve   seconds by size, from samples
+Costs       the target's pass by its width, the draft by its guesses, and what batches pay beyond one text
+BatchCosts  the same, asked for one size of batch
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one round cost. nodes: tokens read by the target in the pass; guesses: the most drafted for one text."""
+
+    draft_seconds: float
+    verify_seconds: float
+    nodes: int
+    guesses: int
+    texts: int
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds
+
+
+class CostCurve:
+    """Seconds by size (tokens in a pass, guesses in a round): straight lines between what was seen, smoothed over time.
+
+    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy. What was lent
+    by another curve has the right shape at best: a sample of one's own rescales all of it.
+    """
+
+    WEIGHT = 0.2  # of a sample that follows another one
+    MEMORY = 32  # samples of other sizes after which an old value counts half
+    FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
+    PATIENCE = 2  # … unless it happens more often than this in a row
+    RESCALED = 8.0  # at most, by one sample
+
+    def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0) -> None:
+        self._seen = dict(sorted((seen or {}).items()))
+        self._unknown = unknown
+        self._count = self._doubted = 0
+        self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
+        self._known: list[int] = list(self._seen)
+        self._answers: dict[int, float] = {}  # asked many times between two samples
+        self._borrowed: set[int] = set()
+
+    def add(self, size: int, seconds: float) -> None:
+        if self._borrowed:
+            self._rescale(size, seconds)
+        before = self._seen.get(size)
+        if before and seconds > self.FAR * before and self._doubted < self.PATIENCE:
+            self._doubted += 1
+            return
+        self._doubted, self._count = 0, self._count + 1
+        if before:
+            age = self._count - self._when[size]
+            weight = max(self.WEIGHT, age / (age + self.MEMORY))
+            seconds = before + weight * (min(seconds, 2 * before) - before)
+        self._seen[size], self._when[size] = seconds, self._count
+        self._known = sorted(self._seen) if before is None else self._known
+        self._answers.clear()
+
+    def _rescale(self, size: int, seconds: float) -> None:
+        """The first sample of a size tells how far the rest of what was borrowed is off."""
+        believed = self.at(size)
+        if size in self._borrowed or size not in self._seen:
+            ratio = seconds / believed if believed > 0 else 1.0
+            ratio = min(max(ratio, 1 / self.RESCALED), self.RESCALED)
+            for other in self._borrowed:
+                self._seen[other] *= ratio
+            self._borrowed.discard(size)
+            self._answers.clear()
+
+    def at(self, size: int) -> float:
+        answer = self._answers.get(size)
+        if answer is None:
+            answer = self._answers[size] = self._between(size)
+        return answer
+
+    def _between(self, size: int) -> float:
+        known = self._known
+        if not known:
+            return self._unknown
+        right = bisect_left(known, size)
+        if right < len(known) and known[right] == size:
+            return self._seen[size]
+        if right == 0:
+            return self._seen[known[0]]
+        low = known[right - 1]
+        if right == len(known):
+            return self._seen[low] + self._slope_beyond() * (size - low)
+        return self._seen[low] + self._slope(low, known[right]) * (size - low)
+
+    def _slope_beyond(self) -> float:
+        """Beyond what was seen, cost can only be assumed to go on growing: the cautious guess."""
+        last = self._known[-1]
+        if len(self._known) == 1:
+            return self._seen[last] / last if last else 0.0
+        return max(0.0, self._slope(self._known[-2], last))
+
+    def _slope(self, low: int, high: int) -> float:
+        return (self._seen[high] - self._seen[low]) / (high - low)
+
+    def copy(self) -> CostCurve:
+        return CostCurve(self._seen, self._unknown)
+
+    def lent(self) -> CostCurve:
+        """A curve to begin with where nothing was measured yet."""
+        twin = self.copy()
+        twin._borrowed = set(twin._seen)
+        return twin
+
+    @property
+    def sizes(self) -> list[int]:
+        """What was seen, in rising order."""
+        return self._known
+
+    def as_dict(self) -> dict[int, float]:
+        return {size: self._seen[size] for size in self._known}
+
+
+def no_guesses_are_free() -> CostCurve:
+    """The draft's curve before anything was measured: 0 guesses cost nothing, and so do others until they are tried."""
+    return CostCurve({0: 0.0}, unknown=0.0)
+
+
+STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH = 0.1, 0.5, 8.0
+
+
+@dataclass(slots=True)
+class Costs:
+    """What a round costs: the target's pass by the tokens in it, and the draft by its number of guesses.
+
+    A pass over one token of eight texts is not a pass over eight tokens of one, so a batch learns on its own what a
+    plain pass costs it. What guesses add is read off the curve of one text, stretched by what they really added lately:
+    batch sizes change all the time, and each would have to be tried at every width before it knew anything for itself.
+    """
+
+    verify: CostCurve = field(default_factory=CostCurve)
+    draft: CostCurve = field(default_factory=no_guesses_are_free)
+    grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
+    plain: CostCurve = field(default_factory=CostCurve)  # by texts in a batch
+    drafts: dict[int, CostCurve] = field(default_factory=dict)  # by texts in a batch
+    stretch: float = 1.0
+
+    @classmethod
+    def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
+        """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
+        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0), grain)
+
+    def of(self, texts: int) -> BatchCosts:
+        """The costs of a batch of so many texts."""
+        return BatchCosts(self, max(1, texts))
+
+    def observe(self, timing: Timing, *, steady: bool = True) -> None:
+        """Learn from one round. Not `steady`: the draft had much to catch up with, which no next round will cost."""
+        if timing.texts <= 1:
+            self.verify.add(self.whole(timing.nodes), timing.verify_seconds)
+        elif timing.nodes == timing.texts:
+            self.plain.add(timing.texts, timing.verify_seconds)
+        else:
+            self._stretch(timing)
+        if timing.guesses and steady:
+            self.draft_of(timing.texts).add(timing.guesses, timing.draft_seconds)
+
+    def _stretch(self, timing: Timing) -> None:
+        added = self.width(timing.nodes) - self.width(timing.texts)
+        if added > 0:
+            seen = (timing.verify_seconds - self.of(timing.texts).pass_of(timing.texts)) / added
+            self.stretch += STRETCH_WEIGHT * (min(max(seen, LEAST_STRETCH), MOST_STRETCH) - self.stretch)
+
+    def plain_of(self, texts: int) -> float:
+        """A plain pass of a batch; of a size never seen, what the nearest one pays and the difference in width."""
+        nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - texts))
+        known = self.width(1) if nearest == 1 else self.plain.at(nearest)
+        return known + self.width(texts) - self.width(nearest)
+
+    def draft_of(self, texts: int) -> CostCurve:
+        if texts <= 1:
+            return self.draft
+        known = self.drafts.get(texts)
+        if known is None:
+            nearest = min((1, *self.drafts), key=lambda size: abs(size - texts))
+            known = self.drafts[texts] = self.draft_of(nearest).lent()
+        return known
+
+    def width(self, nodes: int) -> float:
+        """A pass over so many tokens of one text."""
+        return self.verify.at(self.whole(nodes))
+
+    def whole(self, nodes: int) -> int:
+        return nodes if nodes <= self.grain else -(-nodes // self.grain) * self.grain
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCosts:
+    """What a round of `texts` texts costs."""
+
+    costs: Costs
+    texts: int
+
+    def pass_of(self, nodes: int) -> float:
+        costs = self.costs
+        if self.texts == 1:
+            return costs.width(nodes)
+        return costs.plain_of(self.texts) + costs.stretch * (costs.width(nodes) - costs.width(self.texts))
+
+    def round(self, nodes: int, guesses: int) -> float:
+        return self.pass_of(nodes) + (self.costs.draft_of(self.texts).at(guesses) if guesses else 0.0)

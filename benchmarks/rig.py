@@ -20,19 +20,19 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from paceline.core import AdaptiveBudget, FixedBudget, ModelCard, Row, SamplingParams, Sequence, StopRules
 from paceline.core.protocols import Lead
-from paceline.decode.generate import run
+from paceline.decode.generate import Progress, run
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
 from paceline.drafting.draft_model import DraftModel
@@ -123,6 +123,7 @@ class Line:
     round_ms: float
     tokens: int
     seconds: float
+    places: float = 0.0  # texts in a round, on average: 23 texts do not keep 8 places busy to the end
     equal: str = ""  # greedy texts equal to plain ones
     texts: list[list[int]] = field(default_factory=list, repr=False)
 
@@ -145,18 +146,28 @@ def measure(
     texts = texts_for(prompts, ends, temperature, length)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in run(texts, machinery, largest_batch=batch):
-        pass
+    rounds = passes_of(run(texts, machinery, largest_batch=batch))
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     tokens = sum(text.new_tokens for text in texts)
     steps = sum(text.tally.steps for text in texts)
     accepted = sum(text.tally.accepted for text in texts)
-    rounds = steps / batch if batch > 1 else steps
     rate, tau = tokens / seconds, 1 + accepted / steps
-    line = Line(name, batch, temperature, rate, tau, 1e3 * seconds / rounds, tokens, seconds)
+    line = Line(name, batch, temperature, rate, tau, 1e3 * seconds / rounds, tokens, seconds, steps / rounds)
     line.texts = [text.written for text in texts]
     return line
+
+
+def passes_of(rounds: Iterable[Progress]) -> int:
+    """Let the texts be written, and count the passes of the target: a stride of plain rounds is as many."""
+    count, longest = 0, 0
+    seen: set[int] = set()
+    for progress in rounds:
+        if progress.text.number in seen:  # it is this text's turn again: a new round
+            count, longest, seen = count + longest, 0, set()
+        seen.add(progress.text.number)
+        longest = max(longest, 1 if progress.round.tree.guesses else len(progress.round.emitted))
+    return count + longest
 
 
 def replay_ms(work: Callable[[], Any], repeats: int = 20) -> float:
@@ -226,6 +237,7 @@ class Rig:
         self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
         self.facts["load_extra_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
         self.draft = native(self.small_state, small, "draft", args.cache_tokens)
+        self.loaded = torch.cuda.memory_allocated()
         self.prompts = self._prompts(Path(args.prompts))
         say(f"built: {self.facts['target_bytes'] / 1e9:.2f} GB a pass; {len(self.prompts)} prompts")
 
@@ -256,7 +268,8 @@ class Rig:
         self.lines.append(line)
         say(
             f"{line.name:12} batch {line.batch:2} T {line.temperature:.1f}: {line.tokens_per_second:7.1f} tokens/s  "
-            f"tau {line.tokens_per_step:.3f}  round {line.round_ms:.2f} ms  equal {line.equal}"
+            f"tau {line.tokens_per_step:.3f}  round {line.round_ms:.2f} ms  texts a round {line.places:.2f}  "
+            f"equal {line.equal}"
         )
         return line
 
@@ -304,14 +317,23 @@ class Rig:
                 self.facts[f"host_ms {line.name}"] = self.round_wall(line.name) - busy
         say({name: value for name, value in self.facts.items() if "ms" in name or "share" in name or "over" in name})
 
+    def memory(self) -> None:
+        """What the runs so far took beyond weights and pages: graphs, activations, the allocator's and the driver's."""
+        free, total = torch.cuda.mem_get_info()
+        self.facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.facts["extra_gib"] = (torch.cuda.max_memory_reserved() - self.loaded) / 2**30
+        self.facts["extra_with_driver_gib"] = (total - free - self.loaded) / 2**30
+        say({name: value for name, value in self.facts.items() if name.endswith("gib")})
+
     def round_wall(self, name: str) -> float:
         """Median milliseconds of a round in the middle of a text, prefill not included."""
         machinery = self.plain() if name == "plain" else self.drafted(5)
         text = texts_for([self.prompts[0]], frozenset(), 0.0, 256)[0]
         taken, before = [], time.perf_counter()
-        for _ in run([text], machinery):
+        for progress in run([text], machinery):
             now = time.perf_counter()
-            taken.append(1e3 * (now - before))
+            passes = 1 if name != "plain" else len(progress.round.emitted)
+            taken.append(1e3 * (now - before) / passes)
             before = now
         return statistics.median(taken[5:])
 
@@ -368,12 +390,27 @@ class Rig:
         made = Machinery(self.target, drafter, AdaptiveBudget(costs), Judge())
         self.add(measure("draft k=auto", lambda: made, self.prompts[::3], 0.0, 1, self.args.length))
 
+    def save(self, folder: Path) -> None:
+        """The pair as a user would have it: FOLDER/target and FOLDER/draft."""
+        for name, state, config in (
+            ("target", self.large, self.config), ("draft", self.small_state, self.small_config)
+        ):
+            place = folder / name
+            place.mkdir(parents=True, exist_ok=True)
+            save_file({key: value.contiguous() for key, value in state.items()}, place / "model.safetensors")
+            config.architectures = ["LlamaForCausalLM"]
+            config.save_pretrained(place)
+            self.tokenizer.save_pretrained(place)
+        say(f"saved the pair in {folder}")
+
     def all(self) -> None:
+        if self.args.save:
+            self.section("save", lambda: self.save(Path(self.args.save)))
         self.section("single", self.single)
         self.section("passes", self.passes)
         self.section("sampled", self.sampled)
         self.section("batches", self.batches)
-        self.facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        self.section("memory", self.memory)
         if not self.args.quick:
             self.section("long prompt", self.long_prompt)
             self.section("peers", self.peers)
@@ -403,6 +440,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=23)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--cache-tokens", type=int, default=65536)
+    parser.add_argument("--save", help="write the pair here, as directories that the command line takes")
     parser.add_argument("--quick", action="store_true", help="the headline rows only")
     args = parser.parse_args()
     if not torch.cuda.is_available():

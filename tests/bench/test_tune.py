@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.measure import Length, Mark, write
+from paceline.bench.measure import Length, Mark, Written, write
 from paceline.bench.subject import Setting
 from paceline.bench.theory import Answers, Habits, conditional_rates, habits_of, observed_curve
 from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, tune
 from paceline.core.budget import FixedBudget
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, Timing
+from paceline.core.tally import Tally
 from paceline.plan.predict import speedup
 from tests.bench.toys import CONTEXT, toy_subject
 
@@ -50,7 +51,7 @@ def test_tokens_per_step_predicted_from_one_run_are_those_of_another() -> None:
         k: [write(subject, Setting("draft", k, 1.0), [ids], length, budget=FixedBudget(k), seed=5) for ids in prompts]
         for k in (2, 6)
     }
-    predicted = habits_of(runs[6], 6).tokens_per_step(2)
+    predicted = habits_of(runs[6], 6, FLAT).tokens_per_step(2)
     seen = sum(run.tally.new_tokens for run in runs[2]) / sum(run.tally.steps for run in runs[2])
     assert predicted == pytest.approx(seen, rel=0.15)
 
@@ -62,6 +63,15 @@ def test_a_curve_is_put_right_by_what_real_passes_took() -> None:
     assert fixed.at(1) < 1.0
     assert fixed.at(5) == pytest.approx(2 * fixed.at(1))
     assert observed_curve(FLAT, []) is FLAT
+
+
+def test_drafting_that_the_host_does_not_see_is_what_a_round_takes_beyond_a_pass() -> None:
+    rounds = [Timing(0.1, 5.0, 4, 3, 1), Timing(0.1, 3.0, 4, 3, 1), Timing(0.1, 3.0, 4, 3, 1)]
+    passes = CostCurve({1: 1.0, 4: 1.0})
+    seen = habits_of([Written([], Tally(), rounds, [])], 3, passes)
+    unseen = habits_of([Written([], Tally(), rounds, [], drafts_unseen=True)], 3, passes)
+    assert (seen.draft, seen.once) == (pytest.approx(0.1), pytest.approx(0.0))
+    assert (unseen.draft, unseen.once) == (pytest.approx(2.1), pytest.approx(2.0))
 
 
 def test_what_a_draft_costs_once_sets_the_shortest_answer_worth_it() -> None:

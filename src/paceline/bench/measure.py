@@ -59,12 +59,16 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Texts written together: their tokens, and what it took. tally.seconds is the stopwatch's."""
+    """Texts written together: their tokens, and what it took. tally.seconds is the stopwatch's.
+
+    drafts_unseen: the device drafts while the host goes on, so that the wait for it falls into the pass that follows
+    """
 
     answers: list[list[int]]
     tally: Tally
     timings: list[Timing]
     marks: list[Mark]
+    drafts_unseen: bool = False
 
     @property
     def draft_seconds(self) -> float:
@@ -103,7 +107,8 @@ def write(
     for text in texts:
         total.add(text.tally)
     total.seconds = seconds
-    return Written([text.written for text in texts], total, watch.timings, watch.marks)
+    unseen = subject.target.card.device != "cpu"
+    return Written([text.written for text in texts], total, watch.timings, watch.marks, unseen)
 
 
 def _text(subject: Subject, setting: Setting, ids: list[int], length: Length, seed: int) -> Sequence:

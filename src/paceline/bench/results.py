@@ -218,8 +218,9 @@ def _predicted(collected: Collected, name: str, verify: CostCurve) -> float | No
     k, plain = setting.draft_tokens, collected.writes(collected.baseline(setting))
     if not isinstance(k, int) or not k:
         return None
-    habits = habits_of(runs, k)
-    return answers_of(plain, verify).speedup(habits, k, CostCurve({k: habits.draft}))
+    answers = answers_of(plain, verify)
+    habits = habits_of(runs, k, answers.verify)
+    return answers.speedup(habits, k, CostCurve({k: habits.draft}))
 
 
 def answers_of(plain: list[Written], verify: CostCurve) -> Answers:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from paceline.bench.measure import Mark, Written
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, Timing
 from paceline.core.tally import Tally
 from paceline.plan.predict import tokens_per_step_by_position
 
@@ -79,8 +79,8 @@ class Answers:
         return int(habits.once / saved) + 1 if saved > 0 and habits.once > 0 else 0
 
 
-def habits_of(runs: list[Written], k: int) -> Habits:
-    """Learn a method's habits from texts written with a fixed k."""
+def habits_of(runs: list[Written], k: int, verify: CostCurve) -> Habits:
+    """Learn a method's habits from texts written with a fixed k; `verify` is what plain passes cost."""
     total = Tally()
     for written in runs:
         total.add(written.tally)
@@ -93,8 +93,8 @@ def habits_of(runs: list[Written], k: int) -> Habits:
         len(offering) / len(marks) if marks else 0.0,
         offered / (k * len(offering)) if offering and k else 1.0,
         sum(mark.reach for mark in offering) / offered if offered else 1.0,
-        _draft_round(runs),
-        _once(runs),
+        _draft_round(runs, verify),
+        _once(runs, verify),
     )
 
 
@@ -132,13 +132,20 @@ def observed_curve(measured: CostCurve, runs: list[Written]) -> CostCurve:
     return CostCurve({**moved, **known})
 
 
-def _draft_round(runs: list[Written]) -> float:
+def _draft_round(runs: list[Written], verify: CostCurve) -> float:
     """Seconds of drafting a round, without each text's first, in which the prompt is read too."""
-    later = [timing.draft_seconds for written in runs for timing in written.timings[1:]]
+    later = [_drafting(written, timing, verify) for written in runs for timing in written.timings[1:]]
     return fmean(later) if later else 0.0
 
 
-def _once(runs: list[Written]) -> float:
+def _once(runs: list[Written], verify: CostCurve) -> float:
     """What the first round of a text costs beyond the others."""
-    first = [written.timings[0].draft_seconds for written in runs if written.timings]
-    return max(0.0, fmean(first) - _draft_round(runs)) if first else 0.0
+    first = [_drafting(written, written.timings[0], verify) for written in runs if written.timings]
+    return max(0.0, fmean(first) - _draft_round(runs, verify)) if first else 0.0
+
+
+def _drafting(written: Written, timing: Timing, verify: CostCurve) -> float:
+    """Seconds of a round spent on guessing. Where the host does not see them, what the round took beyond a pass."""
+    if not written.drafts_unseen:
+        return timing.draft_seconds
+    return max(timing.draft_seconds, timing.seconds - verify.at(timing.nodes))

@@ -100,11 +100,14 @@ class Tuning:
     draft: CostCurve
 
 
-def known_methods(subject: Subject, plan: TunePlan) -> tuple[dict[str, Known], list[Written]]:
-    """Try every method at a small and a large k; also the plain texts they are compared with. Takes turns by prompt."""
+Runs = dict[tuple[str, int], list[Written]]
+
+
+def trial_runs(subject: Subject, plan: TunePlan) -> Runs:
+    """Plain texts, and every method at a small and a large k. Takes turns by prompt."""
     tasks = plan.tasks()
     settings = [(method, k) for method in subject.guessing_methods for k in TRIED_KS]
-    runs: dict[tuple[str, int], list[Written]] = {pair: [] for pair in [(PLAIN, 0), *settings]}
+    runs: Runs = {pair: [] for pair in [(PLAIN, 0), *settings]}
     for number, task in enumerate([tasks[0], *tasks]):
         for method, k in runs:
             setting = Setting(method, k, plan.temperature)
@@ -112,10 +115,16 @@ def known_methods(subject: Subject, plan: TunePlan) -> tuple[dict[str, Known], l
             written = write(subject, setting, task.prompts, length, budget=FixedBudget(k), seed=plan.seed + number)
             if number:
                 runs[method, k].append(written)
+    return runs
+
+
+def known_methods(runs: Runs, verify: CostCurve) -> dict[str, Known]:
+    """What the runs tell of each method."""
     found: dict[str, Known] = {}
-    for method, k in settings:
-        found.setdefault(method, Known({})).habits[k] = habits_of(runs[method, k], k)
-    return found, runs[PLAIN, 0]
+    for (method, k), written in runs.items():
+        if method != PLAIN:
+            found.setdefault(method, Known({})).habits[k] = habits_of(written, k, verify)
+    return found
 
 
 def predictions(known: dict[str, Known], answers: Answers) -> list[Prediction]:
@@ -162,9 +171,10 @@ def confirm(subject: Subject, plan: TunePlan, candidates: list[Prediction]) -> l
 def tune(subject: Subject, plan: TunePlan) -> Tuning:
     """All four steps."""
     verify = measure_pass(subject.target, WIDTHS, texts=plan.texts)
-    known, plain = known_methods(subject, plan)
-    verify = observed_curve(verify, plain)
-    answers = answers_of(plain, verify)
+    runs = trial_runs(subject, plan)
+    verify = observed_curve(verify, runs[PLAIN, 0])
+    known = known_methods(runs, verify)
+    answers = answers_of(runs[PLAIN, 0], verify)
     found = predictions(known, answers)
     confirmed = confirm(subject, plan, chosen(found))
     advice = advise(found, confirmed, known, answers)

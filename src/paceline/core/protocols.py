@@ -38,6 +38,7 @@ class Ability(Enum):
     HIDDEN = "hand out hidden states"
     EXIT = "stop after an inner layer"
     LOOP = "draft several steps without returning to the host"
+    STRIDE = "write several of its own tokens without returning to the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,17 @@ class LoopRunner(Runner, Protocol):
         """Draft `steps` tokens for every text; each slot then holds its text and all guesses but the last.
 
         None: not possible for these texts (too many, too long, greedy and sampled mixed); use `forward`.
+        """
+
+
+class StrideRunner(Runner, Protocol):
+    """A runner that writes several of its own tokens without returning to the host (Ability.STRIDE)."""
+
+    def stride(self, rows: list[Row], steps: int) -> Tensor | None:
+        """Read each row, one token, then its best next token, and so on: the tokens written [texts, steps].
+
+        They are those of as many passes through `forward`, bit for bit; each slot then holds all of them but the last.
+        None: not possible for these texts (too many, too long, no room); use `forward`.
         """
 
 

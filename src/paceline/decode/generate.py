@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.core.protocols import Round
 from paceline.core.sequence import Sequence
-from paceline.decode.step import Machinery, prefill, step
+from paceline.decode.step import Machinery, prefill, stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ def run(
                 clocks[text.number] = time.perf_counter()
             running += fresh
             prefill(fresh, with_)
-            rounds = step(running, with_)
-            for text, done in zip(running, rounds):
+            for text, done in zip(running, stride(running, with_)):
                 text.tally.seconds = time.perf_counter() - clocks[text.number]
                 yield Progress(text, done)
             for text in [text for text in running if text.finished]:

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from paceline.core.budget import Budget
 from paceline.core.costs import Timing
-from paceline.core.protocols import TILE, Drafter, Output, Round, Row, Runner, as_outputs
+from paceline.core.protocols import (
+    TILE,
+    Ability,
+    Drafter,
+    Output,
+    Round,
+    Row,
+    Runner,
+    StrideRunner,
+    Verdict,
+    as_outputs,
+)
 from paceline.core.sequence import Sequence
-from paceline.core.tree import DraftTree
+from paceline.core.tree import DraftTree, empty
 from paceline.decode.judge import Judge, logprobs_of
+from paceline.drafting.nothing import Nothing
 from paceline.errors import AbilityError
+
+STRIDE = 4  # plain rounds taken at once: the host's work a round is shared by four, and no piece of text waits long
+NOT_KEPT = Output(torch.empty(0, 0))  # of a stride only the tokens come back
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +134,50 @@ def step(texts: list[Sequence], with_: Machinery, budgets: list[int] | None = No
     timing = Timing(drafted - started, checked - drafted, sum(outputs.sizes), guesses, len(texts))
     with_.budget.observe(texts, rounds, timing)
     return rounds
+
+
+def stride(texts: list[Sequence], with_: Machinery) -> list[Round]:
+    """Several plain rounds taken as one, where nothing is guessed and the best token is all that is asked for.
+
+    The target writes on without waiting for the host; what it writes past a text's end is dropped. Any other round is
+    one `step`.
+    """
+    started = time.perf_counter()
+    written = _written_ahead(texts, with_)
+    if written is None:
+        return step(texts, with_)
+    tokens = written.tolist()
+    passes = written.shape[1]
+    timing = Timing(0.0, (time.perf_counter() - started) / passes, len(texts), 0, len(texts))
+    rounds = [_settle_all(text, ids, with_.target) for text, ids in zip(texts, tokens)]
+    for _ in range(passes):
+        with_.budget.observe(texts, rounds, timing)
+    return rounds
+
+
+def _written_ahead(texts: list[Sequence], with_: Machinery) -> Tensor | None:
+    target, steps = with_.target, min(STRIDE, max(text.room for text in texts))
+    if Ability.STRIDE not in target.abilities or not isinstance(with_.drafter, Nothing) or steps < 2:
+        return None
+    if not all(map(_bare, texts)):
+        return None
+    return cast(StrideRunner, target).stride([_row(text, empty()) for text in texts], steps)
+
+
+def _bare(text: Sequence) -> bool:
+    """Whether the best token, as it comes out of the pass, is all that decides."""
+    return text.sampling.plain_greedy and text.constraint is None and text.logprobs is None
+
+
+def _settle_all(text: Sequence, tokens: list[int], target: Runner) -> Round:
+    """One round a token up to the text's end, told as one."""
+    emitted: list[int] = []
+    for token in tokens:
+        if not text.finished:
+            emitted += _settle(text, Round(empty(), Verdict([], token), NOT_KEPT), target).emitted
+    assert text.slot is not None
+    target.trim(text.slot, len(text.ids) - 1)
+    return Round(empty(), Verdict([], tokens[-1]), NOT_KEPT, emitted)
 
 
 def _row(text: Sequence, tree: DraftTree) -> Row:

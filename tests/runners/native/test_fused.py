@@ -10,9 +10,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from paceline.core import Row
-from paceline.core.protocols import Lead
+from paceline.core import FixedBudget, Row, SamplingParams, Sequence, StopRules
+from paceline.core.protocols import Ability, Lead, Slot
+from paceline.decode.generate import run
+from paceline.decode.judge import Judge
+from paceline.decode.step import Machinery
+from paceline.drafting.nothing import Nothing
 from paceline.runners.native import NativeRunner
+from paceline.runners.native.narrow import OFTEN
 from tests.runners.native.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,6 +92,56 @@ def test_a_loop_drafts_what_steps_would() -> None:
         runner.trim(slot, len(prompt))
 
 
+def prepared(runner: NativeRunner, prompts: list[list[int]]) -> list[Slot]:
+    """Slots that hold all but the last token of their prompts."""
+    slots = [runner.open() for _ in prompts]
+    runner.forward([Row.chain(slot, prompt[:-1]) for slot, prompt in zip(slots, prompts)], last_only=True)
+    return slots
+
+
+def test_a_stride_writes_what_passes_would() -> None:
+    runner = fused("llama")
+    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (62, 9, 127)]  # a page and a chunk are crossed
+    slots = prepared(runner, prompts)
+    written = runner.stride([Row.chain(slot, prompt[-1:]) for slot, prompt in zip(slots, prompts)], 4)
+    assert written is not None
+    assert [slot.length for slot in slots] == [len(prompt) + 3 for prompt in prompts]
+    for slot, prompt in zip(slots, prompts):
+        runner.trim(slot, len(prompt) - 1)
+    last = [prompt[-1] for prompt in prompts]
+    for step in range(4):
+        said = runner.forward([Row.chain(slot, [token]) for slot, token in zip(slots, last)])
+        assert said.best is not None
+        last = said.best.tolist()
+        assert written[:, step].tolist() == last
+
+
+def test_a_stride_that_finds_no_room_changes_nothing() -> None:
+    runner = fused("llama")
+    prompt = list(range(1, 65))
+    [slot] = prepared(runner, [prompt])
+    while runner.pages.free:
+        runner.pages.grow(object(), 64)
+    assert runner.stride([Row.chain(slot, prompt[-1:])], 4) is None
+    assert slot.length == 63 and len(runner.pages.table(slot.number)) == 1
+
+
+def test_texts_written_in_strides_are_those_of_single_rounds() -> None:
+    runner = fused("llama")
+    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (5, 40)]
+    found = []
+    for abilities in (runner.abilities | {Ability.STRIDE}, runner.abilities - {Ability.STRIDE}):
+        runner.abilities = abilities
+        texts = [Sequence(prompt, SamplingParams(), StopRules(7, frozenset())) for prompt in prompts]
+        texts.append(Sequence(prompts[0], SamplingParams(), StopRules(3, frozenset())))  # ends inside a stride
+        rounds = list(run(texts, Machinery(runner, Nothing(), FixedBudget(0), Judge())))
+        found.append([(text.written, text.tally.steps, text.finish_reason) for text in texts])
+        assert runner.pages.used == 0
+        strides = {len(progress.round.emitted) for progress in rounds}
+        assert strides == ({1} if Ability.STRIDE not in abilities else {4, 3})
+    assert found[0] == found[1]
+
+
 def test_a_drawing_loop_carries_the_distribution_it_drew_from() -> None:
     runner = fused("llama")
     prompt = list(range(5, 30))
@@ -117,6 +172,17 @@ def test_smaller_passes_take_a_captured_size_that_is_near() -> None:
     wide = passes.fits(4, 6, 100)
     assert wide is not None and passes.check(wide).size == wide  # 24 rows are not
     assert passes.fits(1, 200, 100) is None
+
+
+def test_steps_asked_for_often_get_a_loop_of_their_own() -> None:
+    passes = fused("llama").narrow
+    assert passes is not None
+    size = passes.fits(1, 2, 100)
+    assert size is not None
+    five = passes.loop(size, 5, False)
+    taken = [passes.loop(size, 2, False) for _ in range(OFTEN + 1)]
+    assert taken[:OFTEN - 1] == [five] * (OFTEN - 1)  # the end of a text may draft a few steps too many
+    assert taken[-1] is taken[-2] is not five and taken[-1].chances.shape[1] == 2
 
 
 @pytest.mark.gpu

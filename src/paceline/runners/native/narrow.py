@@ -7,6 +7,7 @@ same numbers again) and then takes step after step without returning to the host
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by 
 TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNK_STEPS = (4, 16, 64, 256)  # chunks of context a graph is captured for
 LEAD = 2  # tokens a loop reads at first
+OFTEN = 4  # a number of drafting steps that was asked for so often gets a graph of its own
 CHAIN_DEPTHS: NDArray[np.int64] = np.arange(WIDTHS[-1], dtype=np.int64)
 CHAIN_SIGHTS: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
 
@@ -154,7 +156,9 @@ class Source(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Check:
+class Check:
+    """A captured pass of one size, and where its integers are laid."""
+
     size: Size
     staging: Staging
     run: Callable[[], Checked]
@@ -182,8 +186,9 @@ class NarrowPasses:
         self._source, self._check_ops, self._loop_ops, self._pool = source, checks, loops, pool
         self._table_width = table_width
         self._device = checks.keys.device
-        self._checks: dict[Any, dict[Size, _Check]] = {}
+        self._checks: dict[Any, dict[Size, Check]] = {}
         self._loops: dict[tuple[Size, int, bool], _Loop] = {}
+        self._asked: Counter[tuple[int, bool]] = Counter()  # how often a loop of so many steps was wanted
 
     def fits(self, texts: int, nodes: int, tokens: int) -> Size | None:
         """The size a pass would run at, or None: too wide, too many or too long for any."""
@@ -194,31 +199,45 @@ class NarrowPasses:
     def _near(self, size: Size, captured: Iterable[Size]) -> Size:
         """A captured size that will do instead of a new one: the end of a text, or of a batch, needs no graphs of its
         own. One that would take another way to multiply would change the numbers, and is not near."""
-        tiled = size.rows <= TILE_ROWS
-        near = [
-            other
-            for other in captured
-            if other.holds(size) and other.rows <= max(TILE_ROWS, 2 * size.rows) and (other.rows <= TILE_ROWS) == tiled
-        ]
+        near = [other for other in captured if self._holds(other, size)]
         return min(near, key=lambda other: (other.rows, other.chunks), default=size)
 
-    def check(self, size: Size) -> _Check:
+    def _holds(self, captured: Size, size: Size) -> bool:
+        if not captured.holds(size) or captured.rows > max(TILE_ROWS, 2 * size.rows):
+            return False
+        return (captured.rows <= TILE_ROWS) == (size.rows <= TILE_ROWS)
+
+    def check(self, size: Size) -> Check:
         """The captured check of this size, or of one near it; made if there is none."""
         kind = (self._source.want_hidden, self._source.feature_layers)
         made = self._checks.setdefault(kind, {})
         size = self._near(size, made)
         if size not in made:
             staging = Staging(size, self._table_width, self._device)
-            made[size] = _Check(size, staging, self._made(lambda: self._check_work(staging), "a check"))
+            made[size] = Check(size, staging, self._made(lambda: self._check_work(staging), "a check"))
         return made[size]
 
+    def repeat(self, check: Check, steps: int) -> Tensor:
+        """One token a text, read again and again: what a pass finds best is what the next one reads. [texts, steps]
+
+        The device goes from pass to pass by itself. The host only queues them, so its own work costs nothing here.
+        """
+        staging, nodes = check.staging, check.size.nodes
+        written = torch.empty(check.size.texts, steps, dtype=torch.int64, device=self._device)
+        for step in range(steps):
+            written[:, step] = check.run().best.view(-1, nodes)[:, 0]
+            staging.token_ids[:, 0] = written[:, step]
+            staging.batch.lengths.add_(1)
+        return written
+
     def loop(self, size: Size, steps: int, sampled: bool) -> _Loop:
-        """The captured loop of these steps, or of a few more; made if there is none."""
-        more = [key for key in self._loops if key[2] == sampled and steps <= key[1] <= 2 * steps + 3]
-        near = [(self._near(size, [key[0]]), key) for key in more]
-        usable = [key for found, key in near if found == key[0]]
-        if usable:
-            return self._loops[min(usable, key=lambda key: (key[1], key[0].rows))]
+        """The captured loop of these steps; made if there is none. One of a few more steps will do for the end of a
+        text, but every step costs time: what is asked for again and again gets a loop of its own."""
+        usable = [key for key in self._loops if key[2] == sampled and steps <= key[1] and self._holds(key[0], size)]
+        best = min(usable, key=lambda key: (key[1], key[0].rows), default=None)
+        self._asked[steps, sampled] += 1
+        if best is not None and (best[1] == steps or self._asked[steps, sampled] < OFTEN):
+            return self._loops[best]
         staging = Staging(size, self._table_width, self._device)
         temperatures = torch.ones(size.texts, 1, device=self._device)
         chances = torch.zeros(size.texts, steps, dtype=torch.float64, device=self._device)

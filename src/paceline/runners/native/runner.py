@@ -24,7 +24,8 @@ from paceline.runners.native.shape import Shape, rotary_table, shape_of
 from paceline.runners.native.weights import Weights, load_weights, weights_of
 
 if TYPE_CHECKING:
-    from paceline.runners.native.narrow import Checked, NarrowPasses, Size
+    from paceline.runners.native.narrow import Check, Checked, NarrowPasses, Size
+    from paceline.runners.native.prompts import PromptPasses
 
 PAGE = TILE  # tokens: a tile of a prompt must not end inside a page
 SLACK = 512  # a drafting loop may run a few steps past the end of the longest text
@@ -56,7 +57,8 @@ class NativeRunner:
         self.device = torch.device(card.device)
         self.pages = PagePool(max(1, -(-cache_tokens // PAGE)), PAGE)
         kept = weights.embedding.dtype
-        size = (shape.layers, self.pages.pages * PAGE, shape.kv_heads, shape.head_size)
+        self.scratch = self.pages.pages * PAGE  # behind the last page, on a page of its own: what pads a prompt
+        size = (shape.layers, self.scratch + PAGE, shape.kv_heads, shape.head_size)
         try:
             # Zeros, since attention may read, and weigh with nothing, what no token has written yet.
             self.keys = torch.zeros(size, dtype=kept, device=self.device)
@@ -67,8 +69,9 @@ class NativeRunner:
         packed = not isinstance(weights.head, Tensor)
         self.plain = PlainOps(shape, self.keys, self.values, node_by_node=packed)
         self.narrow = self._narrow_passes() if self.device.type == "cuda" else None
+        self.prompts = self._prompt_passes() if self.device.type == "cuda" else None
         if self.narrow is not None:
-            self.abilities |= {Ability.LOOP}
+            self.abilities |= {Ability.LOOP, Ability.STRIDE}
         self.last_layer = shape.layers
         self.adapter: Adapter | None = None  # of an exit: what its states go through on their way to the head
         self.want_hidden = False
@@ -143,8 +146,7 @@ class NativeRunner:
     def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
         self._reserve(rows)
         try:
-            size = self._narrow_size(rows, last_only)
-            said = self._plain_pass(rows, last_only) if size is None else self._narrow_pass(rows, size, last_only)
+            said = self._pass(rows, last_only)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("a pass does not fit: run fewer texts at a time, or shorter ones") from error
         for row in rows:
@@ -153,15 +155,37 @@ class NativeRunner:
             own.length += len(row.parents)
         return said
 
-    def _reserve(self, rows: list[Row]) -> None:
-        """Pages for every row, or OutOfMemory and nothing changed."""
+    def _pass(self, rows: list[Row], last_only: bool) -> Outputs:
+        """The rows by the way that suits them: captured and narrow, captured first reads, or plain."""
+        size = self._narrow_size(rows, last_only)
+        if size is not None:
+            return self._narrow_pass(rows, size, last_only)
+        if last_only and self.prompts is not None and all(map(self._is_first_read, rows)):
+            return self._first_reads(rows, self.prompts)
+        return self._plain_pass(rows, last_only)
+
+    def _is_first_read(self, row: Row) -> bool:
+        assert self.prompts is not None
+        return row.slot.length == 0 and row.is_chain and self.prompts.fits(len(row.parents))
+
+    def _first_reads(self, rows: list[Row], passes: PromptPasses) -> Outputs:
+        read = []
+        for row in rows:
+            places = self._places(_own(row.slot), 0, len(row.parents))
+            flat = torch.arange(places.start, places.stop) if isinstance(places, slice) else places
+            read.append(passes.read(row.ids(), flat))
+        return read[0] if len(read) == 1 else Outputs.of([one for said in read for one in said])
+
+    def _reserve(self, rows: list[Row], steps: int = 1) -> None:
+        """Pages for every row and the tokens written after it, or OutOfMemory and nothing changed."""
         done: list[NativeSlot] = []
         try:
             for row in rows:
                 own = _own(row.slot)
                 done.append(own)
-                self.pages.grow(own.number, own.length + len(row.parents))
-                for copied in self.pages.writable(own.number, own.length, own.length + len(row.parents)):
+                end = own.length + len(row.parents) + steps - 1
+                self.pages.grow(own.number, end)
+                for copied in self.pages.writable(own.number, own.length, end):
                     self._copy_page(copied.source, copied.target)
         except OutOfMemory:
             for own in done:
@@ -220,14 +244,15 @@ class NativeRunner:
         if not last_only:
             hidden = self.plain.norm(stream, self.weights.final_norm)
             shown = hidden if self.want_hidden else None
-            return Outputs(self._spoken(hidden), widths, shown, states.features)
+            return Outputs(self.speak(hidden), widths, shown, states.features)
         ends = torch.tensor(list(itertools.accumulate(widths)), device=stream.device) - 1
         hidden = self.plain.norm(stream if self.want_hidden else stream[ends], self.weights.final_norm)
         last = hidden[ends] if self.want_hidden else hidden
         shown = hidden if self.want_hidden else None
-        return Outputs(self._spoken(last), [1] * len(widths), shown, states.features, widths)
+        return Outputs(self.speak(last), [1] * len(widths), shown, states.features, widths)
 
-    def _spoken(self, hidden: Tensor) -> Tensor:
+    def speak(self, hidden: Tensor) -> Tensor:
+        """States behind the final norm -> logits; of an exit, through its adapter."""
         return self.head(hidden if self.adapter is None else self.adapter(hidden))
 
     # --- narrow passes, on CUDA ---------------------------------------------------------------------------------------
@@ -245,6 +270,12 @@ class NativeRunner:
         loops = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, vectors=True)
         return NarrowPasses(self, checks, loops, -(-longest // PAGE), new_pool())
 
+    def _prompt_passes(self) -> PromptPasses:
+        from paceline.runners.native.graphs import new_pool
+        from paceline.runners.native.prompts import PromptPasses
+
+        return PromptPasses(self, new_pool())
+
     def _narrow_size(self, rows: list[Row], last_only: bool) -> Size | None:
         """The captured size these rows fit into; None: a plain pass is the better or the only way."""
         nodes = max(len(row.parents) for row in rows)
@@ -253,17 +284,22 @@ class NativeRunner:
         return self.narrow.fits(len(rows), nodes, max(_own(row.slot).length for row in rows) + nodes)
 
     def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> Outputs:
+        check = self._staged(rows, size)
+        said = packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+        return said if self.adapter is None else self._adapted(said)
+
+    def _staged(self, rows: list[Row], size: Size) -> Check:
+        """The captured pass of this size with these rows laid before it."""
         assert self.narrow is not None
         check = self.narrow.check(size)
         for index, row in enumerate(rows):
             check.staging.put_row(index, row, _own(row.slot).length, self.pages.table(_own(row.slot).number))
         check.staging.send(len(rows))
         for index, row in enumerate(rows):
-            if row.tokens.is_cuda:
+            if row.tokens.is_cuda and row.tokens.shape[0]:
                 first = len(row.parents) - row.tokens.shape[0]
                 check.staging.token_ids[index, first : len(row.parents)].copy_(row.tokens)
-        said = packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
-        return said if self.adapter is None else self._adapted(said)
+        return check
 
     def _adapted(self, said: Outputs) -> Outputs:
         """A captured exit has spoken as it is; let its states speak through the adapter instead."""
@@ -271,7 +307,7 @@ class NativeRunner:
         states = said.hidden
         if said.read is not None:
             states = states[torch.tensor(list(itertools.accumulate(said.read)), device=states.device) - 1]
-        return replace(said, logits=self._spoken(states), best=None)
+        return replace(said, logits=self.speak(states), best=None)
 
     @torch.inference_mode()
     def loop(self, leads: list[Lead], steps: int) -> Guesses | None:
@@ -295,6 +331,23 @@ class NativeRunner:
             lead.slot.length = len(lead.ids) + steps - 1
         probs = None if drafted.probs is None else drafted.probs[: len(leads), :steps]
         return Guesses(drafted.tokens[: len(leads), :steps], probs)
+
+    @torch.inference_mode()
+    def stride(self, rows: list[Row], steps: int) -> Tensor | None:
+        longest = max(_own(row.slot).length for row in rows) + steps
+        size = None if self.narrow is None else self.narrow.fits(len(rows), 1, longest)
+        if size is None or self.narrow is None or longest > self.shape.longest_text:
+            return None
+        try:
+            self._reserve(rows, steps)
+        except OutOfMemory:
+            return None
+        check = self._staged(rows, size)
+        written = self.narrow.repeat(check, steps)[: len(rows)]
+        for row in rows:
+            own = _own(row.slot)
+            own.fresh, own.length = own.length, own.length + steps
+        return written
 
     def _catch_up(self, leads: list[Lead]) -> None:
         """Read all but the last two tokens of every text; the loop itself reads those."""
@@ -393,6 +446,7 @@ class NativeRunner:
         twin.want_hidden, twin.feature_layers = True, ()
         # Captured passes know the layers of the runner they were made for.
         twin.narrow = None if self.narrow is None else twin._narrow_passes()
+        twin.prompts = None if self.prompts is None else twin._prompt_passes()
         return twin
 
     def hand_over(self, slot: Slot, length: int) -> None:

@@ -1,6 +1,6 @@
 """The GPU rig: a small model inflated to the cost of a 7.5B one, drafted for by its own low-bit copy.
 
-    PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER [--out FILE.json] [--quick]
+    PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER [--out FILE.json] [--parts single,passes]
 
 The inflated model says what the small one says (its new widths, heads and layers contribute exactly zero) and costs
 what its shape costs; the draft is the small model with every projection rounded to 4 bits. Both are built on the
@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
+from paceline.bench.measure import Length
+from paceline.bench.subject import Subject
+from paceline.bench.tune import TunePlan, tune
 from paceline.core import AdaptiveBudget, FixedBudget, ModelCard, Row, SamplingParams, Sequence, StopRules
+from paceline.core.budget import Budget
 from paceline.core.protocols import Lead
+from paceline.decode.calibrate import measure_costs
 from paceline.decode.generate import Progress, run
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
@@ -294,8 +300,8 @@ class Rig:
 
     def sweep(self) -> None:
         few = self.prompts[::3]
-        for k in (1, 2, 3, 4, 6, 7, 8):
-            self.add(measure(f"draft k={k}", lambda k=k: self.drafted(k), few, 0.0, 1, self.args.length))
+        for k in (1, 2, 3, 4, 5, 6, 7, 8):
+            self.add(measure(f"draft k={k}", partial(self.drafted, k), few, 0.0, 1, self.args.length))
 
     def batches(self) -> None:
         for batch in (8, 32):
@@ -383,8 +389,6 @@ class Rig:
 
     def auto(self) -> None:
         """The never-lose budget with the same pair."""
-        from paceline.decode.calibrate import measure_costs
-
         costs = measure_costs(self.target, self.draft)
         drafter = DraftModel(self.draft, self.target.card.vocab_size)
         made = Machinery(self.target, drafter, AdaptiveBudget(costs), Judge())
@@ -393,7 +397,8 @@ class Rig:
     def save(self, folder: Path) -> None:
         """The pair as a user would have it: FOLDER/target and FOLDER/draft."""
         for name, state, config in (
-            ("target", self.large, self.config), ("draft", self.small_state, self.small_config)
+            ("target", self.large, self.config),
+            ("draft", self.small_state, self.small_config),
         ):
             place = folder / name
             place.mkdir(parents=True, exist_ok=True)
@@ -403,19 +408,40 @@ class Rig:
             self.tokenizer.save_pretrained(place)
         say(f"saved the pair in {folder}")
 
+    def tune(self) -> None:
+        """What `paceline tune` would advise here, predicted and measured."""
+        drafters = {"none": Nothing(), "draft": self.drafted(1).drafter, "ngram": Ngram()}
+
+        def budget(method: str, k: int | str) -> Budget:
+            if isinstance(k, int):
+                return FixedBudget(k)
+            return AdaptiveBudget(measure_costs(self.target, self.draft if method == "draft" else None))
+
+        subject = Subject(self.target, None, drafters, make_budget=budget)
+        found = tune(subject, TunePlan(self.prompts[::4], Length(128)))
+        self.facts["tune"] = [asdict(one) for one in found.confirmed]
+        for one in found.confirmed:
+            say(f"tune: {one.method} k={one.draft_tokens} predicted {one.predicted} measured {one.measured:.3f}")
+        say(found.advice.sentence)
+
     def all(self) -> None:
         if self.args.save:
             self.section("save", lambda: self.save(Path(self.args.save)))
-        self.section("single", self.single)
-        self.section("passes", self.passes)
-        self.section("sampled", self.sampled)
-        self.section("batches", self.batches)
-        self.section("memory", self.memory)
-        if not self.args.quick:
-            self.section("long prompt", self.long_prompt)
-            self.section("peers", self.peers)
-            self.section("sweep", self.sweep)
-            self.section("auto", self.auto)
+        parts: dict[str, Callable[[], None]] = {
+            "single": self.single,
+            "passes": self.passes,
+            "sampled": self.sampled,
+            "batches": self.batches,
+            "memory": self.memory,
+            "tune": self.tune,
+            "prompt": self.long_prompt,
+            "peers": self.peers,
+            "sweep": self.sweep,
+            "auto": self.auto,
+        }
+        wanted = self.args.parts.split(",") if self.args.parts else list(parts)
+        for name in wanted:
+            self.section(name, parts[name])
         self.report()
 
     def report(self) -> None:
@@ -441,7 +467,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--cache-tokens", type=int, default=65536)
     parser.add_argument("--save", help="write the pair here, as directories that the command line takes")
-    parser.add_argument("--quick", action="store_true", help="the headline rows only")
+    parser.add_argument("--parts", help="some of single, passes, sampled, batches, memory, tune, prompt, peers, …")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("the rig needs a CUDA device", file=sys.stderr)

@@ -92,6 +92,14 @@ class Borrowed:
     head: Function  # hidden states after the final norm -> logits
 
 
+class _Norm(nn.RMSNorm):
+    """Root-mean-square norm in the precision of what it is given: with weights of another one torch has no fused form
+    of it, and training with bf16 states spends more time in norms than in products."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return functional.rms_norm(states, self.normalized_shape, self.weight.to(states.dtype), self.eps)
+
+
 class _Mlp(nn.Module):
     """The gated feed-forward part of a Llama layer."""
 
@@ -126,10 +134,10 @@ class _Layer(nn.Module):
         rotary = RotarySettings(config.head_dim, config.rope_theta, config.longest_text, config.rope_scaling)
         self.self_attn = Attention(settings, rotary)
         self.mlp = _Mlp(width, config.intermediate_size)
-        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(width, eps=config.rms_norm_eps)
         if eagle3:
-            self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-            self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+            self.hidden_norm = _Norm(width, eps=config.rms_norm_eps)
+            self.input_layernorm = _Norm(width, eps=config.rms_norm_eps)
 
     def beside(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """EAGLE-3's input of the attention: both vectors, each under its own norm. [..., 2 · width]"""
@@ -161,10 +169,10 @@ class EagleHead(nn.Module):
         joined = config.feature_count * config.target_hidden_size
         self.fc = nn.Linear(joined, config.hidden_size, bias=config.fc_bias)
         eps = config.rms_norm_eps
-        self.input_norm = nn.RMSNorm(joined, eps=eps) if config.norm_before_fc else None
-        norms = (nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.feature_count))
+        self.input_norm = _Norm(joined, eps=eps) if config.norm_before_fc else None
+        norms = (_Norm(config.target_hidden_size, eps=eps) for _ in range(config.feature_count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = _Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)

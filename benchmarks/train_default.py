@@ -257,6 +257,7 @@ class Run:
             "invented after short openings, functions and passages from the Python standard library's docstrings as "
             "prompts; its answers greedy and at temperatures 0.5 to 1. No public data set."
         )
+        data += " The head goes on from one that was trained in the same way before." if self.args.init else ""
         scores = self.result.get("prompts", {})
         facts = Facts("eagle", "SmolLM2-135M-Instruct", data, size, settings_of(self.args), scores)
         write_card(folder, facts, history)

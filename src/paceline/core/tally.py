@@ -43,6 +43,11 @@ class Tally:
         for depth in range(accepted):
             self.accepted_at[depth] += 1
 
+    def add_plain(self, rounds: int) -> None:
+        """Count rounds that guessed nothing and wrote one token each."""
+        self.steps += rounds
+        self.new_tokens += rounds
+
     def add(self, other: Tally) -> None:
         """Add another tally's counts; seconds add up too, so time a batch once and set it on the sum."""
         self.new_tokens += other.new_tokens

@@ -170,14 +170,13 @@ def _bare(text: Sequence) -> bool:
 
 
 def _settle_all(text: Sequence, tokens: list[int], target: Runner) -> Round:
-    """One round a token up to the text's end, told as one."""
-    emitted: list[int] = []
-    for token in tokens:
-        if not text.finished:
-            emitted += _settle(text, Round(empty(), Verdict([], token), NOT_KEPT), target).emitted
+    """One plain round a token, up to the text's end, told as one."""
+    emitted = text.extend(tokens, 0)
+    text.tally.add_plain(len(emitted))
     assert text.slot is not None
-    target.trim(text.slot, len(text.ids) - 1)
-    return Round(empty(), Verdict([], tokens[-1]), NOT_KEPT, emitted)
+    if len(emitted) < len(tokens):
+        target.trim(text.slot, len(text.ids) - 1)
+    return Round(empty(), Verdict([], emitted[-1] if emitted else tokens[0]), NOT_KEPT, emitted)
 
 
 def _row(text: Sequence, tree: DraftTree) -> Row:

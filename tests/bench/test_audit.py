@@ -17,8 +17,12 @@ from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import Row
 from paceline.decode.judge import Judge
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.layerskip import LayerSkip
+from paceline.drafting.nothing import Nothing
+from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
 from tests.bench.toys import CONTEXT, Anticipating, PlantedJudge, WrongQ, toy_subject
+from tests.runners.native.models import tiny
 
 
 def plan(**changes: object) -> AuditPlan:
@@ -121,6 +125,34 @@ def test_the_remembering_runner_says_what_the_real_one_says() -> None:
     passes = remembering.passes
     remembering.forward([Row.chain(twin, [3])])
     assert remembering.passes == passes  # that text was known
+
+
+def test_remembered_states_are_the_real_ones() -> None:
+    runner = NativeRunner.of_model(tiny("llama"), "tiny", cache_tokens=1024)
+    runner.expose(hidden=True, features=(1,))
+    remembering = RememberingRunner(runner, states=True)
+    prompts, tree = [[3, 1, 4, 1, 5], [9, 2, 6]], ([5, 6, 7], [-1, 0, 0])
+    for _ in range(2):  # the second time from memory
+        said = []
+        for one in (runner, remembering):
+            slots = [one.open() for _ in prompts]
+            read = one.forward([Row.chain(slot, ids) for slot, ids in zip(slots, prompts)], last_only=True)
+            for slot, ids in zip(slots, prompts):
+                one.keep(slot, list(range(len(ids))))
+            said.append((read, one.forward([Row(slot, torch.tensor(tree[0]), tree[1]) for slot in slots])))
+        for real, remembered in zip(*said):
+            assert (real.sizes, real.read or real.sizes) == (remembered.sizes, remembered.read)
+            for part in ("logits", "hidden", "features"):
+                torch.testing.assert_close(getattr(remembered, part), getattr(real, part), rtol=1e-4, atol=1e-5)
+    assert remembering.passes == 2 * len(prompts)
+
+
+def test_a_drafter_that_looks_into_the_target_gets_as_many_draws_as_any() -> None:
+    """The chance of a false alarm is the audit's alpha, 0.001."""
+    runner = NativeRunner.of_model(tiny("llama"), "tiny", cache_tokens=1024)
+    subject = Subject(runner, None, {"none": Nothing(), "layerskip": LayerSkip(runner, 1)})
+    checks = list(audit(subject, plan(contexts=[[5, 90, 17, 5]], prompts=[], draws=400, methods=["layerskip"])))
+    assert {(check.outcome, check.draws) for check in checks} == {(Outcome.PASSED, 400)}
 
 
 def test_a_confined_runner_is_the_model_without_its_other_tokens() -> None:

@@ -24,8 +24,10 @@ from paceline.core.stopping import StopRules
 from paceline.core.tally import Tally
 from paceline.decode.generate import run
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.layerskip import LayerSkip
 
 Path = tuple[int, ...]
+INSIDE = frozenset({Ability.HIDDEN, Ability.EXIT})
 LENGTH = 3  # tokens of an outcome
 SUPPORT = 4  # candidates a token on large vocabularies: keeps the number of texts that can occur small
 SMALL_VOCABULARY = 16
@@ -76,16 +78,28 @@ class Desk:
 
 
 class Laboratory:
-    """Draws for one subject. Models are asked once about each text; drafters that look into the target run for real."""
+    """Draws for one subject. Models are asked once about each text; drafting and judging are done anew every time.
+
+    Drafters that look into the target see its real states, over its whole vocabulary; all others draft in a small one.
+    Drafters with a model of another vocabulary run for real.
+    """
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self._target = RememberingRunner(subject.target)
+        self._target = RememberingRunner(subject.target, states=Ability.HIDDEN in subject.target.abilities)
+        self._inside = replace(
+            subject,
+            target=self._target,
+            drafters={method: _looking_in(drafter) for method, drafter in subject.drafters.items()},
+        )
         self._desks: dict[Path, Desk] = {}
 
     def desk(self, method: str, context: list[int]) -> Desk:
-        """Slow but real for drafters that need the target itself, quick for all others."""
-        if runs_for_real(self.subject.drafter(method)):
+        """The quickest place where this method drafts as it does for real."""
+        drafter = self.subject.drafter(method)
+        if drafter.needs & INSIDE:
+            return Desk(self._inside, self._target, context)
+        if runs_for_real(drafter):
             return Desk(self.subject, self._target, context)
         key = tuple(context)
         if key not in self._desks:
@@ -174,8 +188,13 @@ class Evidence:
 
 def runs_for_real(drafter: Drafter) -> bool:
     """Whether a drafter needs the target itself and not only what it says, or brings a model of another vocabulary."""
-    inside = bool(drafter.needs & {Ability.HIDDEN, Ability.EXIT})
+    inside = bool(drafter.needs & INSIDE)
     return inside or (hasattr(drafter, "runner") and not isinstance(drafter, DraftModel))
+
+
+def _looking_in(drafter: Drafter) -> Drafter:
+    """A drafter that sees into a remembering target: an exit of it remembers too."""
+    return drafter.through(RememberingRunner(drafter.exit)) if isinstance(drafter, LayerSkip) else drafter
 
 
 def _remembering(drafter: Drafter, names: list[int] | None) -> Drafter:

@@ -7,14 +7,15 @@ test, are done anew for every draw.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Ability, ModelCard, Outputs, Row, Runner, Slot, as_outputs
+from paceline.core.protocols import Ability, ModelCard, Output, Outputs, Row, Runner, Slot, as_outputs
 from paceline.core.tree import path_to
 
+Path = tuple[int, ...]
 MOST_BASES = 24  # beginnings kept in the inner runner's memory
 
 
@@ -36,58 +37,101 @@ class RememberingSlot(Slot):
         self.length = len(self.tokens)
 
 
+@dataclass(slots=True, eq=False)
+class Said:
+    """What a model said after one text: logits [vocab] if it was asked for them, states if it hands them out."""
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    features: Tensor | None = None
+
+
 class RememberingRunner:
-    """Answers from memory where it can. Reads chains and trees; hands out no hidden states.
+    """Answers from memory where it can. Reads chains and trees.
 
     tokens  a part of the vocabulary: the runner is then the inner model confined to these tokens, numbered in this
             order. A small vocabulary makes every draw cheap, and what is exact for any target is exact for this one
+    states  remember hidden states too, for drafters that were made for the inner model and look into it
     """
 
-    def __init__(self, inner: Runner, tokens: list[int] | None = None) -> None:
+    def __init__(self, inner: Runner, tokens: list[int] | None = None, *, states: bool = False) -> None:
         self.inner = inner
         self.card = inner.card if tokens is None else confined(inner.card, len(tokens))
         self._tokens = tokens
         self._columns = None if tokens is None else torch.tensor(tokens)
-        self.abilities = inner.abilities & {Ability.TREE}
-        self._said: dict[tuple[int, ...], Tensor] = {}
-        self._bases: dict[tuple[int, ...], Slot] = {}
+        self._states = states
+        self.abilities = inner.abilities & ({Ability.TREE, Ability.HIDDEN} if states else {Ability.TREE})
+        self._said: dict[Path, Said] = {}
+        self._bases: dict[Path, Slot] = {}
         self.passes = 0
 
     def open(self) -> RememberingSlot:
         return RememberingSlot()
 
     def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
-        logits: list[Tensor] = []
-        sizes: list[int] = []
+        found: list[Output] = []
         for row in rows:
-            slot = _own(row.slot)
-            ids = row.ids().tolist()
-            nodes = range(len(ids) - 1, len(ids)) if last_only else range(len(ids))
-            paths = [(*slot.tokens, *(ids[step] for step in path_to(row.parents, node))) for node in nodes]
-            if not last_only and any(path not in self._said for path in paths):
-                self._read(slot.tokens, ids, row.parents, paths)
-            logits += [self.after(path) for path in paths]
-            sizes.append(len(paths))
+            slot, ids = _own(row.slot), row.ids().tolist()
+            paths = [(*slot.tokens, *(ids[step] for step in path_to(row.parents, node))) for node in range(len(ids))]
+            self._learn(slot.tokens, ids, row.parents, paths, last_only)
+            found.append(self._answer(paths, last_only))
             slot.fresh = row
             slot.length = len(slot.tokens) + len(ids)
-        return Outputs(torch.stack(logits), sizes)
+        return Outputs.of(found)
 
-    def after(self, tokens: tuple[int, ...]) -> Tensor:
+    def _learn(self, before: list[int], ids: list[int], parents: list[int], paths: list[Path], last_only: bool) -> None:
+        """Make sure that what will be asked about is known."""
+        if last_only and self._states:
+            if any(path not in self._said for path in paths):
+                self._read(before, ids, parents, paths, last_only=True)
+            self.after(paths[-1])
+        elif last_only:
+            self.after(paths[-1])
+        elif any(path not in self._said or self._said[path].logits is None for path in paths):
+            self._read(before, ids, parents, paths)
+
+    def _answer(self, paths: list[Path], last_only: bool) -> Output:
+        said = [self._said[path].logits for path in (paths[-1:] if last_only else paths)]
+        logits = torch.stack([one for one in said if one is not None])
+        if not self._states:
+            return Output(logits)
+        return Output(logits, self._joined(paths, "hidden"), self._joined(paths, "features"))
+
+    def _joined(self, paths: list[Path], part: str) -> Tensor | None:
+        kept = [getattr(self._said[path], part) for path in paths]
+        return None if kept[0] is None else torch.stack(kept)
+
+    def after(self, tokens: Path) -> Tensor:
         """Logits after a text [vocab]."""
-        if tokens not in self._said:
+        known = self._said.get(tokens)
+        if known is None or known.logits is None:
             self._read(list(tokens[:-1]), [tokens[-1]], [-1], [tokens])
-        return self._said[tokens]
+        logits = self._said[tokens].logits
+        assert logits is not None
+        return logits
 
-    def _read(self, before: list[int], ids: list[int], parents: list[int], paths: list[tuple[int, ...]]) -> None:
+    def _read(
+        self, before: list[int], ids: list[int], parents: list[int], paths: list[Path], *, last_only: bool = False
+    ) -> None:
         """Read a row once behind what stands before it, and remember what was said of every node."""
         self.passes += 1
         slot = self._behind(self._real(before))
         try:
             row = Row(slot, torch.tensor(self._real(ids), dtype=torch.int64), parents)
-            said = as_outputs(self.inner.forward([row])).logits.float().cpu()
+            said = as_outputs(self.inner.forward([row], last_only=last_only))[0]
+            logits = said.logits.float().cpu()
+            logits = logits if self._columns is None else logits[:, self._columns]
+            # Copies: a captured pass writes its next results over these.
+            hidden, features = (None if part is None else part.clone() for part in (said.hidden, said.features))
         finally:
             self.inner.close(slot)
-        self._said.update(zip(paths, said if self._columns is None else said[:, self._columns]))
+        for node, path in enumerate(paths):
+            known = self._said.setdefault(path, Said())
+            place = node - len(paths) + logits.shape[0]  # with last_only there are logits of the last node alone
+            known.logits = logits[place] if place >= 0 else known.logits
+            if self._states:
+                known.hidden = None if hidden is None else hidden[node]
+                known.features = None if features is None else features[node]
 
     def _real(self, ids: list[int]) -> list[int]:
         """The inner model's own numbers."""
@@ -107,6 +151,10 @@ class RememberingRunner:
             self.inner.forward([Row.chain(base, before)], last_only=True)
             self.inner.keep(base, list(range(len(before))))
         return self.inner.fork(self._bases[key], len(before))
+
+    def hand_over(self, slot: Slot, length: int) -> None:
+        """Like trim: nothing is computed here that another pass could go on with."""
+        self.trim(slot, length)
 
     def keep(self, slot: Slot, nodes: list[int]) -> None:
         _own(slot).settle(nodes)

@@ -10,6 +10,7 @@ it as it is, which only models trained for early exits do well.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
@@ -43,7 +44,13 @@ class LayerSkip:
             _check_pair(adapter, target, layer)
             layer = adapter.config.layer
         self.layer = layer if layer is not None else max(1, target.card.layers // 4)
-        self._exit: Runner = target.exit_at(self.layer, adapter)
+        self.exit: Runner = target.exit_at(self.layer, adapter)
+
+    def through(self, exit_: Runner) -> LayerSkip:
+        """The same drafter with another runner of its exit."""
+        twin = copy.copy(self)
+        twin.exit = exit_
+        return twin
 
     def begin(self, text: Sequence, prompt: Output | None) -> None:
         """Nothing to read: the lower layers know the text."""
@@ -71,16 +78,16 @@ class LayerSkip:
 
     def _logits(self, rows: list[Row]) -> Tensor:
         """One pass of the exit over one token a text. [texts, vocab]"""
-        said = as_outputs(self._exit.forward(rows, last_only=True))
+        said = as_outputs(self.exit.forward(rows, last_only=True))
         for row in rows:
-            self._exit.keep(row.slot, [0])
+            self.exit.keep(row.slot, [0])
         return said.logits
 
     def _give_back(self, slot: Slot, length: int) -> None:
         """The slot as verification expects it: every token of the text but the last."""
-        restore: Callable[[Slot, int], None] = self._exit.trim
-        if isinstance(self._exit, Resuming):
-            restore = self._exit.hand_over
+        restore: Callable[[Slot, int], None] = self.exit.trim
+        if isinstance(self.exit, Resuming):
+            restore = self.exit.hand_over
         restore(slot, length)
 
 

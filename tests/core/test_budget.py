@@ -5,11 +5,15 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+import torch
 
-from paceline.core.budget import FixedBudget, within_room
+from paceline.core.budget import AdaptiveBudget, FixedBudget, within_room
+from paceline.core.costs import CostCurve, Costs, Timing
 from paceline.core.distribution import SamplingParams
+from paceline.core.protocols import Output, Round, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
+from paceline.core.tree import chain
 from paceline.errors import OptionError
 
 P = {"A": Fraction(7, 10), "B": Fraction(3, 10)}
@@ -55,6 +59,30 @@ def test_a_texts_own_k_goes_before_the_budgets() -> None:
     own.draft_tokens = 1
     assert FixedBudget(4).plan([own, text()]) == [1, 4]
     assert within_room(own, 7) == 1
+
+
+def test_guessing_must_earn_what_catching_up_costs() -> None:
+    """Eight more tokens cost nothing here, so guessing pays; but not where the draft must first read a long text."""
+    flat = Costs(CostCurve({1: 1.0, 24: 1.0}))
+    texts = [Sequence(list(range(200)), SamplingParams(), StopRules(100)) for _ in range(4)]
+    assert all(AdaptiveBudget(flat).plan(texts))
+    flat.late = 1.0  # a token of a text is as dear as a pass
+    asked = [k for k in AdaptiveBudget(flat).plan(texts) if k]
+    assert len(asked) <= 1, "at most a probe"
+
+
+def test_what_a_draft_has_missed_is_counted_while_nothing_is_asked_of_it() -> None:
+    costs = Costs(CostCurve({1: 1.0, 2: 3.0, 24: 47.0}))  # guessing never pays
+    budget, one = AdaptiveBudget(costs), Sequence([1] * 10, SamplingParams(), StopRules(500))
+    asked = []
+    for _ in range(300):
+        [k] = budget.plan([one])
+        asked += [budget._state(one).behind] if k else []
+        tree = chain([5] * k)
+        one.extend([7], 0)
+        done = Round(tree, Verdict([], 7), Output(torch.empty(0, 0)), [7])
+        budget.observe([one], [done], Timing(0.0, 1.0 + 2.0 * k, 1 + k, k, 1))
+    assert len(asked) > 1 and sum(asked) <= len(one.ids) and max(asked[1:]) > AdaptiveBudget.LITTLE
 
 
 @pytest.mark.parametrize("k", [-1, 129, True, 2.5])

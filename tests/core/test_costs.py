@@ -64,8 +64,9 @@ def test_a_batch_learns_what_guesses_add_whatever_its_size() -> None:
 
 def test_what_the_draft_makes_up_for_is_not_taken_for_its_price() -> None:
     costs = Costs()
-    costs.observe(Timing(5.0, 10.0, 3, 2, 1), steady=False)
+    costs.observe(Timing(5.0, 10.0, 3, 2, 1), caught_up=50)
     assert costs.draft.at(2) == 0.0
+    assert costs.catching_up(20) == pytest.approx(2.0)
     costs.observe(Timing(1.0, 10.0, 3, 2, 1))
     assert costs.draft.at(2) == 1.0
     assert costs.draft.at(1) == 0.5

@@ -22,7 +22,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--target", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf")
     models.add_argument("--draft", metavar="MODEL", help="a smaller model of the same vocabulary that guesses")
     models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N; default: cuda if there is one")
-    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16; int8, int4 on a CPU; default: by device")
+    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4; default: by device")
     models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
     models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
     models.add_argument("--cache-tokens", type=int, metavar="N", help="tokens whose cache is kept, over all texts")

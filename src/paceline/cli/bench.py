@@ -62,7 +62,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses, or the head of a method named")
     models.add_argument("--methods", default="all", metavar="M", help="all that work here, or words with commas")
     models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N")
-    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16; int8, int4 on a CPU")
+    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4")
     models.add_argument("--draft-dtype", metavar="T", help="of the draft")
     models.add_argument("--runner", default=AUTO, metavar="R", help="auto, native or hf")
 

@@ -116,8 +116,8 @@ class _TextState:
     rates: PositionRates
     kind: str  # how it is drafted for; see `_kind`
     asked: int = 0  # guesses wanted in this round
-    behind: int = 0  # rounds without a guess before this one: what the draft has to catch up with
-    idle: int = 0  # rounds planned since it was last asked
+    known: int = 0  # tokens that the draft had seen when it was last asked
+    behind: int = 0  # tokens it had to catch up with in this round
 
 
 @dataclass(slots=True)
@@ -149,7 +149,8 @@ class AdaptiveBudget:
     PROBE_SHARE = 0.012
     FIRST_PROBES = 1.5  # plain rounds' worth of time that probes may lose at the very start
     MARGIN = 1.02  # guessing must promise at least this much over plain decoding
-    SOON = 4  # rounds without a guess after which catching up still costs little
+    LITTLE = 16  # tokens that a draft catches up with in passing
+    HORIZON = 32  # rounds within which guessing must earn what catching up costs
     PLAIN_EVERY = 64  # rounds, times the gain: the more there is to win, the less an error about the price matters
     SHORTEST = 1e-9  # seconds: no round is quicker, whatever a clock says
     SHARPEST = 0.001  # gains below this many tokens are not worth looking at
@@ -174,9 +175,10 @@ class AdaptiveBudget:
         states = [self._state(text) for text in texts]
         limits = [within_room(text, self.largest) for text in texts]
         chosen = self._choose(texts, states, limits)
-        for state, k in zip(states, chosen):
-            state.behind, state.asked = state.idle, k
-            state.idle = 0 if k else state.idle + 1
+        for text, state, k in zip(texts, states, chosen):
+            state.asked, state.behind = k, 0
+            if k:
+                state.behind, state.known = len(text.ids) - state.known, len(text.ids)
         return chosen
 
     def _still_resting(self, texts: list[Sequence]) -> bool:
@@ -192,34 +194,39 @@ class AdaptiveBudget:
         if not any(limits[index] for index in free):
             return chosen
         nearest = self._best([states[index] for index in free], [limits[index] for index in free])
-        gain = nearest.rate * self.costs.of(len(free)).round(len(free), 0) / len(free)
-        pays = gain > self.MARGIN
+        plain = self.costs.of(len(free)).round(len(free), 0)
+        gain = nearest.rate * plain / len(free)
+        behind = {index: len(texts[index].ids) - states[index].known for index in free}
+        debt = self.costs.catching_up(sum(behind[index] for index, k in zip(free, nearest.ks) if k))
+        pays = gain > self.MARGIN and (gain - 1) * plain * self.HORIZON > debt
         self._since_plain += 1
         if pays and self._since_plain < self.PLAIN_EVERY * gain:
             for index, k in zip(free, nearest.ks):
                 chosen[index] = k
-            self._probe_one_left_out(states, limits, free, chosen)
+            self._probe_one_left_out(behind, limits, chosen)
             return chosen
         self._since_plain = 0
         if not pays and self._may_probe(len(texts)):
-            asked = max((pair for pair in zip(free, nearest.ks) if pair[1]), key=lambda pair: states[pair[0]].idle)
+            asked = max((pair for pair in zip(free, nearest.ks) if pair[1]), key=lambda pair: behind[pair[0]])
             chosen[asked[0]] = asked[1]
             self._probing = True
         elif not pays:
             self._resting = frozenset(texts[index].number for index in free)
         return chosen
 
-    def _probe_one_left_out(
-        self, states: list[_TextState], limits: list[int], free: list[int], chosen: list[int]
-    ) -> None:
-        """Where guessing pays for some texts, one that was given no guess gets one when the account allows it."""
-        left_out = [index for index in free if not chosen[index] and limits[index]]
-        if not left_out or not self._may_probe(len(states)):
+    def _probe_one_left_out(self, behind: dict[int, int], limits: list[int], chosen: list[int]) -> None:
+        """Where guessing pays for some texts, one that was given no guess gets one when the account allows it.
+
+        behind: of the texts that may be given guesses, the tokens their draft has not seen.
+        """
+        left_out = [index for index in behind if not chosen[index] and limits[index]]
+        if not left_out or not self._may_probe(len(chosen)):
             return
-        nodes = len(states) + sum(chosen)
-        costs = self.costs.of(len(states))
-        self._account.seconds -= costs.pass_of(nodes + 1) - costs.pass_of(nodes)
-        chosen[max(left_out, key=lambda index: states[index].idle)] = 1
+        nodes = len(chosen) + sum(chosen)
+        costs = self.costs.of(len(chosen))
+        asked = max(left_out, key=lambda index: behind[index])
+        self._account.seconds -= costs.pass_of(nodes + 1) - costs.pass_of(nodes) + self.costs.catching_up(behind[asked])
+        chosen[asked] = 1
 
     def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:
         """Add the guess that promises most, one by one; the best batch on the way that guesses at all."""
@@ -264,7 +271,8 @@ class AdaptiveBudget:
 
     def observe(self, texts: list[Sequence], rounds: list[Round], timing: Timing) -> None:
         states = [self._state(text) for text in texts]
-        self.costs.observe(timing, steady=all(state.behind <= self.SOON for state in states if state.asked))
+        late = sum(state.behind for state in states if state.asked and state.behind > self.LITTLE)
+        self.costs.observe(timing, caught_up=late)
         self._settle(timing, sum(len(done.emitted) for done in rounds))
         if not timing.guesses:
             return

@@ -129,6 +129,7 @@ def no_guesses_are_free() -> CostCurve:
 
 
 STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH = 0.1, 0.5, 8.0
+LATE_WEIGHT = 0.3
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class Costs:
     plain: CostCurve = field(default_factory=CostCurve)  # by texts in a batch
     drafts: dict[int, CostCurve] = field(default_factory=dict)  # by texts in a batch
     stretch: float = 1.0
+    late: float = 0.0  # seconds a token that a draft has not seen when it is asked for a guess
 
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
@@ -156,16 +158,23 @@ class Costs:
         """The costs of a batch of so many texts."""
         return BatchCosts(self, max(1, texts))
 
-    def observe(self, timing: Timing, *, steady: bool = True) -> None:
-        """Learn from one round. Not `steady`: the draft had much to catch up with, which no next round will cost."""
+    def observe(self, timing: Timing, *, caught_up: int = 0) -> None:
+        """Learn from one round. caught_up: tokens that the draft first had to read, which no next round will cost."""
         if timing.texts <= 1:
             self.verify.add(self.whole(timing.nodes), timing.verify_seconds)
         elif timing.nodes == timing.texts:
             self.plain.add(timing.texts, timing.verify_seconds)
         else:
             self._stretch(timing)
-        if timing.guesses and steady:
+        if timing.guesses and caught_up:
+            beyond = max(0.0, timing.draft_seconds - self.draft_of(timing.texts).at(timing.guesses)) / caught_up
+            self.late += (LATE_WEIGHT if self.late else 1.0) * (beyond - self.late)
+        elif timing.guesses:
             self.draft_of(timing.texts).add(timing.guesses, timing.draft_seconds)
+
+    def catching_up(self, tokens: int) -> float:
+        """Seconds a draft needs to read what it has not seen."""
+        return self.late * tokens
 
     def _stretch(self, timing: Timing) -> None:
         added = self.width(timing.nodes) - self.width(timing.texts)

@@ -38,11 +38,16 @@ class _Memory:
     start: int  # the place of the first state it was given: a text may go on from a cache the head never saw
     length: int = 0  # places read with true states
     pending: list[Tensor] = field(default_factory=list)  # true states not read yet, [places, features]
+    waiting: int = 0  # places in `pending`
     out: Tensor | None = None  # what the head said at the last place read, [hidden]
 
-    @property
-    def waiting(self) -> int:
-        return sum(part.shape[0] for part in self.pending)
+    def add(self, states: Tensor) -> None:
+        self.pending.append(states)
+        self.waiting += states.shape[0]
+
+    def clear(self) -> None:
+        self.pending.clear()
+        self.waiting = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +97,7 @@ class Eagle:
         self.end(text)
         memory = self._memories[text.number] = _Memory(self._buffers.take(), len(text.ids) - 1 - read)
         if states is not None:
-            memory.pending.append(states)
+            memory.add(states)
 
     def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
         for text, done in zip(texts, rounds):
@@ -104,8 +109,9 @@ class Eagle:
             first = len(text.ids) - 1 - len(rows)
             if first != memory.start + memory.length + memory.waiting:  # rounds were not told of: begin anew here
                 memory.start, memory.length, memory.out = first, 0, None
-                memory.pending.clear()
-            memory.pending.append(self._states(done.output)[rows])
+                memory.clear()
+            states = self._states(done.output)
+            memory.add(states[rows] if len(rows) > 1 else states[:1].clone())
 
     def end(self, text: Sequence) -> None:
         memory = self._memories.pop(text.number, None)
@@ -155,7 +161,7 @@ class Eagle:
         for index, (memory, count) in enumerate(zip(memories, counts)):
             memory.out = out[index, count - 1]
             memory.length += count
-            memory.pending.clear()
+            memory.clear()
 
     def _chain_pass(self, memories: list[_Memory], ahead: list[int], tokens: Tensor, g: Tensor) -> Tensor:
         """Rows one after another, `ahead` places past the true ones. tokens [texts, width], g [texts, width, hidden]"""

@@ -399,14 +399,14 @@ def refuse_what_cannot_roll_back(config: Any, name: str, *, stateful: bool = Fal
 
 
 def dtype_named(word: str | None, device: str) -> str:
-    """A dtype's full name: float32 on a CPU and bfloat16 on a GPU unless told; int8 and int4 on a CPU."""
+    """A dtype's full name: float32 on a CPU and bfloat16 on a GPU unless told."""
     if word is None or word == "auto":
         return "float32" if device == "cpu" else "bfloat16"
     name = DTYPE_WORDS.get(word, word)
     if name not in DTYPES and name not in INTEGER_WORDS:
         raise OptionError(f"dtype must be one of {', '.join((*DTYPE_WORDS, *DTYPES, *INTEGER_WORDS))}, not {word!r}")
-    if name in INTEGER_WORDS and device != "cpu":
-        raise OptionError(f"dtype {name} runs on a CPU only; on {device} use bfloat16")
+    if name in INTEGER_WORDS and not device.startswith(("cpu", "cuda")):
+        raise OptionError(f"dtype {name} runs on a CPU or on CUDA; on {device} use bfloat16")
     return name
 
 

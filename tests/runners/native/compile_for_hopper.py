@@ -41,6 +41,14 @@ def vector(**flags: bool) -> tuple[dict[str, str], dict[str, object]]:
     return signature, flags | {"EARLY": True, "COLUMNS": 2, "INNER": 1024}
 
 
+def packed(bits: int, **flags: bool) -> tuple[dict[str, str], dict[str, object]]:
+    signature = dict.fromkeys(("x", "bias", "residual"), HALF) | {"weight": "*i8" if bits == 8 else "*u8"}
+    signature |= {"scale": FLOAT, "out": FLOAT if flags["BEST"] else HALF, "best_value": FLOAT, "best_index": INT}
+    signature |= {"columns": "i32", "inner": "i32", "groups": "i32"}
+    fixed = {"EARLY": True, "BITS": bits, "GROUP": 576 if bits == 8 else 32, "COLUMNS": 8, "STEP": 512}
+    return signature, flags | fixed
+
+
 def compile_one(kernel: object, signature: dict[str, str], fixed: dict[str, object]) -> None:
     kinds = signature | dict.fromkeys(fixed, "constexpr")
     ordered = {name: kinds[name] for name in kernel.arg_names}  # type: ignore[attr-defined]
@@ -53,6 +61,8 @@ def main() -> int:
     for flags in (plain | {"BIAS": True}, plain | {"ADD": True}, plain | {"GATE": True}, plain | {"BEST": True}):
         compile_one(kernels.project_kernel, *product(**flags))
         compile_one(kernels.vector_kernel, *vector(NORM=not flags["ADD"], **flags))
+        compile_one(kernels.packed_kernel, *packed(8, **flags))
+        compile_one(kernels.packed_kernel, *packed(4, **flags))
     for nodes, rows, head_norm in ((1, 16, False), (2, 16, False), (6, 32, False), (16, 32, True)):
         compile_one(kernels.attend_kernel, *attention(nodes, rows, head_norm))
     norm = {"x": HALF, "weight": HALF, "out": HALF, "width": "i32", "eps": "fp32"}

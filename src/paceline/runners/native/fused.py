@@ -1,8 +1,9 @@
 """Ops made of fused kernels.
 
-Three ways to multiply, by what a product waits for:
+Four ways to multiply, by what a product waits for:
   vector  a small matrix and a row or two (a draft's loop): project, norm and all in one launch without a loop
   tile    up to 16 rows: always computed on 16, so that a row's result does not depend on how many others there are
+  packed  a matrix of few bits and up to 16 rows, each by itself
   wide    more rows: cuBLAS
 Attention always reads pages by itself, so a pass can be captured as a graph once and replayed for every text.
 """
@@ -24,17 +25,21 @@ from paceline.runners.native.kernels import (
     best_kernel,
     gate_kernel,
     norm_kernel,
+    packed_kernel,
     project_kernel,
     vector_kernel,
 )
+from paceline.runners.native.quantized import PackedMatrix, apply_matrix
 from paceline.runners.native.shape import Shape
-from paceline.runners.native.weights import LayerWeights
+from paceline.runners.native.weights import LayerWeights, Matrix
 
 VECTOR_INNER = 2048  # longest row of a matrix that vector_kernel takes whole
 VECTOR_ROWS = 2
 VECTOR_COLUMNS = 2
 VECTOR_HEAD_COLUMNS = 32
 VECTOR_WARPS = 4
+PACKED_COLUMNS = 8
+PACKED_STEP = 512
 MOST_TEXTS = 64
 MOST_NODES = 64
 
@@ -123,13 +128,13 @@ class FusedOps:
         self._arrived = torch.zeros(MOST_TEXTS * MOST_NODES * shape.kv_heads, dtype=torch.int32, device=keys.device)
         self._nothing = torch.zeros(1, dtype=keys.dtype, device=keys.device)
 
-    def project(self, x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def project(self, x: Tensor, norm: Tensor, weight: Matrix, bias: Tensor | None) -> Tensor:
         return self._product(x, weight, Extras(norm=norm, bias=bias))
 
-    def project_add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+    def project_add(self, x: Tensor, weight: Matrix, residual: Tensor) -> Tensor:
         return self._product(x, weight, Extras(residual=residual))
 
-    def gate(self, x: Tensor, norm: Tensor, weight: Tensor) -> Tensor:
+    def gate(self, x: Tensor, norm: Tensor, weight: Matrix) -> Tensor:
         return self._product(x, weight, Extras(norm=norm, gate=True))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -140,14 +145,12 @@ class FusedOps:
         )
         return out
 
-    def best(self, x: Tensor, norm: Tensor, head: Tensor) -> Best:
+    def best(self, x: Tensor, norm: Tensor, head: Matrix) -> Best:
         """Logits in float32, and where each row has its best: found in the same pass over the head."""
         if x.shape[0] > TILE_ROWS:
-            logits = F.linear(self.norm(x, norm), head).float()
+            logits = apply_matrix(head, self.norm(x, norm), None).float()
             return Best(logits, logits.argmax(dim=-1), None, None)
-        small = self._fits_vector(x)
-        cut = VECTOR_HEAD_COLUMNS if small else tiling(head.shape[0], head.shape[1], False).columns
-        blocks = triton.cdiv(head.shape[0], cut)
+        blocks = triton.cdiv(head.shape[0], self._head_columns(x, head))
         value = torch.empty(x.shape[0], blocks, dtype=torch.float32, device=x.device)
         index = torch.empty(x.shape[0], blocks, dtype=torch.int32, device=x.device)
         logits = torch.empty(x.shape[0], head.shape[0], dtype=torch.float32, device=x.device)
@@ -171,20 +174,43 @@ class FusedOps:
         )
         return Picked(token, None if embedding is None else stream)
 
+    def _head_columns(self, x: Tensor, head: Matrix) -> int:
+        """Columns of the head that one program looks at for the best."""
+        if isinstance(head, PackedMatrix) or self._fits_vector(x):
+            return VECTOR_HEAD_COLUMNS
+        return tiling(head.shape[0], head.shape[1], False).columns
+
     def _fits_vector(self, x: Tensor) -> bool:
         return self.vectors and x.shape[0] <= VECTOR_ROWS and x.shape[1] <= VECTOR_INNER
 
-    def _product(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
-        if self._fits_vector(x):
+    def _product(self, x: Tensor, weight: Matrix, extras: Extras) -> Tensor:
+        packed = isinstance(weight, PackedMatrix)
+        if self._fits_vector(x) and not packed:
             return self._by_vector(x, weight, extras)
         ready = x if extras.norm is None else self.norm(x, extras.norm)
-        return self._by_tile(ready, weight, extras) if x.shape[0] <= TILE_ROWS else self._wide(ready, weight, extras)
+        if x.shape[0] > TILE_ROWS:
+            return self._wide(ready, weight.whole(x.dtype) if packed else weight, extras)
+        return self._by_packed(ready, weight, extras) if packed else self._by_tile(ready, weight, extras)
 
     def _wide(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
         if extras.residual is not None:
             return torch.addmm(extras.residual, x, weight.t())
         out = F.linear(x, weight, extras.bias)
         return self._gated(out) if extras.gate else out
+
+    def _by_packed(self, x: Tensor, weight: PackedMatrix, extras: Extras) -> Tensor:
+        columns, inner = weight.shape[0] // (2 if extras.gate else 1), x.shape[1]
+        cut = VECTOR_HEAD_COLUMNS if extras.best is not None else PACKED_COLUMNS
+        out, value, index = self._results(x, columns, extras)
+        none = self._nothing
+        packed_kernel[(triton.cdiv(columns, cut), x.shape[0])](
+            x, weight.values, weight.scales, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
+            columns, inner, weight.scales.shape[1],
+            BIAS=extras.bias is not None, ADD=extras.residual is not None, GATE=extras.gate,
+            BEST=extras.best is not None, BITS=weight.bits, GROUP=weight.group, COLUMNS=cut, STEP=PACKED_STEP,
+            EARLY=self.early, num_warps=VECTOR_WARPS, **self._launch,
+        )
+        return out
 
     def _gated(self, both: Tensor) -> Tensor:
         rows, inner = both.shape[0], both.shape[1] // 2

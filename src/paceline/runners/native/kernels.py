@@ -162,6 +162,58 @@ def vector_kernel(
 
 
 @triton.jit
+def _unpacked(weight, scale, row, place, ok, inner, groups, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """Rows `row` of a matrix of few bits at columns `place`, as float32. [rows, columns]"""
+    row = row[:, None].to(tl.int64)
+    column = place[None, :]
+    if BITS == 8:
+        steps = tl.load(weight + row * inner + column, mask=ok, other=0).to(tl.float32)
+    else:
+        pair = tl.load(weight + row * (inner // 2) + column // 2, mask=ok, other=0).to(tl.int32)
+        steps = (((pair >> (column % 2 * 4)) & 15) - 8).to(tl.float32)
+    return steps * tl.load(scale + row * groups + column // GROUP, mask=ok, other=0.0)
+
+
+@triton.jit
+def packed_kernel(
+    x, weight, scale, bias, residual, out, best_value, best_index, columns, inner, groups,
+    EARLY: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BEST: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):
+    """project_kernel for a matrix of few bits: a program takes some of its rows and one row of x."""
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    column_ok = column < columns
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    total_up = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    for start in range(0, inner, STEP):
+        place = start + tl.arange(0, STEP)
+        inside = place < inner
+        ok = column_ok[:, None] & inside[None, :]
+        part = tl.load(x + row * inner + place, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total += tl.sum(_unpacked(weight, scale, column, place, ok, inner, groups, BITS, GROUP) * part, axis=1)
+        if GATE:
+            ups = _unpacked(weight, scale, columns + column, place, ok, inner, groups, BITS, GROUP)
+            total_up += tl.sum(ups * part, axis=1)
+    if BIAS:
+        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
+    if GATE:
+        total = total * tl.sigmoid(total) * total_up
+    if ADD:
+        total += tl.load(residual + row * columns + column, mask=column_ok, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column_ok)
+    if BEST:
+        shown = tl.where(column_ok, total, -float("inf"))
+        value, found = tl.max(shown, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best_value + row * tl.num_programs(0) + block, value)
+        tl.store(best_index + row * tl.num_programs(0) + block, _within(found + block * COLUMNS, columns))
+
+
+@triton.jit
 def best_kernel(
     best_value, best_index, out, embedding, stream, blocks, width,
     EARLY: tl.constexpr, EMBED: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr,

@@ -1,7 +1,11 @@
-"""Matrices in fewer bits, for CPUs: int8 through torch's dynamic quantisation, int4 where the kernel exists.
+"""Matrices in fewer bits.
 
-A product quantises its input row by row on the fly. On a CPU this is where guessing pays: a pass over eight tokens
-costs little more than one over a single token, while in fp32 it costs three times as much.
+On CPUs int8 through torch's dynamic quantisation, and int4 where the kernel exists: a product quantises its input row
+by row on the fly. There this is where guessing pays: a pass over eight tokens costs little more than one over a single
+token, while in fp32 it costs three times as much.
+
+On GPUs only the weights have fewer bits (`PackedMatrix`); kernels.packed_kernel unpacks them as they come by. That is
+for drafts: half or a quarter of the memory, and errors that cost nothing but acceptance.
 """
 
 from __future__ import annotations
@@ -109,13 +113,65 @@ class Int4Matrix:
         return out if bias is None else out + bias
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """Weights in int8, one scale a row, or in int4, two a byte and one scale for every 32; inputs stay as they are."""
+
+    values: Tensor  # int8 [rows, columns], or uint8 [rows, columns / 2]: the even column in the low half
+    scales: Tensor  # float32 [rows, groups]
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """The matrix as it was, but for rounding."""
+        steps = self.values
+        if self.bits == 4:
+            steps = torch.stack([steps & 15, steps >> 4], dim=-1).flatten(1).to(torch.int8) - 8
+        grouped = steps.view(steps.shape[0], self.scales.shape[1], -1)
+        return (grouped * self.scales[..., None]).view(self.shape).to(dtype)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.whole(x.dtype), bias)
+
+
+def packed_weights(weight: Tensor, word: str) -> PackedMatrix:
+    """A matrix for a GPU in `int8` or `int4`."""
+    rows, columns = weight.shape
+    bits, group = (8, columns) if word == "int8" else (4, INT4_GROUP)
+    if columns % group:
+        raise OptionError(f"int4 needs rows of a multiple of {INT4_GROUP} weights, not {columns}; use int8")
+    groups = weight.float().view(rows, -1, group)
+    most = (1 << (bits - 1)) - 1
+    scales = (groups.abs().amax(dim=-1) / most).clamp_min(1e-8)
+    steps = (groups / scales[..., None]).round().clamp(-most - 1, most).view(rows, columns)
+    if bits == 8:
+        return PackedMatrix(steps.to(torch.int8), scales, bits)
+    halves = (steps + 8).to(torch.uint8)
+    return PackedMatrix((halves[:, 1::2] << 4) | halves[:, ::2], scales, bits)
+
+
+def rounds_inputs(weight: Any) -> bool:
+    """Whether a product with this matrix rounds its input to 8 bits too."""
+    return isinstance(weight, Int8Matrix | Int4Matrix)
+
+
 def apply_matrix(weight: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """x · weightᵀ + bias, for a tensor or a packed matrix."""
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
 
 def packed(weight: Tensor, word: str) -> Any:
-    """A matrix in `int8` or `int4`."""
+    """A matrix in `int8` or `int4`, for the device it lies on."""
+    if weight.device.type != "cpu":
+        return packed_weights(weight, word)
     return _int8(weight) if word == "int8" else _int4(weight)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from paceline.runners.native.model import States, run_layers
 from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
 from paceline.runners.native.resume import Ahead, common_layer, merged
 from paceline.runners.native.shape import Shape, rotary_table, shape_of
-from paceline.runners.native.weights import Weights, load_weights, weights_of
+from paceline.runners.native.weights import Matrix, Weights, load_weights, weights_of
 
 if TYPE_CHECKING:
     from paceline.runners.native.narrow import Check, Checked, NarrowPasses, Size
@@ -66,8 +67,8 @@ class NativeRunner:
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
-        packed = not isinstance(weights.head, Tensor)
-        self.plain = PlainOps(shape, self.keys, self.values, node_by_node=packed)
+        by_node = quantized.rounds_inputs(weights.head)
+        self.plain = PlainOps(shape, self.keys, self.values, node_by_node=by_node)
         self.narrow = self._narrow_passes() if self.device.type == "cuda" else None
         self.prompts = self._prompt_passes() if self.device.type == "cuda" else None
         if self.narrow is not None:
@@ -81,10 +82,11 @@ class NativeRunner:
 
     @classmethod
     def load(cls, folder: Path, name: str, dtype: str, device: str, cache_tokens: int | None = None) -> NativeRunner:
-        """Read a Hugging Face directory. dtype: float32, bfloat16, float16, or int8 and int4 on a CPU."""
+        """Read a Hugging Face directory. dtype: float32, bfloat16, float16, int8 or int4."""
         config = _config(folder, name)
         shape = shape_of(config)
-        kind = torch.float32 if dtype in quantized.WORDS else getattr(torch, dtype)
+        beside = torch.float32 if device == "cpu" else torch.bfloat16  # what is not a matrix
+        kind = beside if dtype in quantized.WORDS else getattr(torch, dtype)
         weights = load_weights(folder, shape, kind, device)
         if dtype in quantized.WORDS:
             weights = pack_weights(weights, dtype)
@@ -464,7 +466,7 @@ def can_fuse(shape: Shape, weights: Weights) -> bool:
     except ImportError:
         return False
     half = shape.head_size // 2
-    return isinstance(weights.head, Tensor) and half >= 16 and half & (half - 1) == 0
+    return not quantized.rounds_inputs(weights.head) and half >= 16 and half & (half - 1) == 0
 
 
 def packed(checked: Checked, widths: list[int], nodes: int, last_only: bool) -> Outputs:
@@ -506,23 +508,21 @@ def default_cache_tokens(shape: Shape) -> int:
     return DEFAULT_TEXTS * min(shape.longest_text, DEFAULT_TEXT_TOKENS)
 
 
-def pack_weights(weights: Weights, word: str) -> Weights:
+def pack_weights(
+    weights: Weights, word: str, pack: Callable[[Tensor, str], Matrix] = quantized.packed
+) -> Weights:
     """Every matrix a pass multiplies with, in int8 or int4. The embedding is looked up, not multiplied: it stays."""
     layers = [
-        type(layer)(
-            layer.attention_norm,
-            quantized.packed(layer.qkv, word),
-            layer.qkv_bias,
-            quantized.packed(layer.output, word),
-            layer.query_norm,
-            layer.key_norm,
-            layer.mlp_norm,
-            quantized.packed(layer.gate_up, word),
-            quantized.packed(layer.down, word),
+        replace(
+            layer,
+            qkv=pack(layer.qkv, word),
+            output=pack(layer.output, word),
+            gate_up=pack(layer.gate_up, word),
+            down=pack(layer.down, word),
         )
         for layer in weights.layers
     ]
-    return Weights(weights.embedding, layers, weights.final_norm, quantized.packed(weights.head, word))
+    return Weights(weights.embedding, layers, weights.final_norm, pack(weights.head, word))
 
 
 def _config(folder: Path, name: str) -> Any:

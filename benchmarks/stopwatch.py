@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef mul(a, b):"
+# One paragraph: a file of several would be several prompts.
+PROMPT = "def add(a, b):\n    return a + b\ndef sub(a, b):\n    return a - b\ndef mul(a, b):"
 
 
 def paceline(*words: str) -> dict[str, Any]:

@@ -78,7 +78,9 @@ def simulate(
             unread[text.number] = 0 if k else unread[text.number] + len(done.emitted)
         verify = curve.at(len(running) + sum(ks)) * (1 + machine.noise * dice.gauss(0, 1))
         clock += draft + verify
-        budget.observe(running, rounds, Timing(draft, verify, len(running) + sum(ks), max(ks), len(running)))
+        asked = sum(k > 0 for k in ks)
+        timing = Timing(draft, verify, len(running) + sum(ks), max(ks), len(running), asked)
+        budget.observe(running, rounds, timing)
     return clock / sum(text.new_tokens for text in running)
 
 

@@ -194,7 +194,7 @@ class AdaptiveBudget:
         if not any(limits[index] for index in free):
             return chosen
         nearest = self._best([states[index] for index in free], [limits[index] for index in free])
-        plain = self.costs.of(len(free)).round(len(free), 0)
+        plain = self.costs.of(len(free)).round(len(free))
         gain = nearest.rate * plain / len(free)
         behind = {index: len(texts[index].ids) - states[index].known for index in free}
         debt = self.costs.catching_up(sum(behind[index] for index, k in zip(free, nearest.ks) if k))
@@ -230,15 +230,16 @@ class AdaptiveBudget:
 
     def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:
         """Add the guess that promises most, one by one; the best batch on the way that guesses at all."""
-        ks, tokens, longest, riders = [0] * len(states), float(len(states)), 0, 0.0
+        ks, tokens, longest, asked, riders = [0] * len(states), float(len(states)), 0, 0, 0.0
         costs = self.costs.of(len(states))
         best = _Choice(list(ks), 0.0)
         for nodes, (gain, index) in enumerate(self._gains(states, limits), start=len(states) + 1):
-            riders += 0.0 if ks[index] else self._riders
+            if not ks[index]:
+                asked, riders = asked + 1, riders + self._riders
             ks[index] += 1
             longest = max(longest, ks[index])
             tokens += gain
-            rate = tokens / max(costs.round(nodes + round(riders), longest), self.SHORTEST)
+            rate = tokens / max(costs.round(nodes + round(riders), longest, asked), self.SHORTEST)
             if rate > best.rate:
                 best = _Choice(list(ks), rate)
         return best
@@ -264,7 +265,7 @@ class AdaptiveBudget:
         account = self._account
         if not account.opened:
             account.opened = True
-            account.seconds = self.FIRST_PROBES * self.costs.of(texts).round(texts, 0)
+            account.seconds = self.FIRST_PROBES * self.costs.of(texts).round(texts)
         return account.seconds > 0 and account.seconds >= account.price
 
     # --- after a round ------------------------------------------------------------------------------------------------
@@ -288,7 +289,7 @@ class AdaptiveBudget:
 
     def _settle(self, timing: Timing, emitted: int) -> None:
         """Keep the account. A probe's loss is all that it cost beyond the plain time of what it wrote."""
-        account, plain = self._account, self.costs.of(timing.texts).round(timing.texts, 0)
+        account, plain = self._account, self.costs.of(timing.texts).round(timing.texts)
         account.seconds += self.PROBE_SHARE * timing.seconds
         if self._probing and timing.guesses:
             account.price = max(0.0, timing.seconds - plain * emitted / timing.texts)

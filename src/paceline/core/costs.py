@@ -13,13 +13,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one round cost. nodes: tokens read by the target in the pass; guesses: the most drafted for one text."""
+    """What one round cost.
+
+    nodes    tokens read by the target in the pass
+    guesses  the most drafted for one text
+    asked    texts that were drafted for, of all `texts`
+    """
 
     draft_seconds: float
     verify_seconds: float
     nodes: int
     guesses: int
     texts: int
+    asked: int = 1
 
     @property
     def seconds(self) -> float:
@@ -29,15 +35,13 @@ class Timing:
 class CostCurve:
     """Seconds by size (tokens in a pass, guesses in a round): straight lines between what was seen, smoothed over time.
 
-    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy. What was lent
-    by another curve has the right shape at best: a sample of one's own rescales all of it.
+    The longer a size was not seen, the more a new sample of it counts: texts grow and machines get busy.
     """
 
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
     FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
     PATIENCE = 2  # … unless it happens more often than this in a row
-    RESCALED = 8.0  # at most, by one sample
 
     def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0) -> None:
         self._seen = dict(sorted((seen or {}).items()))
@@ -46,11 +50,8 @@ class CostCurve:
         self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
         self._known: list[int] = list(self._seen)
         self._answers: dict[int, float] = {}  # asked many times between two samples
-        self._borrowed: set[int] = set()
 
     def add(self, size: int, seconds: float) -> None:
-        if self._borrowed:
-            self._rescale(size, seconds)
         before = self._seen.get(size)
         if before and seconds > self.FAR * before and self._doubted < self.PATIENCE:
             self._doubted += 1
@@ -63,17 +64,6 @@ class CostCurve:
         self._seen[size], self._when[size] = seconds, self._count
         self._known = sorted(self._seen) if before is None else self._known
         self._answers.clear()
-
-    def _rescale(self, size: int, seconds: float) -> None:
-        """The first sample of a size tells how far the rest of what was borrowed is off."""
-        believed = self.at(size)
-        if size in self._borrowed or size not in self._seen:
-            ratio = seconds / believed if believed > 0 else 1.0
-            ratio = min(max(ratio, 1 / self.RESCALED), self.RESCALED)
-            for other in self._borrowed:
-                self._seen[other] *= ratio
-            self._borrowed.discard(size)
-            self._answers.clear()
 
     def at(self, size: int) -> float:
         answer = self._answers.get(size)
@@ -108,12 +98,6 @@ class CostCurve:
     def copy(self) -> CostCurve:
         return CostCurve(self._seen, self._unknown)
 
-    def lent(self) -> CostCurve:
-        """A curve to begin with where nothing was measured yet."""
-        twin = self.copy()
-        twin._borrowed = set(twin._seen)
-        return twin
-
     @property
     def sizes(self) -> list[int]:
         """What was seen, in rising order."""
@@ -130,6 +114,7 @@ def no_guesses_are_free() -> CostCurve:
 
 STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH = 0.1, 0.5, 8.0
 LATE_WEIGHT = 0.3
+CROWD_WEIGHT, MOST_CROWD = 0.3, 2.0
 
 
 @dataclass(slots=True)
@@ -145,8 +130,8 @@ class Costs:
     draft: CostCurve = field(default_factory=no_guesses_are_free)
     grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
     plain: CostCurve = field(default_factory=CostCurve)  # by texts in a batch
-    drafts: dict[int, CostCurve] = field(default_factory=dict)  # by texts in a batch
     stretch: float = 1.0
+    crowd: float = 0.1  # of what drafting for one text costs, what each further text adds
     late: float = 0.0  # seconds a token that a draft has not seen when it is asked for a guess
 
     @classmethod
@@ -156,7 +141,8 @@ class Costs:
 
     def of(self, texts: int) -> BatchCosts:
         """The costs of a batch of so many texts."""
-        return BatchCosts(self, max(1, texts))
+        many = max(1, texts)
+        return BatchCosts(self, many, self.plain_of(many), self.width(many))
 
     def observe(self, timing: Timing, *, caught_up: int = 0) -> None:
         """Learn from one round. caught_up: tokens that the draft first had to read, which no next round will cost."""
@@ -167,10 +153,10 @@ class Costs:
         else:
             self._stretch(timing)
         if timing.guesses and caught_up:
-            beyond = max(0.0, timing.draft_seconds - self.draft_of(timing.texts).at(timing.guesses)) / caught_up
+            beyond = max(0.0, timing.draft_seconds - self.drafting(timing.asked, timing.guesses)) / caught_up
             self.late += (LATE_WEIGHT if self.late else 1.0) * (beyond - self.late)
         elif timing.guesses:
-            self.draft_of(timing.texts).add(timing.guesses, timing.draft_seconds)
+            self._observe_draft(timing)
 
     def catching_up(self, tokens: int) -> float:
         """Seconds a draft needs to read what it has not seen."""
@@ -182,20 +168,28 @@ class Costs:
             seen = (timing.verify_seconds - self.of(timing.texts).pass_of(timing.texts)) / added
             self.stretch += STRETCH_WEIGHT * (min(max(seen, LEAST_STRETCH), MOST_STRETCH) - self.stretch)
 
+    def stretch_of(self, texts: int) -> float:
+        """How much more a guess adds to a pass of a batch than to one of a single text."""
+        return self.stretch if texts > 1 else 1.0
+
     def plain_of(self, texts: int) -> float:
         """A plain pass of a batch; of a size never seen, what the nearest one pays and the difference in width."""
         nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - texts))
         known = self.width(1) if nearest == 1 else self.plain.at(nearest)
         return known + self.width(texts) - self.width(nearest)
 
-    def draft_of(self, texts: int) -> CostCurve:
-        if texts <= 1:
-            return self.draft
-        known = self.drafts.get(texts)
-        if known is None:
-            nearest = min((1, *self.drafts), key=lambda size: abs(size - texts))
-            known = self.drafts[texts] = self.draft_of(nearest).lent()
-        return known
+    def drafting(self, asked: int, guesses: int) -> float:
+        """Drafting so many guesses in a row for each of `asked` texts, together."""
+        return self.draft.at(guesses) * (1.0 + self.crowd * (asked - 1)) if asked else 0.0
+
+    def _observe_draft(self, timing: Timing) -> None:
+        """One text teaches what guesses cost, several teach what each further one adds."""
+        alone = self.draft.at(timing.guesses)
+        if timing.asked <= 1 or alone <= 0:
+            self.draft.add(timing.guesses, timing.draft_seconds / (1.0 + self.crowd * (timing.asked - 1)))
+        else:
+            seen = (timing.draft_seconds / alone - 1.0) / (timing.asked - 1)
+            self.crowd += CROWD_WEIGHT * (min(max(seen, 0.0), MOST_CROWD) - self.crowd)
 
     def width(self, nodes: int) -> float:
         """A pass over so many tokens of one text."""
@@ -207,16 +201,16 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class BatchCosts:
-    """What a round of `texts` texts costs."""
+    """What a round of `texts` texts costs. Asked hundreds of times a plan, so what does not change is held."""
 
     costs: Costs
     texts: int
+    plain: float  # a pass without guesses
+    narrow: float  # what the curve of one text says of as many tokens
 
     def pass_of(self, nodes: int) -> float:
-        costs = self.costs
-        if self.texts == 1:
-            return costs.width(nodes)
-        return costs.plain_of(self.texts) + costs.stretch * (costs.width(nodes) - costs.width(self.texts))
+        return self.plain + self.costs.stretch_of(self.texts) * (self.costs.width(nodes) - self.narrow)
 
-    def round(self, nodes: int, guesses: int) -> float:
-        return self.pass_of(nodes) + (self.costs.draft_of(self.texts).at(guesses) if guesses else 0.0)
+    def round(self, nodes: int, guesses: int = 0, asked: int = 0) -> float:
+        """A round of so many tokens; `asked` texts have guesses, the longest run of them is `guesses`."""
+        return self.pass_of(nodes) + self.costs.drafting(asked, guesses)

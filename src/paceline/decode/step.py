@@ -130,8 +130,14 @@ def step(texts: list[Sequence], with_: Machinery, budgets: list[int] | None = No
             text.token_logprobs += logprobs_of(text, tree, output, verdict, text.logprobs)
         rounds.append(_settle(text, Round(tree, verdict, output), with_.target))
     with_.drafter.observe(texts, rounds)
-    guesses = max((tree.guesses for tree in trees), default=0)
-    timing = Timing(drafted - started, checked - drafted, sum(outputs.sizes), guesses, len(texts))
+    timing = Timing(
+        drafted - started,
+        checked - drafted,
+        sum(outputs.sizes),
+        max((tree.guesses for tree in trees), default=0),
+        len(texts),
+        sum(tree.guesses > 0 for tree in trees),
+    )
     with_.budget.observe(texts, rounds, timing)
     return rounds
 

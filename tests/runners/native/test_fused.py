@@ -29,7 +29,7 @@ def fused(kind: str, **changes: int) -> NativeRunner:
     """A runner whose narrow passes run launch by launch, on whatever there is."""
     from paceline.runners.native.fused import FusedOps
     from paceline.runners.native.narrow import NarrowPasses
-    from paceline.runners.native.runner import PAGE
+    from paceline.runners.native.slots import PAGE
 
     runner = NativeRunner.of_model(tiny(kind, **changes).to(DEVICE), kind, cache_tokens=1024)
     ops = [

@@ -15,9 +15,10 @@ from paceline.core.protocols import Lead
 from paceline.errors import OptionError
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.fused import Extras, FusedOps
+from paceline.runners.native.loading import pack_weights
 from paceline.runners.native.narrow import NarrowPasses
 from paceline.runners.native.quantized import PackedMatrix, packed_weights
-from paceline.runners.native.runner import PAGE, pack_weights
+from paceline.runners.native.slots import PAGE
 from tests.runners.native.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,8 +7,8 @@ import torch
 
 from paceline.core import Row
 from paceline.runners.native import NativeRunner
+from paceline.runners.native.loading import pack_weights
 from paceline.runners.native.quantized import has_int4, packed
-from paceline.runners.native.runner import pack_weights
 from tests.runners.native.models import tiny
 
 WORDS = ["int8", pytest.param("int4", marks=pytest.mark.skipif(not has_int4(), reason="no int4 kernel here"))]

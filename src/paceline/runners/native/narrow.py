@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.distribution import draw
-from paceline.core.protocols import Row
+from paceline.core.protocols import Outputs, Row
 from paceline.core.tree import depths
 from paceline.runners.native.fused import FusedBatch, FusedOps, Picked
 from paceline.runners.native.graphs import Captured, Pool
@@ -287,3 +287,29 @@ class NarrowPasses:
         zeros = torch.zeros(batch.texts, 1, dtype=torch.int64, device=self._device)
         there = batch.counts.clamp_max(1)
         return FusedBatch(batch.texts, 1, batch.lengths, there, zeros, zeros + 1, batch.pages, batch.chunks, offset)
+
+
+def unpadded(checked: Checked, widths: list[int], nodes: int, last_only: bool) -> Outputs:
+    """Drop the padding of a captured pass."""
+    if last_only:
+        ends = [index * nodes + width - 1 for index, width in enumerate(widths)]
+        return Outputs(
+            torch.stack([checked.logits[end] for end in ends]),
+            [1] * len(widths),
+            _without_padding(checked.hidden, widths, nodes),
+            _without_padding(checked.features, widths, nodes),
+            widths,
+            torch.stack([checked.best[end] for end in ends]),
+        )
+    logits, best = (_without_padding(part, widths, nodes) for part in (checked.logits, checked.best))
+    assert logits is not None
+    hidden, features = (_without_padding(part, widths, nodes) for part in (checked.hidden, checked.features))
+    return Outputs(logits, widths, hidden, features, None, best)
+
+
+def _without_padding(padded: Tensor | None, widths: list[int], nodes: int) -> Tensor | None:
+    if padded is None:
+        return None
+    if len(widths) == 1 or all(width == nodes for width in widths):
+        return padded[: (len(widths) - 1) * nodes + widths[-1]]
+    return torch.cat([padded[index * nodes : index * nodes + width] for index, width in enumerate(widths)])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,40 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import TILE, Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
-from paceline.core.tree import ancestors, depths, path_to
-from paceline.errors import OptionError, OutOfMemory, WeightsError
+from paceline.core.protocols import Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
+from paceline.errors import OptionError, OutOfMemory
 from paceline.kv.pages import PagePool
 from paceline.runners.native import quantized
+from paceline.runners.native.layout import Layout, place_of
+from paceline.runners.native.loading import (
+    can_fuse,
+    card_of,
+    config_of,
+    default_cache_tokens,
+    end_tokens_in,
+    pack_weights,
+)
 from paceline.runners.native.model import States, run_layers
-from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
+from paceline.runners.native.plain import PlainOps
 from paceline.runners.native.resume import Ahead, common_layer, merged
 from paceline.runners.native.shape import Shape, rotary_table, shape_of
-from paceline.runners.native.weights import Matrix, Weights, load_weights, weights_of
+from paceline.runners.native.slots import PAGE, NativeSlot, own
+from paceline.runners.native.weights import Weights, load_weights, weights_of
 
 if TYPE_CHECKING:
-    from paceline.runners.native.narrow import Check, Checked, NarrowPasses, Size
+    from paceline.runners.native.narrow import Check, NarrowPasses, Size
     from paceline.runners.native.prompts import PromptPasses
 
-PAGE = TILE  # tokens: a tile of a prompt must not end inside a page
 SLACK = 512  # a drafting loop may run a few steps past the end of the longest text
 WIDEST_NARROW = 512  # nodes in a captured pass, over all texts
 LEAD_TOKENS = 2  # what a drafting loop reads of a text; narrow.LEAD, known here without importing Triton
-DEFAULT_TEXTS = 8
-DEFAULT_TEXT_TOKENS = 8192
-_numbers = itertools.count()
-
-
-class NativeSlot(Slot):
-    """A holder of pages."""
-
-    __slots__ = ("ahead", "fresh", "number")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = next(_numbers)
-        self.fresh = 0  # where the last row read begins
-        self.ahead: Ahead | None = None  # what an exit has left for verification
 
 
 class NativeRunner:
@@ -69,6 +60,7 @@ class NativeRunner:
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         by_node = quantized.rounds_inputs(weights.head)
         self.plain = PlainOps(shape, self.keys, self.values, node_by_node=by_node)
+        self._layout = Layout(self.pages, self.plain, self.turns, kept)
         self.narrow = self._narrow_passes() if self.device.type == "cuda" else None
         self.prompts = self._prompt_passes() if self.device.type == "cuda" else None
         if self.narrow is not None:
@@ -83,14 +75,14 @@ class NativeRunner:
     @classmethod
     def load(cls, folder: Path, name: str, dtype: str, device: str, cache_tokens: int | None = None) -> NativeRunner:
         """Read a Hugging Face directory. dtype: float32, bfloat16, float16, int8 or int4."""
-        config = _config(folder, name)
+        config = config_of(folder, name)
         shape = shape_of(config)
         beside = torch.float32 if device == "cpu" else torch.bfloat16  # what is not a matrix
         kind = beside if dtype in quantized.WORDS else getattr(torch, dtype)
         weights = load_weights(folder, shape, kind, device)
         if dtype in quantized.WORDS:
             weights = pack_weights(weights, dtype)
-        card = _card(name, shape, _end_tokens(folder, config), device, dtype)
+        card = card_of(name, shape, end_tokens_in(folder, config), device, dtype)
         return cls(shape, weights, config, card, cache_tokens or default_cache_tokens(shape))
 
     @classmethod
@@ -101,7 +93,7 @@ class NativeRunner:
         shape = shape_of(model.config)
         first = next(model.parameters())
         word = str(first.dtype).removeprefix("torch.")
-        card = _card(name, shape, end_tokens_of(model), str(first.device), word)
+        card = card_of(name, shape, end_tokens_of(model), str(first.device), word)
         with torch.no_grad():
             weights = weights_of(model, shape)
         return cls(shape, weights, model.config, card, cache_tokens or default_cache_tokens(shape))
@@ -113,29 +105,29 @@ class NativeRunner:
 
     @torch.inference_mode()
     def keep(self, slot: Slot, nodes: list[int]) -> None:
-        own = _own(slot)
+        mine = own(slot)
         moved = [(node, place) for place, node in enumerate(nodes) if node != place]
         if moved:
-            table = self.pages.table(own.number)
-            source = torch.tensor([_place(table, own.fresh + node) for node, _ in moved], device=self.device)
-            target = torch.tensor([_place(table, own.fresh + place) for _, place in moved], device=self.device)
+            table = self.pages.table(mine.number)
+            source = torch.tensor([place_of(table, mine.fresh + node) for node, _ in moved], device=self.device)
+            target = torch.tensor([place_of(table, mine.fresh + place) for _, place in moved], device=self.device)
             for cache in (self.keys, self.values):
                 cache[:, target] = cache[:, source]
-        own.length = own.fresh + len(nodes)
+        mine.length = mine.fresh + len(nodes)
 
     def trim(self, slot: Slot, length: int) -> None:
-        own = _own(slot)
-        own.length, own.ahead = min(own.length, length), None
-        self.pages.shrink(own.number, own.length)
+        mine = own(slot)
+        mine.length, mine.ahead = min(mine.length, length), None
+        self.pages.shrink(mine.number, mine.length)
 
     def close(self, slot: Slot) -> None:
-        own = _own(slot)
-        self.pages.release(own.number)
-        own.length, own.ahead = 0, None
+        mine = own(slot)
+        self.pages.release(mine.number)
+        mine.length, mine.ahead = 0, None
 
     def fork(self, slot: Slot, length: int) -> NativeSlot:
         twin = NativeSlot()
-        self.pages.share(_own(slot).number, twin.number, length)
+        self.pages.share(own(slot).number, twin.number, length)
         twin.length = length
         return twin
 
@@ -152,9 +144,9 @@ class NativeRunner:
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("a pass does not fit: run fewer texts at a time, or shorter ones") from error
         for row in rows:
-            own = _own(row.slot)
-            own.fresh = own.length
-            own.length += len(row.parents)
+            mine = own(row.slot)
+            mine.fresh = mine.length
+            mine.length += len(row.parents)
         return said
 
     def _pass(self, rows: list[Row], last_only: bool) -> Outputs:
@@ -173,7 +165,7 @@ class NativeRunner:
     def _first_reads(self, rows: list[Row], passes: PromptPasses) -> Outputs:
         read = []
         for row in rows:
-            places = self._places(_own(row.slot), 0, len(row.parents))
+            places = self._layout.places(own(row.slot), 0, len(row.parents))
             flat = torch.arange(places.start, places.stop) if isinstance(places, slice) else places
             read.append(passes.read(row.ids(), flat))
         return read[0] if len(read) == 1 else Outputs.of([one for said in read for one in said])
@@ -183,15 +175,15 @@ class NativeRunner:
         done: list[NativeSlot] = []
         try:
             for row in rows:
-                own = _own(row.slot)
-                done.append(own)
-                end = own.length + len(row.parents) + steps - 1
-                self.pages.grow(own.number, end)
-                for copied in self.pages.writable(own.number, own.length, end):
+                mine = own(row.slot)
+                done.append(mine)
+                end = mine.length + len(row.parents) + steps - 1
+                self.pages.grow(mine.number, end)
+                for copied in self.pages.writable(mine.number, mine.length, end):
                     self._copy_page(copied.source, copied.target)
         except OutOfMemory:
-            for own in done:
-                self.pages.shrink(own.number, own.length)
+            for mine in done:
+                self.pages.shrink(mine.number, mine.length)
             raise
 
     def _copy_page(self, source: int, target: int) -> None:
@@ -200,9 +192,9 @@ class NativeRunner:
 
     def _plain_pass(self, rows: list[Row], last_only: bool) -> Outputs:
         widths = [len(row.parents) for row in rows]
-        layer = None if self.feature_layers else common_layer([_own(row.slot).ahead for row in rows])
+        layer = None if self.feature_layers else common_layer([own(row.slot).ahead for row in rows])
         if self.last_layer < self.shape.layers or layer is None:
-            tokens, batch = self._tokens(rows), self._plain_batch(rows, prompts=last_only)
+            tokens, batch = self._tokens(rows), self._layout.batch(rows, prompts=last_only)
             stream = self.weights.embedding[tokens]
             states = run_layers(self.weights, stream, batch, self.plain, self.feature_layers, last=self.last_layer)
             self._leave_ahead(rows, tokens, states.stream)
@@ -218,27 +210,27 @@ class NativeRunner:
         """An exit leaves its states for verification; every other pass makes what was left worthless."""
         start, leaves = 0, self.last_layer < self.shape.layers and self.device.type == "cpu"
         for row in rows:
-            own, here = _own(row.slot), slice(start, start + len(row.parents))
+            mine, here = own(row.slot), slice(start, start + len(row.parents))
             start = here.stop
             if not leaves or not row.is_chain:
-                own.ahead = None
+                mine.ahead = None
                 continue
-            if own.ahead is None or own.ahead.end != own.length:
-                own.ahead = Ahead(self.last_layer, own.length)
-            own.ahead.add(tokens[here], stream[here])
+            if mine.ahead is None or mine.ahead.end != mine.length:
+                mine.ahead = Ahead(self.last_layer, mine.length)
+            mine.ahead.add(tokens[here], stream[here])
 
     def _resumed(self, rows: list[Row], widths: list[int], layer: int) -> States:
         """Lower layers over what the exit has not read, then the upper ones over every node."""
-        left = [_own(row.slot).ahead for row in rows]
+        left = [own(row.slot).ahead for row in rows]
         known = [None if ahead is None else ahead.reaches(row) for ahead, row in zip(left, rows)]
         skips = [0 if states is None else states.shape[0] for states in known]
         for row in rows:
-            _own(row.slot).ahead = None
+            own(row.slot).ahead = None
         tokens = torch.cat([row.ids()[skip:] for row, skip in zip(rows, skips)])
-        below = self._plain_batch(rows, skips)
+        below = self._layout.batch(rows, skips)
         fresh = run_layers(self.weights, self.weights.embedding[tokens], below, self.plain, last=layer).stream
         stream = merged(known, fresh, widths)
-        return run_layers(self.weights, stream, self._plain_batch(rows), self.plain, first=layer)
+        return run_layers(self.weights, stream, self._layout.batch(rows), self.plain, first=layer)
 
     def _said(self, states: States, widths: list[int], last_only: bool) -> Outputs:
         """Norm and head on what is asked for: with last_only on one node a row."""
@@ -283,11 +275,13 @@ class NativeRunner:
         nodes = max(len(row.parents) for row in rows)
         if self.narrow is None or (last_only and nodes > 2) or len(rows) * nodes > WIDEST_NARROW:
             return None
-        return self.narrow.fits(len(rows), nodes, max(_own(row.slot).length for row in rows) + nodes)
+        return self.narrow.fits(len(rows), nodes, max(own(row.slot).length for row in rows) + nodes)
 
     def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> Outputs:
         check = self._staged(rows, size)
-        said = packed(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+        from paceline.runners.native.narrow import unpadded
+
+        said = unpadded(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
         return said if self.adapter is None else self._adapted(said)
 
     def _staged(self, rows: list[Row], size: Size) -> Check:
@@ -295,7 +289,7 @@ class NativeRunner:
         assert self.narrow is not None
         check = self.narrow.check(size)
         for index, row in enumerate(rows):
-            check.staging.put_row(index, row, _own(row.slot).length, self.pages.table(_own(row.slot).number))
+            check.staging.put_row(index, row, own(row.slot).length, self.pages.table(own(row.slot).number))
         check.staging.send(len(rows))
         for index, row in enumerate(rows):
             if row.tokens.is_cuda and row.tokens.shape[0]:
@@ -324,7 +318,7 @@ class NativeRunner:
         loop = self.narrow.loop(size, steps, sampled)
         self._reserve_loop(leads, loop.chances.shape[1])
         for index, lead in enumerate(leads):
-            loop.staging.put_lead(index, lead.ids, self.pages.table(_own(lead.slot).number))
+            loop.staging.put_lead(index, lead.ids, self.pages.table(own(lead.slot).number))
         loop.staging.send(len(leads))
         if sampled:
             loop.put_chances([lead.temperature for lead in leads], [lead.chances or [] for lead in leads])
@@ -336,7 +330,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def stride(self, rows: list[Row], steps: int) -> Tensor | None:
-        longest = max(_own(row.slot).length for row in rows) + steps
+        longest = max(own(row.slot).length for row in rows) + steps
         size = None if self.narrow is None else self.narrow.fits(len(rows), 1, longest)
         if size is None or self.narrow is None or longest > self.shape.longest_text:
             return None
@@ -347,8 +341,8 @@ class NativeRunner:
         check = self._staged(rows, size)
         written = self.narrow.repeat(check, steps)[: len(rows)]
         for row in rows:
-            own = _own(row.slot)
-            own.fresh, own.length = own.length, own.length + steps
+            mine = own(row.slot)
+            mine.fresh, mine.length = mine.length, mine.length + steps
         return written
 
     def _catch_up(self, leads: list[Lead]) -> None:
@@ -360,73 +354,11 @@ class NativeRunner:
 
     def _reserve_loop(self, leads: list[Lead], steps: int) -> None:
         for lead in leads:
-            own = _own(lead.slot)
-            own.length = min(own.length, len(lead.ids) - LEAD_TOKENS)
-            self.pages.grow(own.number, len(lead.ids) + steps)
-            for copied in self.pages.writable(own.number, own.length, len(lead.ids) + steps):
+            mine = own(lead.slot)
+            mine.length = min(mine.length, len(lead.ids) - LEAD_TOKENS)
+            self.pages.grow(mine.number, len(lead.ids) + steps)
+            for copied in self.pages.writable(mine.number, mine.length, len(lead.ids) + steps):
                 self._copy_page(copied.source, copied.target)
-
-    # --- plain passes -------------------------------------------------------------------------------------------------
-
-    def _plain_batch(self, rows: list[Row], skips: list[int] | None = None, *, prompts: bool = False) -> PlainBatch:
-        """skips: nodes at the start of each row that are in the cache already. prompts: only ends are asked for."""
-        parts, positions, start = [], [], 0
-        for row, skip in zip(rows, skips or [0] * len(rows)):
-            own = _own(row.slot)
-            positions.append(torch.tensor(depths(row.parents))[skip:] + own.length)
-            parts.append(self._text_part(row, own, start, skip, prompts))
-            start += parts[-1].count
-        turn = self.turns[torch.cat(positions).to(self.device)].to(self.weights.embedding.dtype)[:, None]
-        cosines, sines = turn[:, :, 0], turn[:, :, 1]
-        return PlainBatch(torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1), parts)
-
-    def _text_part(self, row: Row, own: NativeSlot, start: int, skip: int, prompts: bool) -> TextPart:
-        """What attention needs to know of one row. Where bits matter, keys come in whole pages with a mask."""
-        count, exact, chain = len(row.parents) - skip, self.plain.node_by_node, row.is_chain
-        length, end = own.length + skip, own.length + len(row.parents)
-        keys = -(-end // PAGE) * PAGE if exact else end
-        places, fresh = self._places(own, 0, keys), self._places(own, length, end)
-        aside = mask = None
-        if exact and not chain:
-            aside, mask = self._asides(row, own, keys)
-        elif exact or (count > 1 and not (chain and length == 0)):
-            mask = self._mask(row, own.length, keys)[skip:]
-        tiled = exact and prompts and chain and count > 1
-        views = self.plain.views(places, fresh)
-        return TextPart(start, count, length, places, fresh, mask, chain, aside, views, tiled)
-
-    def _places(self, slot: NativeSlot, start: int, end: int) -> Tensor | slice:
-        """Tokens start to end of a slot in the flat cache: a slice where its pages are neighbours."""
-        first, last = start // PAGE, -(-end // PAGE)
-        table = self.pages.table(slot.number)[first:last]
-        if table == list(range(table[0], table[0] + len(table))):
-            offset = table[0] * PAGE - first * PAGE
-            return slice(offset + start, offset + end)
-        return torch.tensor([table[t // PAGE - first] * PAGE + t % PAGE for t in range(start, end)], device=self.device)
-
-    def _mask(self, row: Row, length: int, keys: int) -> Tensor:
-        """Additive [nodes, keys]: all of the text, and of the row what stands before each node; nothing behind it."""
-        count = len(row.parents)
-        mask = torch.zeros(count, keys, dtype=self.weights.embedding.dtype)
-        mask[:, length : length + count].masked_fill_(~ancestors(row.parents), -torch.inf)
-        mask[:, length + count :] = -torch.inf
-        return mask.to(self.device)
-
-    def _asides(self, row: Row, slot: NativeSlot, keys: int) -> tuple[Tensor, Tensor]:
-        """Of a tree: the keys of each node off its first branch, ancestors in order; and the mask of all nodes."""
-        length, count = slot.length, len(row.parents)
-        straight = next(node for node, parent in enumerate(row.parents) if parent != node - 1)
-        table = self.pages.table(slot.number)
-        text = [_place(table, token) for token in range(length)]
-        fresh = [_place(table, length + node) for node in range(count)]
-        places: list[list[int]] = []
-        for node in range(straight, count):
-            path = [fresh[step] for step in path_to(row.parents, node)]
-            places.append(text + path + [path[-1]] * (keys - length - len(path)))
-        seen = torch.tensor(depths(row.parents))[:, None] + length
-        hidden = torch.arange(keys)[None] > seen
-        mask = torch.zeros(count, keys, dtype=self.weights.embedding.dtype).masked_fill_(hidden, -torch.inf)
-        return torch.tensor(places, device=self.device), mask.to(self.device)
 
     # --- for drafters that live on the target -------------------------------------------------------------------------
 
@@ -453,96 +385,7 @@ class NativeRunner:
 
     def hand_over(self, slot: Slot, length: int) -> None:
         """Back to `length`; but what this exit has computed past it waits for the pass that checks the guesses."""
-        own = _own(slot)
-        if own.ahead is None:
+        mine = own(slot)
+        if mine.ahead is None:
             self.trim(slot, length)
-        own.length = length
-
-
-def can_fuse(shape: Shape, weights: Weights) -> bool:
-    """Whether the fused kernels exist here and take this model."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    half = shape.head_size // 2
-    return not quantized.rounds_inputs(weights.head) and half >= 16 and half & (half - 1) == 0
-
-
-def packed(checked: Checked, widths: list[int], nodes: int, last_only: bool) -> Outputs:
-    """Drop the padding of a captured pass."""
-    if last_only:
-        ends = [index * nodes + width - 1 for index, width in enumerate(widths)]
-        return Outputs(
-            torch.stack([checked.logits[end] for end in ends]),
-            [1] * len(widths),
-            _without_padding(checked.hidden, widths, nodes),
-            _without_padding(checked.features, widths, nodes),
-            widths,
-            torch.stack([checked.best[end] for end in ends]),
-        )
-    logits, best = (_without_padding(part, widths, nodes) for part in (checked.logits, checked.best))
-    assert logits is not None
-    hidden, features = (_without_padding(part, widths, nodes) for part in (checked.hidden, checked.features))
-    return Outputs(logits, widths, hidden, features, None, best)
-
-
-def _without_padding(padded: Tensor | None, widths: list[int], nodes: int) -> Tensor | None:
-    if padded is None:
-        return None
-    if len(widths) == 1 or all(width == nodes for width in widths):
-        return padded[: (len(widths) - 1) * nodes + widths[-1]]
-    return torch.cat([padded[index * nodes : index * nodes + width] for index, width in enumerate(widths)])
-
-
-def _own(slot: Slot) -> NativeSlot:
-    assert isinstance(slot, NativeSlot), "this slot belongs to another runner"
-    return slot
-
-
-def _place(table: list[int], token: int) -> int:
-    return table[token // PAGE] * PAGE + token % PAGE
-
-
-def default_cache_tokens(shape: Shape) -> int:
-    return DEFAULT_TEXTS * min(shape.longest_text, DEFAULT_TEXT_TOKENS)
-
-
-def pack_weights(
-    weights: Weights, word: str, pack: Callable[[Tensor, str], Matrix] = quantized.packed
-) -> Weights:
-    """Every matrix a pass multiplies with, in int8 or int4. The embedding is looked up, not multiplied: it stays."""
-    layers = [
-        replace(
-            layer,
-            qkv=pack(layer.qkv, word),
-            output=pack(layer.output, word),
-            gate_up=pack(layer.gate_up, word),
-            down=pack(layer.down, word),
-        )
-        for layer in weights.layers
-    ]
-    return Weights(weights.embedding, layers, weights.final_norm, pack(weights.head, word))
-
-
-def _config(folder: Path, name: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise WeightsError(f"{name} has no readable config.json: {error}") from error
-
-
-def _end_tokens(folder: Path, config: Any) -> frozenset[int]:
-    """Every token that ends a text: by the generation config, or else the model's."""
-    path = folder / "generation_config.json"
-    said = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    ids = config.eos_token_id if said is None else said
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _card(name: str, shape: Shape, ends: frozenset[int], device: str, dtype: str) -> ModelCard:
-    return ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, device, dtype)
+        mine.length = length

@@ -72,6 +72,20 @@ def test_what_the_draft_makes_up_for_is_not_taken_for_its_price() -> None:
     assert costs.draft.at(1) == 0.5
 
 
+def test_a_mixed_curve_keeps_the_mean_and_any_other_ignores_hiccups() -> None:
+    for mixed, least, most in ((True, 3.0, 8.0), (False, 0.4, 1.6)):
+        curve = CostCurve({1: 0.5}, mixed=mixed)
+        for _ in range(40):
+            curve.add(1, 0.5)
+            curve.add(1, 10.0)
+        assert least < curve.at(1) < most
+
+
+def test_more_tokens_never_cost_a_batch_less() -> None:
+    costs = Costs(CostCurve({6: 71.0, 8: 55.0}), grain=8, plain=CostCurve({7: 80.0}))
+    assert costs.of(7).pass_of(8) == 80.0
+
+
 def test_with_a_grain_only_whole_grains_differ_in_price() -> None:
     costs = Costs(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), grain=8)
     assert [costs.width(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]

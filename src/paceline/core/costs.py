@@ -43,7 +43,10 @@ class CostCurve:
     FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
     PATIENCE = 2  # … unless it happens more often than this in a row
 
-    def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0) -> None:
+    def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
+        """mixed: what is paid for differs from sample to sample (a look into a table, a run of a head), so that what
+        stands out is no hiccup, and the mean is what counts."""
+        self._mixed = mixed
         self._seen = dict(sorted((seen or {}).items()))
         self._unknown = unknown
         self._count = self._doubted = 0
@@ -53,14 +56,14 @@ class CostCurve:
 
     def add(self, size: int, seconds: float) -> None:
         before = self._seen.get(size)
-        if before and seconds > self.FAR * before and self._doubted < self.PATIENCE:
+        if before and not self._mixed and seconds > self.FAR * before and self._doubted < self.PATIENCE:
             self._doubted += 1
             return
         self._doubted, self._count = 0, self._count + 1
         if before:
             age = self._count - self._when[size]
             weight = max(self.WEIGHT, age / (age + self.MEMORY))
-            seconds = before + weight * (min(seconds, 2 * before) - before)
+            seconds = before + weight * ((seconds if self._mixed else min(seconds, 2 * before)) - before)
         self._seen[size], self._when[size] = seconds, self._count
         self._known = sorted(self._seen) if before is None else self._known
         self._answers.clear()
@@ -96,7 +99,7 @@ class CostCurve:
         return (self._seen[high] - self._seen[low]) / (high - low)
 
     def copy(self) -> CostCurve:
-        return CostCurve(self._seen, self._unknown)
+        return CostCurve(self._seen, self._unknown, mixed=self._mixed)
 
     @property
     def sizes(self) -> list[int]:
@@ -109,10 +112,10 @@ class CostCurve:
 
 def no_guesses_are_free() -> CostCurve:
     """The draft's curve before anything was measured: 0 guesses cost nothing, and so do others until they are tried."""
-    return CostCurve({0: 0.0}, unknown=0.0)
+    return CostCurve({0: 0.0}, unknown=0.0, mixed=True)
 
 
-STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH = 0.1, 0.5, 8.0
+STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH, LEAST_ADDED = 0.1, 0.5, 8.0, 0.1
 LATE_WEIGHT = 0.3
 CROWD_WEIGHT, MOST_CROWD = 0.3, 2.0
 
@@ -137,7 +140,7 @@ class Costs:
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
         """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
-        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0), grain)
+        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0, mixed=True), grain)
 
     def of(self, texts: int) -> BatchCosts:
         """The costs of a batch of so many texts."""
@@ -163,8 +166,9 @@ class Costs:
         return self.late * tokens
 
     def _stretch(self, timing: Timing) -> None:
-        added = self.width(timing.nodes) - self.width(timing.texts)
-        if added > 0:
+        narrow = self.width(timing.texts)
+        added = self.width(timing.nodes) - narrow
+        if added > LEAST_ADDED * narrow:  # below that, noise is divided by nothing
             seen = (timing.verify_seconds - self.of(timing.texts).pass_of(timing.texts)) / added
             self.stretch += STRETCH_WEIGHT * (min(max(seen, LEAST_STRETCH), MOST_STRETCH) - self.stretch)
 
@@ -209,7 +213,8 @@ class BatchCosts:
     narrow: float  # what the curve of one text says of as many tokens
 
     def pass_of(self, nodes: int) -> float:
-        return self.plain + self.costs.stretch_of(self.texts) * (self.costs.width(nodes) - self.narrow)
+        """More tokens never cost less, whatever a curve that was measured at different times says."""
+        return self.plain + self.costs.stretch_of(self.texts) * max(0.0, self.costs.width(nodes) - self.narrow)
 
     def round(self, nodes: int, guesses: int = 0, asked: int = 0) -> float:
         """A round of so many tokens; `asked` texts have guesses, the longest run of them is `guesses`."""

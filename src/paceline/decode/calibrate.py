@@ -67,7 +67,7 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
     costs = Costs(measure_pass(target) if verify is None else verify.copy(), grain=grain_of(target.card))
     if draft is not None:
         one = measure_pass(draft, widths=(1,)).at(1)
-        costs.draft = CostCurve({0: 0.0, 1: one, 8: 8 * one}, unknown=0.0)
+        costs.draft = CostCurve({0: 0.0, 1: one, 8: 8 * one}, unknown=0.0, mixed=True)
     return costs
 
 

@@ -165,6 +165,10 @@ class Check:
     staging: Staging
     run: Callable[[], Checked]
 
+    def said(self, widths: list[int], last_only: bool) -> Outputs:
+        """Run it; what it says about the rows laid before it, each of its own width, without the padding."""
+        return unpadded(self.run(), widths, self.size.nodes, last_only)
+
 
 @dataclass(slots=True, eq=False)
 class _Loop:

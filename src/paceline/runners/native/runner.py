@@ -278,10 +278,7 @@ class NativeRunner:
         return self.narrow.fits(len(rows), nodes, max(own(row.slot).length for row in rows) + nodes)
 
     def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> Outputs:
-        check = self._staged(rows, size)
-        from paceline.runners.native.narrow import unpadded
-
-        said = unpadded(check.run(), [len(row.parents) for row in rows], check.size.nodes, last_only)
+        said = self._staged(rows, size).said([len(row.parents) for row in rows], last_only)
         return said if self.adapter is None else self._adapted(said)
 
     def _staged(self, rows: list[Row], size: Size) -> Check:

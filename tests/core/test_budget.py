@@ -73,9 +73,9 @@ def test_guessing_must_earn_what_catching_up_costs() -> None:
 
 def test_what_a_draft_has_missed_is_counted_while_nothing_is_asked_of_it() -> None:
     costs = Costs(CostCurve({1: 1.0, 2: 3.0, 24: 47.0}))  # guessing never pays
-    budget, one = AdaptiveBudget(costs), Sequence([1] * 10, SamplingParams(), StopRules(500))
+    budget, one = AdaptiveBudget(costs), Sequence([1] * 10, SamplingParams(), StopRules(2000))
     asked = []
-    for _ in range(300):
+    for _ in range(1200):
         [k] = budget.plan([one])
         asked += [budget._state(one).behind] if k else []
         tree = chain([5] * k)

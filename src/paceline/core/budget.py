@@ -146,7 +146,7 @@ class AdaptiveBudget:
     within PROBE_SHARE of the time. While guessing pays, a plain round now and then keeps its price known.
     """
 
-    PROBE_SHARE = 0.012
+    PROBE_SHARE = 0.006
     FIRST_PROBES = 1.5  # plain rounds' worth of time that probes may lose at the very start
     MARGIN = 1.02  # guessing must promise at least this much over plain decoding
     LITTLE = 16  # tokens that a draft catches up with in passing

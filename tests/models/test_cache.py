@@ -15,7 +15,8 @@ from paceline.errors import FetchError
 from paceline.models.cache import cache_folder, cached_directory
 
 SLOW_FILL = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from paceline.models.cache import cached_directory
 

@@ -17,7 +17,7 @@ from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
 from paceline.drafting.nothing import Nothing
 from paceline.runners.native import NativeRunner
-from paceline.runners.native.narrow import OFTEN
+from paceline.runners.native.narrow import MOST_LOOPS, OFTEN
 from tests.runners.native.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +101,7 @@ def prepared(runner: NativeRunner, prompts: list[list[int]]) -> list[Slot]:
 
 def test_a_stride_writes_what_passes_would() -> None:
     runner = fused("llama")
-    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (62, 9, 127)]  # a page and a chunk are crossed
+    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (62, 127)]  # a page and a chunk are crossed
     slots = prepared(runner, prompts)
     written = runner.stride([Row.chain(slot, prompt[-1:]) for slot, prompt in zip(slots, prompts)], 4)
     assert written is not None
@@ -128,17 +128,17 @@ def test_a_stride_that_finds_no_room_changes_nothing() -> None:
 
 def test_texts_written_in_strides_are_those_of_single_rounds() -> None:
     runner = fused("llama")
-    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (5, 40)]
+    prompt = [5, 17, 90, 2]
     found = []
     for abilities in (runner.abilities | {Ability.STRIDE}, runner.abilities - {Ability.STRIDE}):
         runner.abilities = abilities
-        texts = [Sequence(prompt, SamplingParams(), StopRules(7, frozenset())) for prompt in prompts]
-        texts.append(Sequence(prompts[0], SamplingParams(), StopRules(3, frozenset())))  # ends inside a stride
+        # The second ends inside a stride.
+        texts = [Sequence(prompt, SamplingParams(), StopRules(room, frozenset())) for room in (5, 2)]
         rounds = list(run(texts, Machinery(runner, Nothing(), FixedBudget(0), Judge())))
         found.append([(text.written, text.tally.steps, text.finish_reason) for text in texts])
         assert runner.pages.used == 0
         strides = {len(progress.round.emitted) for progress in rounds}
-        assert strides == ({1} if Ability.STRIDE not in abilities else {4, 3})
+        assert strides == ({1} if Ability.STRIDE not in abilities else {4, 2, 1})
     assert found[0] == found[1]
 
 
@@ -183,6 +183,9 @@ def test_steps_asked_for_often_get_a_loop_of_their_own() -> None:
     taken = [passes.loop(size, 2, False) for _ in range(OFTEN + 1)]
     assert taken[:OFTEN - 1] == [five] * (OFTEN - 1)  # the end of a text may draft a few steps too many
     assert taken[-1] is taken[-2] is not five and taken[-1].chances.shape[1] == 2
+    for steps in range(6, 6 + MOST_LOOPS):
+        passes.loop(size, steps, False)
+    assert len(passes._loops) == MOST_LOOPS and five not in passes._loops.values()
 
 
 @pytest.mark.gpu

@@ -32,6 +32,7 @@ FEW_WIDTHS = (1, 2, 6, 16, 24, 32, 48, 63)
 TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNK_STEPS = (4, 16, 64, 256)  # chunks of context a graph is captured for
 LEAD = 2  # tokens a loop reads at first
+MOST_LOOPS = 32  # graphs of drafting loops that are kept; beyond it the oldest goes
 OFTEN = 4  # a number of drafting steps that was asked for so often gets a graph of its own
 CHAIN_DEPTHS: NDArray[np.int64] = np.arange(WIDTHS[-1], dtype=np.int64)
 CHAIN_SIGHTS: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
@@ -249,6 +250,8 @@ class NarrowPasses:
         chances = torch.zeros(size.texts, steps, dtype=torch.float64, device=self._device)
         made = _Loop(staging, temperatures, chances, lambda: Drafted(chances, None))
         made.run = self._made(lambda: self._loop_work(made, steps, sampled), "a drafting loop")
+        if len(self._loops) >= MOST_LOOPS:
+            self._loops.pop(next(iter(self._loops)))
         self._loops[size, steps, sampled] = made
         return made
 

@@ -241,7 +241,7 @@ class Rig:
         before = torch.cuda.memory_allocated()
         self.target = native(self.large, self.config, "rig", args.cache_tokens)
         self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
-        self.facts["load_extra_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
+        self.facts["target_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
         self.draft = native(self.small_state, small, "draft", args.cache_tokens)
         self.loaded = torch.cuda.memory_allocated()
         self.prompts = self._prompts(Path(args.prompts))

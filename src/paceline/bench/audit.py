@@ -16,7 +16,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from paceline.bench.draws import Effort, Evidence, Laboratory, runs_for_real
+from paceline.bench.draws import Effort, Evidence, Laboratory, slow_to_draw
 from paceline.bench.lossless import Kind, compare
 from paceline.bench.measure import Length, write
 from paceline.bench.statistics import visible_distance
@@ -152,7 +152,7 @@ def sampled_checks(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
     laboratory = Laboratory(subject)
     jobs = [(setting, context) for setting in plan.sampled_settings() for context in plan.contexts]
     # The cheap ones first: time that they leave over goes to those that need it.
-    jobs.sort(key=lambda job: runs_for_real(subject.drafter(job[0].method)))
+    jobs.sort(key=lambda job: slow_to_draw(subject.drafter(job[0].method)))
     threshold = plan.alpha / max(len(jobs), 1)
     began = time.perf_counter()
     for number, (setting, context) in enumerate(jobs):

@@ -97,9 +97,9 @@ class Laboratory:
     def desk(self, method: str, context: list[int]) -> Desk:
         """The quickest place where this method drafts as it does for real."""
         drafter = self.subject.drafter(method)
-        if drafter.needs & INSIDE:
+        if _looks_inside(drafter):
             return Desk(self._inside, self._target, context)
-        if runs_for_real(drafter):
+        if _speaks_otherwise(drafter):
             return Desk(self.subject, self._target, context)
         key = tuple(context)
         if key not in self._desks:
@@ -112,7 +112,7 @@ class Laboratory:
         quick = {
             method: _remembering(drafter, names)
             for method, drafter in self.subject.drafters.items()
-            if not runs_for_real(drafter)
+            if not slow_to_draw(drafter)
         }
         numbers = None if names is None else {token: number for number, token in enumerate(names)}
         inside = context if numbers is None else [numbers[token] for token in context]
@@ -186,10 +186,19 @@ class Evidence:
     furthest: str
 
 
-def runs_for_real(drafter: Drafter) -> bool:
-    """Whether a drafter needs the target itself and not only what it says, or brings a model of another vocabulary."""
-    inside = bool(drafter.needs & INSIDE)
-    return inside or (hasattr(drafter, "runner") and not isinstance(drafter, DraftModel))
+def slow_to_draw(drafter: Drafter) -> bool:
+    """Whether a draw costs more than a few sums: a head or an exit is run, or a model of another vocabulary."""
+    return _looks_inside(drafter) or _speaks_otherwise(drafter)
+
+
+def _looks_inside(drafter: Drafter) -> bool:
+    """Whether a drafter needs the target itself and not only what it says."""
+    return bool(drafter.needs & INSIDE)
+
+
+def _speaks_otherwise(drafter: Drafter) -> bool:
+    """Whether a drafter brings a model of another vocabulary."""
+    return hasattr(drafter, "runner") and not isinstance(drafter, DraftModel)
 
 
 def _looking_in(drafter: Drafter) -> Drafter:

@@ -81,14 +81,13 @@ class RememberingRunner:
 
     def _learn(self, before: list[int], ids: list[int], parents: list[int], paths: list[Path], last_only: bool) -> None:
         """Make sure that what will be asked about is known."""
-        if last_only and self._states:
-            if any(path not in self._said for path in paths):
-                self._read(before, ids, parents, paths, last_only=True)
-            self.after(paths[-1])
-        elif last_only:
-            self.after(paths[-1])
-        elif any(path not in self._said or self._said[path].logits is None for path in paths):
-            self._read(before, ids, parents, paths)
+        if not last_only:
+            if any(path not in self._said or self._said[path].logits is None for path in paths):
+                self._read(before, ids, parents, paths)
+            return
+        if self._states and any(path not in self._said for path in paths):
+            self._read(before, ids, parents, paths, last_only=True)
+        self.after(paths[-1])
 
     def _answer(self, paths: list[Path], last_only: bool) -> Output:
         said = [self._said[path].logits for path in (paths[-1:] if last_only else paths)]

@@ -17,7 +17,7 @@ from paceline.bench.subject import PLAIN, Setting, Subject
 from paceline.bench.sweep import SweepPlan, Task, sweep
 from paceline.bench.theory import Answers, Habits, habits_of, observed_curve
 from paceline.core.budget import FixedBudget
-from paceline.core.costs import CostCurve
+from paceline.core.costs import CostCurve, draft_curve
 from paceline.decode.calibrate import measure_pass
 from paceline.options import AUTO
 
@@ -64,7 +64,7 @@ class Known:
         return self.habits[min(self.habits, key=lambda tried: abs(tried - k))]
 
     def draft(self) -> CostCurve:
-        return CostCurve({0: 0.0, **{k: habits.draft for k, habits in self.habits.items()}}, unknown=0.0)
+        return draft_curve({k: habits.draft for k, habits in self.habits.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def tune(subject: Subject, plan: TunePlan) -> Tuning:
     found = predictions(known, answers)
     confirmed = confirm(subject, plan, chosen(found))
     advice = advise(found, confirmed, known, answers)
-    draft = known[advice.method].draft() if advice.method in known else CostCurve({0: 0.0}, unknown=0.0)
+    draft = known[advice.method].draft() if advice.method in known else draft_curve()
     return Tuning(advice, found, confirmed, verify, draft)
 
 

@@ -110,9 +110,9 @@ class CostCurve:
         return {size: self._seen[size] for size in self._known}
 
 
-def no_guesses_are_free() -> CostCurve:
-    """The draft's curve before anything was measured: 0 guesses cost nothing, and so do others until they are tried."""
-    return CostCurve({0: 0.0}, unknown=0.0, mixed=True)
+def draft_curve(seconds: dict[int, float] | None = None) -> CostCurve:
+    """What drafting costs by guesses in a round: none cost nothing, and so do all until one is tried."""
+    return CostCurve({0: 0.0, **(seconds or {})}, unknown=0.0, mixed=True)
 
 
 STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH, LEAST_ADDED = 0.1, 0.5, 8.0, 0.1
@@ -130,7 +130,7 @@ class Costs:
     """
 
     verify: CostCurve = field(default_factory=CostCurve)
-    draft: CostCurve = field(default_factory=no_guesses_are_free)
+    draft: CostCurve = field(default_factory=draft_curve)
     grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
     plain: CostCurve = field(default_factory=CostCurve)  # by texts in a batch
     stretch: float = 1.0
@@ -140,7 +140,7 @@ class Costs:
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> Costs:
         """From seconds that were measured earlier, by tokens in a pass and by guesses in a round."""
-        return cls(CostCurve(pass_seconds), CostCurve({0: 0.0, **draft_seconds}, unknown=0.0, mixed=True), grain)
+        return cls(CostCurve(pass_seconds), draft_curve(draft_seconds), grain)
 
     def of(self, texts: int) -> BatchCosts:
         """The costs of a batch of so many texts."""
@@ -154,7 +154,7 @@ class Costs:
         elif timing.nodes == timing.texts:
             self.plain.add(timing.texts, timing.verify_seconds)
         else:
-            self._stretch(timing)
+            self._observe_stretch(timing)
         if timing.guesses and caught_up:
             beyond = max(0.0, timing.draft_seconds - self.drafting(timing.asked, timing.guesses)) / caught_up
             self.late += (LATE_WEIGHT if self.late else 1.0) * (beyond - self.late)
@@ -165,7 +165,7 @@ class Costs:
         """Seconds a draft needs to read what it has not seen."""
         return self.late * tokens
 
-    def _stretch(self, timing: Timing) -> None:
+    def _observe_stretch(self, timing: Timing) -> None:
         narrow = self.width(timing.texts)
         added = self.width(timing.nodes) - narrow
         if added > LEAST_ADDED * narrow:  # below that, noise is divided by nothing

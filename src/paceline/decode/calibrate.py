@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from paceline.core.costs import CostCurve, Costs
+from paceline.core.costs import CostCurve, Costs, draft_curve
 from paceline.core.protocols import ModelCard, Row, Runner, Slot
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
@@ -67,7 +67,7 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
     costs = Costs(measure_pass(target) if verify is None else verify.copy(), grain=grain_of(target.card))
     if draft is not None:
         one = measure_pass(draft, widths=(1,)).at(1)
-        costs.draft = CostCurve({0: 0.0, 1: one, 8: 8 * one}, unknown=0.0, mixed=True)
+        costs.draft = draft_curve({1: one, 8: 8 * one})
     return costs
 
 

@@ -182,7 +182,7 @@ def _settle_all(text: Sequence, tokens: list[int], target: Runner) -> Round:
     assert text.slot is not None
     if len(emitted) < len(tokens):
         target.trim(text.slot, len(text.ids) - 1)
-    return Round(empty(), Verdict([], emitted[-1] if emitted else tokens[0]), NOT_KEPT, emitted)
+    return Round(empty(), Verdict([], emitted[-1]), NOT_KEPT, emitted)
 
 
 def _row(text: Sequence, tree: DraftTree) -> Row:

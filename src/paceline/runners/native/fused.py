@@ -11,6 +11,7 @@ Attention always reads pages by itself, so a pass can be captured as a graph onc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -206,9 +207,8 @@ class FusedOps:
         packed_kernel[(triton.cdiv(columns, cut), x.shape[0])](
             x, weight.values, weight.scales, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
             columns, inner, weight.scales.shape[1],
-            BIAS=extras.bias is not None, ADD=extras.residual is not None, GATE=extras.gate,
-            BEST=extras.best is not None, BITS=weight.bits, GROUP=weight.group, COLUMNS=cut, STEP=PACKED_STEP,
-            EARLY=self.early, num_warps=VECTOR_WARPS, **self._launch,
+            BITS=weight.bits, GROUP=weight.group, COLUMNS=cut, STEP=PACKED_STEP, num_warps=VECTOR_WARPS,
+            **self._switches(extras),
         )
         return out
 
@@ -226,9 +226,8 @@ class FusedOps:
         vector_kernel[(triton.cdiv(columns, cut), x.shape[0])](
             x, _or(extras.norm, none), weight, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
             columns, inner, self.shape.eps,
-            NORM=extras.norm is not None, BIAS=extras.bias is not None, ADD=extras.residual is not None,
-            GATE=extras.gate, BEST=extras.best is not None, COLUMNS=cut, INNER=triton.next_power_of_2(inner),
-            EARLY=self.early, num_warps=VECTOR_WARPS, **self._launch,
+            NORM=extras.norm is not None, COLUMNS=cut, INNER=triton.next_power_of_2(inner), num_warps=VECTOR_WARPS,
+            **self._switches(extras),
         )
         return out
 
@@ -240,12 +239,16 @@ class FusedOps:
         project_kernel[(triton.cdiv(columns, cut.columns),)](
             x, weight, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
             x.shape[0], columns, inner,
-            BIAS=extras.bias is not None, ADD=extras.residual is not None, GATE=extras.gate,
-            BEST=extras.best is not None, EVEN=inner % cut.step == 0,
-            ROWS=TILE_ROWS, COLUMNS=cut.columns, STEP=cut.step,
-            EARLY=self.early, num_warps=cut.warps, num_stages=cut.stages, **self._launch,
+            EVEN=inner % cut.step == 0, ROWS=TILE_ROWS, COLUMNS=cut.columns, STEP=cut.step,
+            num_warps=cut.warps, num_stages=cut.stages, **self._switches(extras),
         )
         return out
+
+    def _switches(self, extras: Extras) -> dict[str, Any]:
+        """What every product kernel is told of its extras, and how it is launched."""
+        wanted = {"BIAS": extras.bias, "ADD": extras.residual, "BEST": extras.best}
+        told = {name: extra is not None for name, extra in wanted.items()}
+        return {**told, "GATE": extras.gate, "EARLY": self.early, **self._launch}
 
     def _results(self, x: Tensor, columns: int, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
         """Where a product writes: its result, and the values and places of the best, if asked for."""

@@ -118,6 +118,28 @@ def project_kernel(
 
 
 @triton.jit
+def _leave_row(
+    total, total_up, bias, residual, out, best_value, best_index, row, block, columns,
+    BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BEST: tl.constexpr, COLUMNS: tl.constexpr,
+):
+    """What a program does with the sums of some columns of one row: bias, gate, residual, storing, its best."""
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    column_ok = column < columns
+    if BIAS:
+        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
+    if GATE:
+        total = total * tl.sigmoid(total) * total_up
+    if ADD:
+        total += tl.load(residual + row * columns + column, mask=column_ok, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column_ok)
+    if BEST:
+        shown = tl.where(column_ok, total, -float("inf"))
+        value, place = tl.max(shown, axis=0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best_value + row * tl.num_programs(0) + block, value)
+        tl.store(best_index + row * tl.num_programs(0) + block, _within(place + block * COLUMNS, columns))
+
+
+@triton.jit
 def vector_kernel(
     x, norm, weight, bias, residual, out, best_value, best_index, columns, inner, eps,
     EARLY: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr,
@@ -147,18 +169,11 @@ def vector_kernel(
         scale = tl.rsqrt(tl.sum(part * part, axis=0) / inner + eps)
         part = part * scale * gain
     total = tl.sum(weights.to(tl.float32) * part[None, :], axis=1)
-    if BIAS:
-        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
-    if GATE:
-        total = total * tl.sigmoid(total) * tl.sum(ups.to(tl.float32) * part[None, :], axis=1)
-    if ADD:
-        total += tl.load(residual + row * columns + column, mask=column_ok, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column_ok)
-    if BEST:
-        shown = tl.where(column_ok, total, -float("inf"))
-        value, place = tl.max(shown, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(best_value + row * tl.num_programs(0) + block, value)
-        tl.store(best_index + row * tl.num_programs(0) + block, _within(place + block * COLUMNS, columns))
+    total_up = tl.sum(ups.to(tl.float32) * part[None, :], axis=1) if GATE else total
+    _leave_row(
+        total, total_up, bias, residual, out, best_value, best_index, row, block, columns,
+        BIAS, ADD, GATE, BEST, COLUMNS,
+    )
 
 
 @triton.jit
@@ -199,18 +214,10 @@ def packed_kernel(
         if GATE:
             ups = _unpacked(weight, scale, columns + column, place, ok, inner, groups, BITS, GROUP)
             total_up += tl.sum(ups * part, axis=1)
-    if BIAS:
-        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)
-    if GATE:
-        total = total * tl.sigmoid(total) * total_up
-    if ADD:
-        total += tl.load(residual + row * columns + column, mask=column_ok, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column_ok)
-    if BEST:
-        shown = tl.where(column_ok, total, -float("inf"))
-        value, found = tl.max(shown, axis=0, return_indices=True, return_indices_tie_break_left=True)
-        tl.store(best_value + row * tl.num_programs(0) + block, value)
-        tl.store(best_index + row * tl.num_programs(0) + block, _within(found + block * COLUMNS, columns))
+    _leave_row(
+        total, total_up, bias, residual, out, best_value, best_index, row, block, columns,
+        BIAS, ADD, GATE, BEST, COLUMNS,
+    )
 
 
 @triton.jit

@@ -24,6 +24,7 @@ import pytest
 from paceline.cli import main
 from paceline.cli.serve import KEYS_VARIABLE, api_keys, configure, serve_settings
 from paceline.errors import OptionError
+from paceline.serve.run import open_socket, welcome
 
 LONG = {"prompt": "some text", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
@@ -77,8 +78,9 @@ def read(url: str, lines: list[str], begun: threading.Event) -> None:
             for line in answer.iter_lines():
                 lines.append(line)
                 begun.set()
-    except httpx.HTTPError:
-        lines.append("broken")
+    except httpx.HTTPError as error:
+        lines.append(f"broken: {error!r}")
+        begun.set()
 
 
 def reader(url: str) -> tuple[threading.Thread, list[str]]:
@@ -88,6 +90,7 @@ def reader(url: str) -> tuple[threading.Thread, list[str]]:
     thread = threading.Thread(target=read, args=(url, lines, begun), daemon=True)
     thread.start()
     assert begun.wait(60)
+    assert lines[0].startswith("data: "), lines
     return thread, lines
 
 
@@ -121,6 +124,22 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFi
         taken.listen()
         assert main(["serve", "--target", "no-such-model", "--port", str(taken.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_nobody_is_let_in_before_the_address_is_said() -> None:
+    with open_socket("127.0.0.1", 0) as listening:
+        address = listening.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        assert welcome(listening) == f"http://127.0.0.1:{address[1]}"
+        socket.create_connection(address, timeout=5).close()
+
+
+def test_a_port_taken_while_the_model_loaded_is_said() -> None:
+    with open_socket("127.0.0.1", 0) as first, open_socket("127.0.0.1", first.getsockname()[1]) as second:
+        welcome(first)
+        with pytest.raises(OptionError, match="cannot listen"):
+            welcome(second)
 
 
 def test_beyond_this_machine_a_key_is_a_must(

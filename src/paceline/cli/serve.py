@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         from paceline.serve.app import create_app
         from paceline.serve.logs import configure_logs
-        from paceline.serve.run import open_socket, run
+        from paceline.serve.run import open_socket, run, welcome
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
     from paceline.assemble import engine
@@ -80,9 +80,9 @@ def main(args: argparse.Namespace) -> int:
         quiet_transformers()
         working = engine(options, wanted)
         configure_logs(args.log_level)
-        host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"paceline serves {settings.names[0]} at http://{host}:{listening.getsockname()[1]}/v1", flush=True)
-        run(create_app(working, working.codec, settings), listening, args.drain_seconds, args.stall_seconds)
+        app = create_app(working, working.codec, settings)
+        print(f"paceline serves {settings.names[0]} at {welcome(listening)}/v1", flush=True)
+        run(app, listening, args.drain_seconds, args.stall_seconds)
     return 0
 
 

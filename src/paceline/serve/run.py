@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from paceline.errors import OptionError
 
 LOG = logging.getLogger("paceline.serve")
+BACKLOG = 2048  # uvicorn's own
 
 
 class PatientProtocol(H11Protocol):
@@ -45,7 +46,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Listen now, so that a port in use is said in one line before a model is loaded."""
+    """Take the port now, so that one in use is said in one line before a model is loaded.
+
+    Nobody is let in yet: until `welcome` a client is refused at once instead of waiting for a model to load.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, _, _, address = found[0]
@@ -53,8 +57,22 @@ def open_socket(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
     except OSError as error:
-        raise OptionError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        raise _cannot_listen(host, port, error) from error
     return listening
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OptionError:
+    return OptionError(f"cannot listen on {host} port {port}: {error.strerror or error}")
+
+
+def welcome(listening: socket.socket) -> str:
+    """Let clients in, and say where: those who come before the server's loop runs wait in the socket's queue."""
+    host, port = listening.getsockname()[:2]
+    try:
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_config(app: FastAPI, drain_seconds: int, stall_seconds: float) -> uvicorn.Config:
@@ -63,6 +81,7 @@ def server_config(app: FastAPI, drain_seconds: int, stall_seconds: float) -> uvi
         app,
         http=type("Protocol", (PatientProtocol,), {"opening_seconds": stall_seconds}),
         ws="none",
+        backlog=BACKLOG,
         log_config=None,
         access_log=False,
         server_header=False,

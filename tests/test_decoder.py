@@ -68,12 +68,19 @@ def test_ids_in_ids_out(decoder: SpeculativeDecoder, tiny_model: Any) -> None:
 
 def test_a_seed_is_a_text(decoder: SpeculativeDecoder) -> None:
     how: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}
-    if decoder.options.draft_tokens == "auto" and decoder.options.method != "none":
-        pytest.skip("how many guesses pay is a matter of timing, and with k the random numbers shift")
     one, two = (decoder.generate(PROMPTS[1], seed=5, **how).token_ids for _ in range(2))
     assert one == two
     together = decoder.generate([PROMPTS[0], PROMPTS[1]], seed=4, **how)
     assert together[1].token_ids == one, "in a list, text i has seed + i"
+
+
+def test_a_rule_asked_for_is_the_rule_with_a_seed_too(tiny_folder: Path) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
+    texts = {
+        rule: SpeculativeDecoder(str(tiny_folder), draft="ngram", acceptance=rule).generate(PROMPTS[1], **how).text
+        for rule in (None, "coupled", "token")
+    }
+    assert texts[None] == texts["coupled"] != texts["token"]
 
 
 def test_coupled_acceptance_hides_the_guessing(tiny_folder: Path) -> None:

@@ -46,7 +46,7 @@ def assemble(options: DecoderOptions) -> Assembly:
     codec = Codec(open_tokenizer(options.target, options.tokenizer, options))
     drafter = DRAFTERS[options.method or "none"](options, target, codec, device)
     check_abilities(target, drafter)
-    machinery = Machinery(target, drafter, make_budget(options, target, drafter), Judge(options.acceptance))
+    machinery = Machinery(target, drafter, make_budget(options, target, drafter), Judge(options.acceptance or "token"))
     return Assembly(machinery, codec, options)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.assemble import Assembly, assemble
+from paceline.core.acceptance import COUPLED
 from paceline.core.distribution import SamplingParams
 from paceline.core.protocols import ModelCard, Piece, TokenLogprob
 from paceline.core.sequence import Sequence
@@ -137,6 +138,8 @@ class SpeculativeDecoder:
         text = Sequence(ids, SamplingParams(**chosen), self._rules(ids, wanted, stop, ignore_end), logprobs=logprobs)
         if draft_tokens is not None and checked_draft_tokens(draft_tokens) != "auto":
             text.draft_tokens = int(draft_tokens)
+        if text.sampling.seed is not None and self.options.acceptance is None and self.options.by_the_clock:
+            text.acceptance = COUPLED
         return text
 
     def _rules(self, ids: list[int], wanted: int, stop: Any, ignore_end: bool) -> StopRules:

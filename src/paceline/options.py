@@ -21,6 +21,8 @@ class DecoderOptions:
     target, draft  a name (`default`, Hub id, directory, .gguf) or a loaded AutoModelForCausalLM
     method         one of METHODS; None: `draft` if a draft was given, else `none`
     draft_tokens   guesses a round, or "auto": as many as pay
+    acceptance     one of ACCEPTANCE; None: `token`, but a text with a seed is `coupled` where the clock decides what is
+                   guessed (draft_tokens or method "auto"), so that the same seed gives the same text
     """
 
     target: Any = "default"
@@ -30,7 +32,7 @@ class DecoderOptions:
     dtype: str | None = None
     draft_dtype: str | None = None
     device: str | None = None
-    acceptance: str = "token"
+    acceptance: str | None = None
     runner: str = AUTO
     tokenizer: Any = None
     largest_batch: int = 8
@@ -43,7 +45,8 @@ class DecoderOptions:
         object.__setattr__(self, "method", _method(self.method, self.draft))
         if isinstance(self.draft, str) and self.draft in METHODS:
             object.__setattr__(self, "draft", None)
-        _one_of("acceptance", self.acceptance, ACCEPTANCE)
+        if self.acceptance is not None:
+            _one_of("acceptance", self.acceptance, ACCEPTANCE)
         _one_of("runner", self.runner, RUNNERS)
         object.__setattr__(self, "draft_tokens", checked_draft_tokens(self.draft_tokens))
         if self.method in ("draft", "foreign") and self.draft is None:
@@ -54,6 +57,12 @@ class DecoderOptions:
             raise OptionError(f"largest_batch must be 1 or more, not {self.largest_batch!r}")
         if self.cache_tokens is not None and self.cache_tokens < 1:
             raise OptionError(f"cache_tokens must be 1 or more, not {self.cache_tokens!r}")
+
+
+    @property
+    def by_the_clock(self) -> bool:
+        """Whether what is guessed depends on how long passes take, and so on more than the text and its seed."""
+        return self.method != "none" and AUTO in (self.method, self.draft_tokens)
 
 
 def _method(method: str | None, draft: Any) -> str:

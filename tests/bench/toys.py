@@ -13,7 +13,7 @@ from paceline.core.distribution import draw
 from paceline.core.protocols import Drafter, Output, Round, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import ROOT, DraftTree
-from paceline.decode.judge import Judge, target_rows
+from paceline.decode.judge import Judge
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.nothing import Nothing
@@ -87,5 +87,5 @@ def residual_missing(guesses: DraftTree, target: Tensor, rng: Generator) -> Verd
 class PlantedJudge(Judge):
     """Applies a rule of ours under the name of a good one."""
 
-    def _drawn(self, text: Sequence, guesses: DraftTree, output: Output) -> Verdict:
-        return residual_missing(guesses, target_rows(text, guesses, output.logits), text.rng)
+    def _walked(self, text: Sequence, guesses: DraftTree, target: Tensor) -> Verdict:
+        return residual_missing(guesses, target, text.rng)

@@ -13,6 +13,7 @@ from paceline.core.acceptance import (
     accept_block,
     accept_chains,
     accept_trees,
+    couple_chains,
     judge_block,
     judge_tokens,
     position_uniform,
@@ -21,7 +22,7 @@ from paceline.core.acceptance import (
     walk_coupled,
     walk_greedy,
 )
-from paceline.core.distribution import SamplingParams, distribution
+from paceline.core.distribution import SamplingParams, distribution, draw
 from paceline.core.tree import DraftTree, chain, empty, merge
 
 VOCABULARY = 7
@@ -139,6 +140,23 @@ def test_the_twin_for_chains_equals_the_reference(k: int, one_hot: bool) -> None
         assert int(found.tokens[row]) == verdict.token
 
 
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_the_twin_for_coupled_chains_equals_the_reference(k: int) -> None:
+    rng, batch = torch.Generator().manual_seed(k), 300
+    target = torch.stack([random_rows(k + 1, 1000 + seed) for seed in range(batch)])
+    chance = torch.rand(batch, k + 1, generator=rng, dtype=torch.float64)
+    lucky = draw(target, chance)[:, :k]  # half of the guesses are what the target will draw
+    guesses = torch.where(
+        torch.rand(batch, k, generator=rng) < 0.5, lucky, torch.randint(VOCABULARY, (batch, k), generator=rng)
+    )
+    found = couple_chains(guesses, target, chance)
+    for row in range(batch):
+        verdict = walk_coupled(chain(guesses[row]), target[row], chance[row])
+        assert found.nodes[row, : found.counts[row]].tolist() == verdict.path
+        assert int(found.tokens[row]) == verdict.token
+    assert k == 0 or int(found.counts.max()) == k, "no chain stood as a whole: this shows little"
+
+
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_the_twin_for_trees_equals_the_reference(one_hot: bool) -> None:
     rng, batch, nodes = torch.Generator().manual_seed(8), 300, 6
@@ -201,7 +219,7 @@ def test_block_accepts_at_least_as_much_as_token() -> None:
 
 
 def test_coupled_says_the_same_whatever_was_guessed() -> None:
-    target, chance = random_rows(3, seed=12), [0.3, 0.8, 0.1]
+    target, chance = random_rows(3, seed=12), torch.tensor([0.3, 0.8, 0.1], dtype=torch.float64)
     plain = walk_coupled(empty(), target[:1], chance).token
     hit = walk_coupled(chain([plain]), torch.stack([target[0], target[1]]), chance)
     miss = walk_coupled(chain([(plain + 1) % VOCABULARY]), torch.stack([target[0], target[1]]), chance)

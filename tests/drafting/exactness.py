@@ -23,6 +23,7 @@ from paceline.drafting.nothing import Nothing
 from paceline.runners.table import TableRunner
 
 BUDGETS = (3, 0, 2)
+COPIES = 4  # of a batch with these budgets, where many samples are drawn: drafters work for several texts at once
 PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
 Chances = list[list[float]]  # a row of probabilities a context
 FALSE_ALARM = 1e-6  # the chance that a correct drafter fails the test of its distribution
@@ -38,13 +39,14 @@ def batch(
     *,
     prediction: list[int] | None = None,
     methods: tuple[str | None, ...] = (None, None, None),
+    copies: int = 1,
 ) -> list[Sequence]:
-    """Three texts with budgets of 3, 0 and 2. The one without guesses only has to be there, so it is short."""
+    """Texts with budgets of 3, 0 and 2 in turn. Those without guesses only have to be there, so they are short."""
     texts = []
-    for number, budget in enumerate(BUDGETS):
+    for number, (place, budget) in enumerate([*enumerate(BUDGETS)] * copies):
         own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + number)
-        text = Sequence(PROMPT[number:], own, StopRules(length if budget else length // 4))
-        text.draft_tokens, text.prediction, text.method = budget, prediction, methods[number]
+        text = Sequence(PROMPT[place:], own, StopRules(length if budget else length // 4))
+        text.draft_tokens, text.prediction, text.method = budget, prediction, methods[place]
         texts.append(text)
     return texts
 
@@ -75,8 +77,8 @@ def check_sampled(drafter: Drafter, samples: int = 50_000, length: int = 500, **
     target, seen, total, seed = toy(), Counter[tuple[int, int]](), Tally(), 0
     chances = distribution(target.table, SamplingParams(1.0)).tolist()
     while total.new_tokens < samples:
-        seed += len(BUDGETS)
-        texts = batch(SamplingParams(1.0, seed=seed), length, **about)
+        seed += len(BUDGETS) * COPIES
+        texts = batch(SamplingParams(1.0, seed=seed), length, copies=COPIES, **about)
         write(texts, drafter, target, chances, random.Random(seed))
         for text in (text for text in texts if text.draft_tokens):
             total.add(text.tally)

@@ -29,7 +29,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     guessing = parser.add_argument_group("guessing")
     guessing.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}")
     guessing.add_argument("-k", "--draft-tokens", metavar="N", default="auto", help="guesses a round: 0 to 128, auto")
-    guessing.add_argument("--acceptance", metavar="R", default="token", help=f"{', '.join(ACCEPTANCE)}")
+    guessing.add_argument("--acceptance", metavar="R", help=f"{', '.join(ACCEPTANCE)}; default: token")
     guessing.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the method: nodes=24, layer=12"
     )

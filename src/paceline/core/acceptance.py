@@ -128,7 +128,7 @@ def _block_residual(tree: DraftTree, target: Tensor, i: int, ratio: float) -> Te
 # --- coupled ----------------------------------------------------------------------------------------------------------
 
 
-def walk_coupled(tree: DraftTree, target: Tensor, chance: Sequence[float]) -> Verdict:
+def walk_coupled(tree: DraftTree, target: Tensor, chance: Tensor) -> Verdict:
     """The target draws at every depth from its own number; a guess stands if it is the token drawn.
 
     chance[d] is the number for depth d. The drafter's q plays no part, so nothing of the drafting shows in the text.
@@ -136,7 +136,7 @@ def walk_coupled(tree: DraftTree, target: Tensor, chance: Sequence[float]) -> Ve
     path: list[int] = []
     tokens, node = tree.tokens.tolist(), ROOT
     while True:
-        token = int(draw(target[node + 1], torch.tensor(chance[len(path)], dtype=torch.float64)))
+        token = int(draw(target[node + 1], chance[len(path)]))
         match = [c for c in range(tree.guesses) if tree.parents[c] == node and tokens[c] == token]
         if not match:
             return Verdict(path, token)
@@ -229,6 +229,18 @@ def accept_chains(guesses: Tensor, q: Tensor | None, target: Tensor, chance: Ten
     use_p = (counts == k) | (left.sum(-1) <= 0)
     nodes = torch.arange(k, device=target.device).expand(batch, k)
     return Verdicts(nodes, counts, draw(torch.where(use_p[:, None], p, left), chance[:, -1]))
+
+
+def couple_chains(guesses: Tensor, target: Tensor, chance: Tensor) -> Verdicts:
+    """`walk_coupled` for a batch of chains of one length, without leaving the device.
+
+    guesses int64 [batch, k]; target [batch, k + 1, vocab]; chance [batch, k + 1], one number a depth
+    """
+    batch, k = guesses.shape
+    drawn = draw(target, chance)
+    counts = (drawn[:, :k] == guesses).long().cumprod(dim=-1).sum(dim=-1)
+    nodes = torch.arange(k, device=target.device).expand(batch, k)
+    return Verdicts(nodes, counts, drawn.gather(-1, counts[:, None])[:, 0])
 
 
 def accept_trees(guesses: Tensor, parents: Tensor, q: Tensor | None, target: Tensor, chance: Tensor) -> Verdicts:

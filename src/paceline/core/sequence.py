@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.acceptance import COUPLED, position_uniform
 from paceline.core.distribution import History, SamplingParams
 from paceline.core.protocols import Slot, TokenLogprob
 from paceline.core.stopping import StopRules
@@ -82,6 +83,21 @@ class Sequence:
         """What stands before the node at the end of `path`."""
         return History(self.ids[: self.prompt_length], self.written + path)
 
+    def own_chances(self, depth: int, count: int) -> Tensor:
+        """Numbers of seed and position, from `depth` tokens on: the coupled rule draws with them. float64 [count]"""
+        first = self.new_tokens + depth
+        return torch.tensor([position_uniform(self.seed, first + step) for step in range(count)], dtype=torch.float64)
+
+    def guess_chances(self, depth: int, count: int = 1) -> Tensor:
+        """Numbers to draw guesses with, `depth` guesses on from here: float64 [count].
+
+        Where the target will draw from numbers known beforehand, the guesses are drawn from the very same: the nearer
+        the two distributions, the oftener the two draws agree.
+        """
+        if self.acceptance == COUPLED:
+            return self.own_chances(depth, count)
+        return torch.rand(count, generator=self.rng, dtype=torch.float64)
+
     def extend(self, tokens: list[int], accepted: int) -> list[int]:
         """Append a run, the first `accepted` of them guesses; returns what of it really belongs to the text."""
         before = self.new_tokens
@@ -95,3 +111,18 @@ class Sequence:
         if self.constraint is not None:
             self.constraint.advance(emitted)
         return emitted
+
+
+def alike(texts: list[Sequence]) -> list[list[int]]:
+    """Places of texts whose distributions are made the same way from logits alone: those are worked on together.
+
+    A text with penalties, biases or a grammar has a way of its own.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, text in enumerate(texts):
+        sampling = text.sampling
+        key: tuple[object, ...] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        if sampling.penalised or sampling.logit_bias or text.constraint is not None:
+            key = (*key, index)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

@@ -1,7 +1,8 @@
 """Acceptance on the device, for a batch of sampled texts whose guesses were drawn there.
 
-The rule is core's `accept_chains`, the vectorised twin of `accept`; here it is only fed and, on CUDA, captured as a
-graph: the host uploads temperatures and random numbers, and reads back one row of integers a text.
+The rules are core's `accept_chains` and `couple_chains`, the vectorised twins of `accept` and `walk_coupled`; here they
+are only fed and, on CUDA, captured as a graph: the host uploads temperatures and random numbers, and reads back one row
+of integers a text.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.acceptance import accept_chains, uniforms
+from paceline.core.acceptance import COUPLED, accept_chains, couple_chains, uniforms
 from paceline.core.protocols import Outputs, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 
-Key = tuple[int, ...]
+Key = tuple[str | int, ...]
+
+RULES = frozenset({"token", COUPLED})  # that have a twin for the device
 
 
 @dataclass(slots=True, eq=False)
@@ -52,31 +55,33 @@ class DeviceJudge:
     def __init__(self) -> None:
         self._prepared: dict[Key, _Prepared] = {}
 
-    def verdicts(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
+    def verdicts(self, rule: str, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
+        """One verdict a text, by one of RULES."""
         k = len(trees[0])
         guesses = _stacked([tree.tokens for tree in trees]) if k else outputs.logits.new_empty(len(texts), 0).long()
         q = _stacked([tree.probs for tree in trees if tree.probs is not None]) if k else None
         places = (guesses.data_ptr(), 0 if q is None else q.data_ptr()) if k else (0, 0)
-        key = (len(texts), k, outputs.logits.data_ptr(), *places)
+        key = (rule, len(texts), k, outputs.logits.data_ptr(), *places)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepare(key, len(texts), k, guesses, q, outputs.logits)
-        chances = torch.stack([uniforms(tree, text.rng) for text, tree in zip(texts, trees)])
-        prepared.chances.copy_(chances, non_blocking=True)
+            prepared = self._prepare(key, len(texts), guesses, q, outputs.logits)
+        chances = [chances_of(text, tree, rule) for text, tree in zip(texts, trees)]
+        prepared.chances.copy_(torch.stack(chances), non_blocking=True)
         prepared.temperatures.view(-1).copy_(
             torch.tensor([text.sampling.temperature for text in texts]), non_blocking=True
         )
         return [Verdict(list(range(count)), token) for count, token in prepared.run().tolist()]
 
-    def _prepare(self, key: Key, texts: int, k: int, guesses: Tensor, q: Tensor | None, logits: Tensor) -> _Prepared:
+    def _prepare(self, key: Key, texts: int, guesses: Tensor, q: Tensor | None, logits: Tensor) -> _Prepared:
         from paceline.runners.native.graphs import Captured, new_pool
 
+        k, coupled = guesses.shape[1], key[0] == COUPLED
         temperatures = torch.ones(texts, 1, 1, device=logits.device)
         chances = torch.zeros(texts, k + 1, dtype=torch.float64, device=logits.device)
 
         def work() -> Tensor:
             target = torch.softmax(logits.view(texts, k + 1, -1) / temperatures, dim=-1)
-            found = accept_chains(guesses, q, target, chances)
+            found = couple_chains(guesses, target, chances) if coupled else accept_chains(guesses, q, target, chances)
             return torch.stack([found.counts, found.tokens], dim=1)
 
         prepared = _Prepared(temperatures, chances, Captured(work, "acceptance", new_pool()))
@@ -84,6 +89,11 @@ class DeviceJudge:
             self._prepared.pop(next(iter(self._prepared)))
         self._prepared[key] = prepared
         return prepared
+
+
+def chances_of(text: Sequence, tree: DraftTree, rule: str) -> Tensor:
+    """The numbers a text is judged with: one a guess and one for the target's own token. float64 [guesses + 1]"""
+    return text.own_chances(0, tree.guesses + 1) if rule == COUPLED else uniforms(tree, text.rng)
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

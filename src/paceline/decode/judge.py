@@ -1,7 +1,7 @@
 """Verdicts for a batch: logits of one pass in, one verdict a text out.
 
 Texts that are plainly greedy are judged together: one argmax over the whole pass, one wait for the device. The others
-go through `distribution` and the acceptance rule, one by one.
+go through `distribution`, those with the same settings together, and through the acceptance rule.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.acceptance import COUPLED, RULES, position_uniform, walk_coupled, walk_greedy
-from paceline.core.distribution import adjusted, distribution
+from paceline.core.acceptance import COUPLED, RULES, walk_coupled, walk_greedy
+from paceline.core.distribution import adjusted, distribution, draw
 from paceline.core.protocols import Output, Outputs, TokenLogprob, Verdict
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, alike
 from paceline.core.tree import DraftTree, path_to
-from paceline.decode.device_judge import DeviceJudge, can_judge
+from paceline.decode.device_judge import RULES as DEVICE_RULES
+from paceline.decode.device_judge import DeviceJudge, can_judge, chances_of
 from paceline.errors import OptionError
 
 
@@ -29,41 +30,60 @@ class Judge:
 
     def verdicts(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
         """One verdict a text, in order."""
-        if can_judge(texts, trees, outputs) and all(self._rule(text) == "token" for text in texts):
-            return self._device.verdicts(texts, trees, outputs)
-        plain = [text.sampling.plain_greedy and text.constraint is None for text in texts]
-        # The lossy rule is not argmax equality, not even for a greedy text: let it show.
-        plain = [ours and self._rule(text) != "lossy-typical" for ours, text in zip(plain, texts)]
-        best = _best_of_all(trees, outputs) if any(plain) else None
-        verdicts: list[Verdict] = []
-        for index, (text, tree) in enumerate(zip(texts, trees)):
-            if plain[index] and best is not None:
-                verdicts.append(best.verdict(index))
-            else:
-                verdicts.append(self._drawn(text, tree, outputs[index]))
-        return verdicts
+        rules = {self._rule(text) for text in texts}
+        if len(rules) == 1 and rules <= DEVICE_RULES and can_judge(texts, trees, outputs):
+            return self._device.verdicts(rules.pop(), texts, trees, outputs)
+        verdicts: dict[int, Verdict] = {}
+        plain = [index for index, text in enumerate(texts) if self._plain(text)]
+        if plain:
+            best = _best_of_all(trees, outputs)
+            verdicts |= {index: best.verdict(index) for index in plain}
+        others = [index for index in range(len(texts)) if index not in verdicts]
+        for places in alike([texts[index] for index in others]):
+            group = [others[place] for place in places]
+            rows = [outputs[index].logits for index in group]
+            found = self._drawn([texts[index] for index in group], [trees[index] for index in group], rows)
+            verdicts |= dict(zip(group, found))
+        return [verdicts[index] for index in range(len(texts))]
+
+    def _plain(self, text: Sequence) -> bool:
+        """Whether argmax equality decides. The lossy rule is not that, not even for a greedy text: let it show."""
+        return text.sampling.plain_greedy and text.constraint is None and self._rule(text) != "lossy-typical"
 
     def _rule(self, text: Sequence) -> str:
         return text.acceptance or self.rule
 
-    def _drawn(self, text: Sequence, tree: DraftTree, output: Output) -> Verdict:
-        target, rule = target_rows(text, tree, output.logits), self._rule(text)
+    def _drawn(self, texts: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> list[Verdict]:
+        """Verdicts of texts that are alike. Where nothing was guessed every rule is one draw, made for all at once."""
+        targets = target_rows(texts, trees, logits)
+        if any(tree.guesses for tree in trees):
+            return [self._walked(*one) for one in zip(texts, trees, targets)]
+        chances = [chances_of(text, tree, self._rule(text)) for text, tree in zip(texts, trees)]
+        return [Verdict([], token) for token in draw(torch.cat(targets), torch.cat(chances)).tolist()]
+
+    def _walked(self, text: Sequence, tree: DraftTree, target: Tensor) -> Verdict:
+        rule = self._rule(text)
         if rule == COUPLED:
-            first = text.new_tokens
-            chance = [position_uniform(text.seed, first + depth) for depth in range(tree.guesses + 1)]
-            return walk_coupled(tree, target, chance)
+            return walk_coupled(tree, target, chances_of(text, tree, rule))
         return RULES[rule](tree, target, text.rng)
 
 
-def target_rows(text: Sequence, tree: DraftTree, logits: Tensor) -> Tensor:
-    """The distribution after the text and after each guess, along its own path. [guesses + 1, vocab], on the CPU."""
-    rows = logits[: tree.guesses + 1]
-    paths = _token_paths(tree) if text.sampling.penalised or text.constraint is not None else []
+def target_rows(texts: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> list[Tensor]:
+    """Of texts that are alike: the distribution after each text and after each of its guesses, along its own path.
+
+    Each [guesses + 1, vocab], on the CPU.
+    """
+    sizes = [tree.guesses + 1 for tree in trees]
+    rows = [mine[:size] for mine, size in zip(logits, sizes)]
+    if len(texts) > 1:  # alike, so no path matters
+        return list(torch.split(distribution(torch.cat(rows), texts[0].sampling).cpu(), sizes))
+    text = texts[0]
+    paths = _token_paths(trees[0]) if text.sampling.penalised or text.constraint is not None else []
     histories = [text.history(path) for path in paths] if text.sampling.penalised else None
     allowed = None
     if text.constraint is not None:
         allowed = torch.stack([text.constraint.allowed(path) for path in paths])
-    return distribution(rows, text.sampling, histories, allowed).cpu()
+    return [distribution(rows[0], text.sampling, histories, allowed).cpu()]
 
 
 def _token_paths(tree: DraftTree) -> list[list[int]]:

@@ -67,7 +67,13 @@ def prefill(texts: list[Sequence], with_: Machinery, chunk: int = 2048) -> None:
         for text, output in zip(pending, read_some(pending, with_, chunk)):
             read[text.number].append(output)
     for text in texts:
-        with_.drafter.begin(text, joined(read[text.number]))
+        begin(text, read[text.number], with_)
+
+
+def begin(text: Sequence, parts: list[Output], with_: Machinery) -> None:
+    """The prompt of a text has been read, in these parts: from here on it may be guessed for, and is judged."""
+    text.acceptance = text.acceptance or with_.judge.rule  # a drafter may want to know how its guesses are judged
+    with_.drafter.begin(text, joined(parts))
 
 
 def unread(text: Sequence) -> int:

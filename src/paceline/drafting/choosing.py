@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.distribution import distribution, draw
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, alike
 from paceline.core.tree import DraftTree
 
 
@@ -38,25 +38,13 @@ def choose(
     best       int64 [texts, 1]: the likeliest token, which is all a plainly greedy text needs
     logits_of  of some of the texts: [chosen, vocab] over the target's vocabulary; asked only where a draw needs them
     """
+    drawing = [index for index, text in enumerate(texts) if not text.sampling.plain_greedy]
     for index, text in enumerate(texts):
         if text.sampling.plain_greedy:
             drawn[index].tokens.append(best[index])
-    for group in _alike(texts):
+    for places in alike([texts[index] for index in drawing]):
+        group = [drawing[place] for place in places]
         _draw([texts[index] for index in group], logits_of(group), [drawn[index] for index in group])
-
-
-def _alike(texts: list[Sequence]) -> list[list[int]]:
-    """Texts that draw, by settings: those whose distribution is made the same way are worked on together."""
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, text in enumerate(texts):
-        sampling = text.sampling
-        if sampling.plain_greedy:
-            continue
-        key: tuple[object, ...] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        if sampling.penalised or sampling.logit_bias:
-            key = (*key, index)
-        groups.setdefault(key, []).append(index)
-    return list(groups.values())
 
 
 def _draw(texts: list[Sequence], logits: Tensor, drawn: list[Drawn]) -> None:
@@ -65,7 +53,7 @@ def _draw(texts: list[Sequence], logits: Tensor, drawn: list[Drawn]) -> None:
     if sampling.penalised:
         histories = [text.history([int(token) for token in mine.tokens]) for text, mine in zip(texts, drawn)]
     q = distribution(logits, sampling, histories)
-    chance = torch.cat([torch.rand(1, generator=text.rng, dtype=torch.float64) for text in texts])
+    chance = torch.cat([text.guess_chances(len(mine.tokens)) for text, mine in zip(texts, drawn)])
     tokens = draw(q, chance)
     for index, mine in enumerate(drawn):
         mine.tokens.append(tokens[index : index + 1])

@@ -9,21 +9,18 @@ distribution travels with the guess. A greedy text gets greedy guesses, whose q 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.core.distribution import distribution, draw
 from paceline.core.protocols import (
     Ability,
     Guesses,
     Lead,
     LoopRunner,
     Output,
-    Outputs,
     Round,
     Row,
     Runner,
@@ -32,14 +29,7 @@ from paceline.core.protocols import (
 )
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
-
-
-@dataclass(slots=True, eq=False)
-class _Drawn:
-    """The guesses made so far for one text in one round."""
-
-    tokens: list[Tensor] = field(default_factory=list)  # each int64 [1], on the draft's device
-    probs: list[Tensor] = field(default_factory=list)  # each [vocab]
+from paceline.drafting.choosing import Drawn, choose
 
 
 class DraftModel:
@@ -81,12 +71,14 @@ class DraftModel:
         ]
 
     def _step_by_step(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        drawn = {text.number: _Drawn() for text in texts}
+        drawn = {text.number: Drawn() for text in texts}
         for depth in range(max(budgets, default=0)):
             active = [text for text, budget in zip(texts, budgets) if depth < budget]
             rows = [self._row(text, drawn[text.number]) for text in active]
-            self._choose(active, as_outputs(self.runner.forward(rows, last_only=True)), drawn)
-        return [self._tree(text, drawn[text.number]) for text in texts]
+            logits = self._as_targets(as_outputs(self.runner.forward(rows, last_only=True)).logits)
+            best = logits.argmax(dim=-1, keepdim=True)
+            choose(active, best, logits.__getitem__, [drawn[text.number] for text in active])
+        return [drawn[text.number].chain(text) for text in texts]
 
     def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
         for text, done in zip(texts, rounds):
@@ -101,7 +93,7 @@ class DraftModel:
         if slot is not None:
             self.runner.close(slot)
 
-    def _row(self, text: Sequence, drawn: _Drawn) -> Row:
+    def _row(self, text: Sequence, drawn: Drawn) -> Row:
         """What the draft has not read yet: the last guess, or at first all that is new in the text."""
         if drawn.tokens:
             return Row(self._slots[text.number], drawn.tokens[-1], [-1])
@@ -114,34 +106,12 @@ class DraftModel:
             slot = self._slots[text.number] = self.runner.open()
         return slot
 
-    def _choose(self, texts: list[Sequence], said: Outputs, drawn: dict[int, _Drawn]) -> None:
-        """Choose the next guess of every text: one argmax for all greedy texts, a draw for each other one."""
-        logits = self._as_targets(said.logits)
-        best = logits.argmax(dim=-1, keepdim=True)
-        for index, text in enumerate(texts):
-            mine = drawn[text.number]
-            if text.sampling.plain_greedy:
-                mine.tokens.append(best[index])
-                continue
-            path = [int(token) for token in mine.tokens] if text.sampling.penalised else []
-            q = distribution(logits[index : index + 1], text.sampling, [text.history(path)])
-            chance = torch.rand(1, generator=text.rng, dtype=torch.float64)
-            mine.tokens.append(draw(q, chance))
-            mine.probs.append(q[0])
-
     def _as_targets(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: padding beyond it cannot be guessed."""
         size = logits.shape[-1]
         if size >= self._vocab:
             return logits[..., : self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - size), value=-torch.inf)
-
-    def _tree(self, text: Sequence, drawn: _Drawn) -> DraftTree:
-        if not drawn.tokens:
-            return tree.empty()
-        # A greedy text's guess is an argmax: chosen, not drawn.
-        probs = torch.stack(drawn.probs) if drawn.probs and not text.sampling.greedy else None
-        return tree.chain(torch.cat(drawn.tokens), probs)
 
 
 def _loops(text: Sequence) -> bool:
@@ -153,10 +123,10 @@ def _loops(text: Sequence) -> bool:
 
 
 def _chances(text: Sequence, steps: int) -> list[float] | None:
-    """The numbers a loop draws with, from the text's own generator."""
+    """The numbers a loop draws with."""
     if text.sampling.greedy:
         return None
-    chances: list[float] = torch.rand(steps, generator=text.rng, dtype=torch.float64).tolist()
+    chances: list[float] = text.guess_chances(0, steps).tolist()
     return chances
 
 

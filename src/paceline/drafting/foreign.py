@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.core.distribution import distribution, draw
 from paceline.core.protocols import Ability, Output, Round, Row, Runner, Slot, as_outputs
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
+from paceline.drafting.choosing import Drawn, choose
 from paceline.errors import OptionError, PairError
 from paceline.models.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens
 
@@ -80,8 +80,7 @@ class _Writing:
     way: str
     budget: int
     tokens: list[Tensor] = field(default_factory=list)  # each int64 [1]: the draft's tokens
-    guesses: list[Tensor] = field(default_factory=list)  # each int64 [1]: the same in the target's, if SHARED
-    probs: list[Tensor] = field(default_factory=list)  # each [target's vocab], if SHARED
+    drawn: Drawn = field(default_factory=Drawn)  # the same in the target's vocabulary, if SHARED
 
     def row(self) -> Row:
         if self.tokens:
@@ -127,8 +126,7 @@ class Foreign:
             active = [writing for writing in writings if writing is not None and depth < writing.budget]
             if active:
                 said = as_outputs(self.runner.forward([writing.row() for writing in active], last_only=True))
-                for writing, logits in zip(active, said.logits):
-                    self._choose(writing, logits)
+                self._choose(active, said.logits)
         return [tree.empty() if writing is None else self._finish(writing) for writing in writings]
 
     def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
@@ -162,28 +160,29 @@ class Foreign:
         self.runner.trim(talk.slot, min(_shared_beginning(talk.read, prompt), len(prompt) - 1))
         return _Writing(text, talk, prompt, self.way_of(text), budget)
 
-    def _choose(self, writing: _Writing, logits: Tensor) -> None:
-        """The draft's next token: its likeliest, or one drawn from what it shares with the target."""
-        if writing.way == TEXT:
-            writing.tokens.append(logits.argmax(dim=-1, keepdim=True))
+    def _choose(self, active: list[_Writing], logits: Tensor) -> None:
+        """The draft's next token for each: its likeliest, or one chosen from what it shares with the target."""
+        likeliest = logits.argmax(dim=-1, keepdim=True)
+        for writing, token in zip(active, likeliest):
+            if writing.way == TEXT:
+                writing.tokens.append(token)
+        sharing = [place for place, writing in enumerate(active) if writing.way == SHARED]
+        if not sharing:
             return
-        text = writing.text
-        ours = torch.full((1, self._vocab), -torch.inf, device=logits.device)
-        ours[0, self._shared_ours] = logits[self._shared_theirs].float()
-        path = [int(guess) for guess in writing.guesses] if text.sampling.penalised else []
-        q = distribution(ours, text.sampling, [text.history(path)])
-        guess = draw(q, torch.rand(1, generator=text.rng, dtype=torch.float64))
-        writing.tokens.append(self._as_theirs[guess])
-        writing.guesses.append(guess)
-        writing.probs.append(q[0])
+        ours = torch.full((len(sharing), self._vocab), -torch.inf, device=logits.device)
+        ours[:, self._shared_ours] = logits[sharing][:, self._shared_theirs].float()
+        writings = [active[place] for place in sharing]
+        drawn = [writing.drawn for writing in writings]
+        choose([writing.text for writing in writings], ours.argmax(dim=-1, keepdim=True), ours.__getitem__, drawn)
+        for writing in writings:
+            writing.tokens.append(self._as_theirs[writing.drawn.tokens[-1]])
 
     def _finish(self, writing: _Writing) -> DraftTree:
         drawn = torch.cat(writing.tokens).tolist()
         writing.talk.read = writing.prompt + drawn[:-1]  # the last one was never read
         if writing.way == TEXT:
             return tree.chain(self._retold(writing, drawn)[: writing.budget])
-        probs = None if writing.text.sampling.greedy else torch.stack(writing.probs)
-        return tree.chain(torch.cat(writing.guesses), probs)
+        return writing.drawn.chain(writing.text)
 
     def _retold(self, writing: _Writing, drawn: list[int]) -> list[int]:
         """What the draft wrote, in the target's tokens; up to its end, if it ended."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from paceline.core.protocols import Round
 from paceline.core.tally import Tally
-from paceline.decode.step import Machinery, joined, read_some, step, unread
+from paceline.decode.step import Machinery, begin, read_some, step, unread
 from paceline.engines.load import Load
 from paceline.engines.memory import Memory
 from paceline.engines.settings import EngineSettings
@@ -125,7 +125,7 @@ class Scheduler:
             for ticket, output in zip(pending, read_some(texts, self._with, self._settings.prefill_chunk)):
                 ticket.parts.append(output)
         for ticket in [ticket for ticket in self._reading if not unread(ticket.text)]:
-            self._with.drafter.begin(ticket.text, joined(ticket.parts))
+            begin(ticket.text, ticket.parts, self._with)
             ticket.parts = []
             self.memory.publish(ticket.text)
             self._reading.remove(ticket)

@@ -61,7 +61,7 @@ def test_products_agree_with_float64(word: str, rows: int) -> None:
 
 
 def test_a_draft_of_few_bits_loops_as_it_steps() -> None:
-    model = tiny("llama", hidden_size=96, intermediate_size=160).to(DEVICE)
+    model = tiny("llama", hidden_size=96, intermediate_size=96, num_hidden_layers=1).to(DEVICE)
     whole = NativeRunner.of_model(model, "tiny", 1024)
     weights = pack_weights(whole.weights, "int4", packed_weights)
     runner = NativeRunner(whole.shape, weights, model.config, whole.card, 1024)

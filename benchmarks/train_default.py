@@ -94,7 +94,7 @@ class Run:
         import torch
 
         from paceline.decode.text import load_tokenizer
-        from paceline.runners.huggingface import load_model
+        from paceline.runners.loading import load_model
         from paceline.train.teacher import precision
 
         torch.manual_seed(args.seed)
@@ -148,7 +148,7 @@ class Run:
         return corpus
 
     def train(self, corpus: Any) -> tuple[Any, Any]:
-        from paceline.runners.huggingface import end_tokens_of
+        from paceline.runners.loading import end_tokens_of
         from paceline.train.corpus import Batches, frequent_tokens, split
         from paceline.train.eagle import EagleOptions, EagleTask
         from paceline.train.loop import Loop, LoopOptions
@@ -218,7 +218,7 @@ class Run:
         return plans
 
     def answers(self, plans: list[Any]) -> list[Any]:
-        from paceline.runners.huggingface import end_tokens_of
+        from paceline.runners.loading import end_tokens_of
         from paceline.train.writer import Writer
 
         length = max(plan.length for plan in plans)

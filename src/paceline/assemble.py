@@ -67,7 +67,7 @@ def chosen_device(word: str | None) -> str:
 
 def open_runner(model: Any, options: DecoderOptions, device: str, dtype: str | None = None) -> Runner:
     """A runner for a name or a loaded model: our own run of the Llama family, transformers' of everything else."""
-    from paceline.runners.huggingface import DTYPES, HuggingFaceRunner, dtype_named, load_model
+    from paceline.runners.loading import DTYPES, dtype_named, load_model
 
     if not isinstance(model, str | Path):
         return _runner_of_loaded(model, options)
@@ -80,6 +80,8 @@ def open_runner(model: Any, options: DecoderOptions, device: str, dtype: str | N
     if options.runner == "native" or word not in DTYPES:
         need = "runner native" if options.runner == "native" else f"dtype {word}"
         raise OptionError(f"{need} is for the Llama family (Llama, Mistral, Qwen2, Qwen3) stored as safetensors")
+    from paceline.runners.huggingface import HuggingFaceRunner
+
     remote = options.trust_remote_code
     loaded = load_model(files.folder, files.name, DTYPES[word], device, trust_remote_code=remote)
     return HuggingFaceRunner(loaded, files.name)
@@ -258,7 +260,7 @@ def _head_dtype(options: DecoderOptions, target: Runner) -> torch.dtype:
 
     A target with quantized weights still computes in the device's usual precision, and so does its head.
     """
-    from paceline.runners.huggingface import DTYPES, dtype_named
+    from paceline.runners.loading import DTYPES, dtype_named
 
     own = target.card.dtype if target.card.dtype in DTYPES else None
     word = dtype_named(options.draft_dtype or own, target.card.device)

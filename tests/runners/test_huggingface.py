@@ -13,13 +13,8 @@ from transformers import MambaConfig, MistralConfig, Qwen2Config, RwkvConfig, Rw
 
 from paceline.core.protocols import Row
 from paceline.errors import AbilityError, OptionError, WeightsError
-from paceline.runners.huggingface import (
-    DTYPES,
-    HuggingFaceRunner,
-    dtype_named,
-    load_model,
-    refuse_what_cannot_roll_back,
-)
+from paceline.runners.huggingface import HuggingFaceRunner, refuse_what_cannot_roll_back
+from paceline.runners.loading import DTYPES, dtype_named, load_model
 from tests.tiny import write_tiny_model
 
 

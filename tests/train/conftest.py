@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.runners.huggingface import end_tokens_of
+from paceline.runners.loading import end_tokens_of
 from paceline.train.corpus import SHARD, Corpus, Text
 from paceline.train.writer import Plan, Writer
 from tests.tiny import byte_tokenizer, tiny_llama

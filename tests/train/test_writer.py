@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.runners.huggingface import end_tokens_of
+from paceline.runners.loading import end_tokens_of
 from paceline.train.writer import Plan, Writer
 from tests.train.conftest import greedy_texts, prompts
 

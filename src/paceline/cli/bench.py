@@ -134,7 +134,7 @@ def peer_model(runner: Any, name: str, options: DecoderOptions, device: str) -> 
     None where there is no runner, or where it computes in a type that transformers does not have.
     """
     from paceline.models import locate
-    from paceline.runners.huggingface import DTYPES, load_model
+    from paceline.runners.loading import DTYPES, load_model
 
     if runner is None or runner.card.dtype not in DTYPES:
         return None

@@ -62,7 +62,7 @@ class Rotary(nn.Module):
 
     def __init__(self, settings: RotarySettings) -> None:
         super().__init__()
-        found = _plain_frequencies(settings) if settings.scaling is None else None
+        found = rotary_frequencies(settings.head_dim, settings.theta) if settings.scaling is None else None
         self.magnitude = 1.0
         if found is None:
             found, self.magnitude = _scaled_frequencies(settings)
@@ -77,9 +77,10 @@ class Rotary(nn.Module):
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def _plain_frequencies(settings: RotarySettings) -> Tensor:
-    steps = torch.arange(0, settings.head_dim, 2, dtype=torch.float32) / settings.head_dim
-    return 1.0 / (settings.theta**steps)
+def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
+    """How fast each pair of values turns with the position: float32 [head_dim / 2]."""
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (theta**steps)
 
 
 def _scaled_frequencies(settings: RotarySettings) -> tuple[Tensor, float]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ModelError, OptionError, OutOfMemory
-from paceline.runners.huggingface import end_tokens_of
+from paceline.runners.loading import end_tokens_of
 from paceline.train.atomic import write_text
 from paceline.train.corpus import KINDS, SHARD, Corpus, Text, shards
 from paceline.train.seeds import LONG, SHORT, Mix, Seed, SeedStream

@@ -22,7 +22,7 @@ import torch
 
 from paceline.decode.text import Codec, Message
 from paceline.errors import OptionError, PromptError
-from paceline.runners.huggingface import end_tokens_of
+from paceline.runners.loading import end_tokens_of
 from paceline.train.collect import (
     HEAT_SHARES,
     HEATS,

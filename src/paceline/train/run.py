@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.decode.text import load_tokenizer
 from paceline.errors import OptionError
 from paceline.models import locate
-from paceline.runners.huggingface import end_tokens_of, load_model
+from paceline.runners.loading import end_tokens_of, load_model
 from paceline.train import processes
 from paceline.train.atomic import write_text
 from paceline.train.collect import CollectOptions, Progress, collect, loaded

@@ -28,7 +28,7 @@ from paceline.runners.native.model import States, run_layers
 from paceline.runners.native.plain import PlainOps
 from paceline.runners.native.resume import Ahead, common_layer, merged
 from paceline.runners.native.shape import Shape, rotary_table, shape_of
-from paceline.runners.native.slots import PAGE, NativeSlot, own
+from paceline.runners.native.slots import PAGE, NativeSlot, empty_pages, own
 from paceline.runners.native.weights import Weights, load_weights, weights_of
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ class NativeRunner:
         self.scratch = self.pages.pages * PAGE  # behind the last page, on a page of its own: what pads a prompt
         size = (shape.layers, self.scratch + PAGE, shape.kv_heads, shape.head_size)
         try:
-            # Zeros, since attention may read, and weigh with nothing, what no token has written yet.
-            self.keys = torch.zeros(size, dtype=kept, device=self.device)
-            self.values = torch.zeros(size, dtype=kept, device=self.device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+            self.keys, self.values = (empty_pages(size, kept, self.device) for _ in range(2))
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         by_node = quantized.rounds_inputs(weights.head)
@@ -88,7 +86,7 @@ class NativeRunner:
     @classmethod
     def of_model(cls, model: Any, name: str, cache_tokens: int | None = None) -> NativeRunner:
         """Run a loaded transformers model of the family."""
-        from paceline.runners.huggingface import end_tokens_of
+        from paceline.runners.loading import end_tokens_of
 
         shape = shape_of(model.config)
         first = next(model.parameters())

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.heads.attention import rotary_frequencies
+
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -76,10 +78,19 @@ def shape_of(config: Any) -> Shape:
 
 
 def rotary_table(config: Any, length: int, device: torch.device) -> Tensor:
-    """Cosines and sines of every position: float32 [length, 2, head size / 2]. transformers knows all the variants."""
+    """Cosines and sines of every position: float32 [length, 2, head size / 2]."""
+    frequencies, scale = _turning(config)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies[None]
+    return torch.stack([angles.cos() * scale, angles.sin() * scale], dim=1).to(device)
+
+
+def _turning(config: Any) -> tuple[Tensor, float]:
+    """How fast each pair of values turns with the position, and what it is scaled by. [head size / 2]"""
+    rope = _rope(config)
+    if rope.get("rope_type") == "default":
+        return rotary_frequencies(shape_of(config).head_size, float(rope["rope_theta"])), 1.0
+    # transformers knows all the variants; importing its models takes a second, so only where one is needed.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config)
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None]
-    scale = float(getattr(rotary, "attention_scaling", 1.0))
-    return torch.stack([angles.cos() * scale, angles.sin() * scale], dim=1).to(device)
+    return rotary.inv_freq.float(), float(getattr(rotary, "attention_scaling", 1.0))

@@ -1,13 +1,19 @@
-"""What the runner remembers of one text: which pages it holds, and what an exit has left there."""
+"""What the runner remembers of one text: which pages it holds, and what an exit has left there. And the pages."""
 
 from __future__ import annotations
 
 import itertools
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from paceline.core.protocols import TILE, Slot
 from paceline.runners.native.resume import Ahead
 
 PAGE = TILE  # tokens: a tile of a prompt must not end inside a page
+ALIGNED = 64  # bytes: what torch's own memory is aligned to
 _numbers = itertools.count()
 
 
@@ -26,3 +32,16 @@ class NativeSlot(Slot):
 def own(slot: Slot) -> NativeSlot:
     assert isinstance(slot, NativeSlot), "this slot belongs to another runner"
     return slot
+
+
+def empty_pages(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for keys or values, all zeros: attention may read, and weigh with nothing, what no token has written yet.
+
+    On a CPU the system gives such memory only as it is touched, so that a cache costs what texts fill of it.
+    """
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    count = math.prod(size) * dtype.itemsize
+    room = np.zeros(count + ALIGNED, dtype=np.uint8)
+    first = -room.ctypes.data % ALIGNED
+    return torch.from_numpy(room[first : first + count]).view(dtype).view(size)

@@ -23,7 +23,7 @@ from paceline.heads.files import load_eagle
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.drafting.exactness import check_greedy, toy
-from tests.drafting.states import assert_unchanged, check_sampled_with_states, texts_of
+from tests.drafting.states import assert_unchanged, check_sampled_with_states, shown, texts_of
 from tests.heads import checkpoints
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
@@ -257,6 +257,44 @@ def test_tempered_greedy_settings_get_chosen_guesses() -> None:
     drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
     (tree,) = drafter.propose([text], [3])
     assert tree.probs is None and tree.tokens.tolist() == [3, 3, 3]
+
+
+# --- beginnings the target has read before ----------------------------------------------------------------------------
+
+
+def begun(drafter: Eagle, ids: list[int], known: int, states: Tensor) -> Sequence:
+    """A text whose first `known` tokens the target did not read now; states [places, 4] of its places."""
+    (text,) = texts_of([ids], 10)
+    drafter.begin(text, shown(states[known : len(ids) - 1]))
+    return text
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("over", [True, False])
+def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) -> None:
+    """over: the text it was read for has ended; otherwise it is still being written."""
+    states, first, second = torch.randn(9, 4), [0, 2, 1, 3, 0], [0, 2, 1, 3, 0, 0, 2, 2, 1]
+    going_on, anew = (Eagle(toy_head(seed=3), toy(), **SHAPES[shape]) for _ in range(2))
+    earlier = begun(going_on, first, 0, states)
+    going_on.propose([earlier], [3])
+    if over:
+        going_on.end(earlier)
+    text, whole = begun(going_on, second, 4, states), begun(anew, second, 0, states)
+    (found,), (expected,) = going_on.propose([text], [4]), anew.propose([whole], [4])
+    assert (found.tokens.tolist(), found.parents) == (expected.tokens.tolist(), expected.parents)
+    mine, theirs = (one._memories[who.number] for one, who in ((going_on, text), (anew, whole)))
+    assert (mine.start, mine.length) == (theirs.start, theirs.length) == (0, 8)
+    torch.testing.assert_close(mine.out, theirs.out)
+
+
+def test_an_entry_made_with_another_next_token_is_not_taken_over() -> None:
+    states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
+    earlier = begun(drafter, [0, 2, 1, 3, 0], 0, states)
+    drafter.propose([earlier], [3])
+    memory = drafter._memories[begun(drafter, [0, 2, 1, 2, 0, 3], 3, states).number]
+    assert (memory.start, memory.length) == (1, 2), "of three shared tokens the last stood before another one"
+    stranger = drafter._memories[begun(drafter, [3, 2, 1, 2, 0, 3], 3, states).number]
+    assert (stranger.start, stranger.length) == (3, 0)
 
 
 # --- manners ----------------------------------------------------------------------------------------------------------

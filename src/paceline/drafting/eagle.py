@@ -22,6 +22,7 @@ from paceline.core import tree
 from paceline.core.protocols import Ability, OpenRunner, Output, Round
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
+from paceline.drafting.beginnings import Beginning, Beginnings
 from paceline.drafting.choosing import Drawn, choose
 from paceline.errors import OptionError, PairError
 from paceline.heads.cache import KeyBuffers
@@ -34,9 +35,10 @@ LONG = 16  # rows a text may catch up on together with others; a longer stretch 
 class _Memory:
     """What the head holds of one text."""
 
+    text: Sequence
     row: int  # of the buffers
-    start: int  # the place of the first state it was given: a text may go on from a cache the head never saw
-    length: int = 0  # places read with true states
+    start: int  # the place of the next entry is start + length: a text may go on from a cache the head never saw
+    length: int = 0  # entries made of true states
     pending: list[Tensor] = field(default_factory=list)  # true states not read yet, [places, features]
     waiting: int = 0  # places in `pending`
     out: Tensor | None = None  # what the head said at the last place read, [hidden]
@@ -88,16 +90,33 @@ class Eagle:
         self._device = self._target_ids.device
         self._buffers = KeyBuffers(config.kv_heads, config.head_dim, head.fc.weight)
         self._memories: dict[int, _Memory] = {}
+        self._beginnings = Beginnings()
 
     # --- what the target has computed ---------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def begin(self, text: Sequence, prompt: Output | None) -> None:
         states = None if prompt is None else self._states(prompt)
         read = 0 if states is None else states.shape[0]
         self.end(text)
-        memory = self._memories[text.number] = _Memory(self._buffers.take(), len(text.ids) - 1 - read)
+        memory = _Memory(text, self._buffers.take(), len(text.ids) - 1 - read)
+        if memory.start:
+            self._go_on(memory)
         if states is not None:
             memory.add(states)
+        self._memories[text.number] = memory
+
+    def _go_on(self, memory: _Memory) -> None:
+        """The target had read the beginning before: take over what was written down for it then."""
+        running = [self._beginning(other) for other in self._memories.values()]
+        entries = self._beginnings.longest(memory.text.ids, running)
+        if entries is not None:
+            self._buffers.write(memory.row, entries)
+            memory.length = entries.keys.shape[1]
+            memory.start -= memory.length
+
+    def _beginning(self, memory: _Memory) -> Beginning:
+        return Beginning(memory.text.ids, memory.start, self._buffers.written(memory.row, memory.length))
 
     def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
         for text, done in zip(texts, rounds):
@@ -115,8 +134,11 @@ class Eagle:
 
     def end(self, text: Sequence) -> None:
         memory = self._memories.pop(text.number, None)
-        if memory is not None:
-            self._buffers.give(memory.row)
+        if memory is None:
+            return
+        if memory.length:
+            self._beginnings.add(self._beginning(memory).copied())
+        self._buffers.give(memory.row)
 
     def _states(self, output: Output) -> Tensor:
         found = output.hidden if self._last_only else output.features

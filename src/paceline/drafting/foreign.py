@@ -26,6 +26,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 from paceline.drafting.choosing import Drawn, choose
 from paceline.errors import OptionError, PairError
+from paceline.kv.prefixes import shared_beginning
 from paceline.models.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens
 
 AUTO = "auto"
@@ -157,7 +158,7 @@ class Foreign:
         talk = self._talks.get(text.number)
         if talk is None:
             talk = self._talks[text.number] = _Talk(self.runner.open())
-        self.runner.trim(talk.slot, min(_shared_beginning(talk.read, prompt), len(prompt) - 1))
+        self.runner.trim(talk.slot, min(shared_beginning(talk.read, prompt), len(prompt) - 1))
         return _Writing(text, talk, prompt, self.way_of(text), budget)
 
     def _choose(self, active: list[_Writing], logits: Tensor) -> None:
@@ -193,10 +194,3 @@ class Foreign:
         piece = piece.rstrip(HALF_A_CHARACTER)
         ids = self._ours.after(self._ours.characters(writing.text.ids[-BESIDE:]), piece) if piece else []
         return ids + ([self._ours.end] if ended and self._ours.end is not None else [])
-
-
-def _shared_beginning(one: list[int], other: list[int]) -> int:
-    for place, (a, b) in enumerate(zip(one, other)):
-        if a != b:
-            return place
-    return min(len(one), len(other))

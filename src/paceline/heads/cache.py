@@ -37,6 +37,16 @@ class KeyBuffers:
         self._reserve(max(columns) + width)
         return PlacedKeys(self._keys, self._values, rows, columns, width)
 
+    def written(self, row: int, columns: int) -> KeyValues:
+        """What stands in the first columns of a row, as it lies there. Each [kv heads, columns, head size]"""
+        return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])
+
+    def write(self, row: int, entries: KeyValues) -> None:
+        """Let a row begin with these."""
+        columns = entries.keys.shape[1]
+        self._reserve(columns)
+        self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
+
     def _reserve(self, capacity: int) -> None:
         rows = self._keys.shape[0]
         if self._rows <= rows and capacity <= self._capacity:

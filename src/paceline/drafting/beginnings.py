@@ -1,0 +1,70 @@
+"""What a head has read of earlier texts, for texts that begin the same way.
+
+A target whose cache already holds a beginning does not read it again, and so hands out no states for it. A head that
+knew nothing of it would guess a fifth worse: it goes on from what it wrote down when that beginning was first read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.heads.attention import KeyValues
+from paceline.kv.prefixes import shared_beginning
+
+MOST_TOKENS = 8192  # kept over all texts: tens of megabytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """One text, and the head's entries for it. Entry i was made of the state at a place of at most i + shift and of the
+    token after that place, so it is good for any text with the same tokens up to that one."""
+
+    ids: Sequence[int]
+    shift: int
+    keys: KeyValues  # each [kv heads, entries, head size]
+
+    def good_for(self, ids: Sequence[int]) -> int:
+        """How many of the entries another text may take over."""
+        return max(0, min(self.keys.keys.shape[1], shared_beginning(self.ids, ids) - 1 - self.shift))
+
+    def copied(self) -> Beginning:
+        """The same, to outlive the buffers its entries lie in."""
+        return Beginning([*self.ids], self.shift, KeyValues(self.keys.keys.clone(), self.keys.values.clone()))
+
+    def cut(self, entries: int) -> KeyValues:
+        return KeyValues(self.keys.keys[:, :entries], self.keys.values[:, :entries])
+
+
+class Beginnings:
+    """Texts that are over, as many as fit; the one used longest ago goes first."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+        self._most = most_tokens
+        self._kept: list[Beginning] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, text: Beginning) -> None:
+        """Keep a text. One that it goes on from is not needed beside it."""
+        self._kept = [other for other in self._kept if not _goes_on(other, text)] + [text]
+        while sum(len(other.ids) for other in self._kept) > self._most:
+            self._kept.pop(0)
+
+    def longest(self, ids: Sequence[int], running: Iterable[Beginning] = ()) -> KeyValues | None:
+        """The most entries that any of the texts, these or `running` ones, has for a text with these tokens."""
+        candidates = [*self._kept, *running]
+        counts = [candidate.good_for(ids) for candidate in candidates]
+        most = max(counts, default=0)
+        if not most:
+            return None
+        found = candidates[counts.index(most)]
+        if found in self._kept:  # used just now: the last to go
+            self._kept.remove(found)
+            self._kept.append(found)
+        return found.cut(most)
+
+
+def _goes_on(old: Beginning, new: Beginning) -> bool:
+    return old.shift >= new.shift and shared_beginning(old.ids, new.ids) == len(old.ids)

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    options = decoder_options(args, otherwise="ngram")
+    options = decoder_options(args, otherwise="auto")
     check_settings(args)
     decoder = open_decoder(options)
     opening: list[Message] = [{"role": "system", "content": args.system}] if args.system else []

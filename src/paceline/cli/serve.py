@@ -90,7 +90,7 @@ def _options(args: argparse.Namespace) -> DecoderOptions:
     from dataclasses import replace
 
     # The engine itself always adapts; a fixed k is the default of requests that do not choose.
-    chosen = decoder_options(args, otherwise="ngram")
+    chosen = decoder_options(args, otherwise="auto")
     # What the engine keeps beside the cache is its own affair: it adds to --cache-tokens.
     return replace(chosen, draft_tokens="auto", cache_tokens=None, trust_remote_code=args.trust_remote_code)
 

@@ -160,6 +160,7 @@ class SpeculativeDecoder:
         common = shared_beginning(last.ids, text.ids)
         self._machinery.target.trim(last.slot, min(common, len(text.ids) - 1))
         text.slot, last.slot = last.slot, None
+        text.reused = text.slot.length
 
     def _pad_token(self) -> int:
         tokenizer = self.codec.tokenizer

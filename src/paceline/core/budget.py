@@ -115,8 +115,8 @@ EXPECTED, HOPED = 0.9, 0.55  # chance that a guess stands before anything is kno
 class _TextState:
     rates: PositionRates
     kind: str  # how it is drafted for; see `_kind`
+    known: int  # tokens that the draft had seen when it was last asked, or when the text began
     asked: int = 0  # guesses wanted in this round
-    known: int = 0  # tokens that the draft had seen when it was last asked
     behind: int = 0  # tokens it had to catch up with in this round
 
 
@@ -302,7 +302,8 @@ class AdaptiveBudget:
     def _state(self, text: Sequence) -> _TextState:
         state = self._texts.get(text.number)
         if state is None:
-            state = self._texts[text.number] = _TextState(PositionRates(fade=0.97, weight=6.0), _kind(text))
+            rates = PositionRates(fade=0.97, weight=6.0)
+            state = self._texts[text.number] = _TextState(rates, _kind(text), text.reused)
         return state
 
     def _rates_of(self, kind: str) -> PositionRates:

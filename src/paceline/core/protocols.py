@@ -282,7 +282,11 @@ class Drafter(Protocol):
         """What became of the guesses. The texts have already grown."""
 
     def end(self, text: Sequence) -> None:
-        """The text is over; forget it. Ending a text that never began is harmless."""
+        """The text is over; forget it. Ending a text that never began is harmless.
+
+        If `text.stays`, another text may go on from the target's cache of it: `begin` then brings only what is new
+        there, and what a drafter has kept of the beginning saves it from guessing without.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,8 @@ class Sequence:
         self.seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
         self.rng = torch.Generator().manual_seed(self.seed & (2**63 - 1))
         self.slot: Slot | None = None
+        self.reused = 0  # tokens of its beginning that were in the cache before it came
+        self.stays = False  # once it is over: its cache is kept, and another text may go on from there
         self.finish_reason: str | None = None
         self.guessed: list[bool] = []  # of each written token: was it a guess that stood?
         self.token_logprobs: list[TokenLogprob] = []

@@ -50,6 +50,7 @@ def run(
 
 def release(text: Sequence, with_: Machinery, *, keep_slot: bool = False) -> None:
     """Forget a text everywhere. `keep_slot`: its cache goes on living, for a next turn."""
+    text.stays = keep_slot
     with_.drafter.end(text)
     with_.budget.forget(text)
     if text.slot is not None and not keep_slot:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.protocols import (
+    TILE,
     Ability,
     Guesses,
     Lead,
@@ -30,6 +31,7 @@ from paceline.core.protocols import (
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 from paceline.drafting.choosing import Drawn, choose
+from paceline.drafting.residents import Residents
 
 
 class DraftModel:
@@ -42,6 +44,7 @@ class DraftModel:
         self.runner = runner
         self._vocab = vocab_size
         self._slots: dict[int, Slot] = {}
+        self._residents = Residents(runner)
         self._before: dict[int, int] = {}  # length of each text when its guesses were made
 
     def begin(self, text: Sequence, prompt: Output | None) -> None:
@@ -50,6 +53,7 @@ class DraftModel:
     def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
         for text in texts:
             self._before[text.number] = len(text.ids)
+        self._make_room(texts, budgets)
         guessed = self._in_one_loop(texts, budgets)
         return self._step_by_step(texts, budgets) if guessed is None else guessed
 
@@ -90,7 +94,12 @@ class DraftModel:
     def end(self, text: Sequence) -> None:
         self._before.pop(text.number, None)
         slot = self._slots.pop(text.number, None)
-        if slot is not None:
+        if slot is None:
+            return
+        if text.stays:
+            self.runner.trim(slot, len(text.ids) - 1)
+            self._residents.keep(text.ids, slot)
+        else:
             self.runner.close(slot)
 
     def _row(self, text: Sequence, drawn: Drawn) -> Row:
@@ -103,8 +112,14 @@ class DraftModel:
     def _slot(self, text: Sequence) -> Slot:
         slot = self._slots.get(text.number)
         if slot is None:
-            slot = self._slots[text.number] = self.runner.open()
+            slot = self._slots[text.number] = self._residents.open(text.ids)
         return slot
+
+    def _make_room(self, texts: list[Sequence], budgets: list[int]) -> None:
+        """For all that this round may write, rounded up to pages; what earlier texts left behind goes first."""
+        asked = [(text, budget) for text, budget in zip(texts, budgets) if budget]
+        unread = [len(text.ids) - self._slot(text).length for text, _ in asked]
+        self._residents.make_room(sum(unread) + sum(budget + TILE for _, budget in asked))
 
     def _as_targets(self, logits: Tensor) -> Tensor:
         """Logits over the target's vocabulary: padding beyond it cannot be guessed."""

@@ -136,7 +136,7 @@ class Eagle:
         memory = self._memories.pop(text.number, None)
         if memory is None:
             return
-        if memory.length:
+        if memory.length and text.stays:
             self._beginnings.add(self._beginning(memory).copied())
         self._buffers.give(memory.row)
 

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.core.protocols import Ability, Output, Round, Row, Runner, Slot, as_outputs
+from paceline.core.protocols import TILE, Ability, Output, Round, Row, Runner, Slot, as_outputs
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 from paceline.drafting.choosing import Drawn, choose
+from paceline.drafting.residents import Residents
 from paceline.errors import OptionError, PairError
 from paceline.kv.prefixes import shared_beginning
 from paceline.models.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens
@@ -83,6 +84,11 @@ class _Writing:
     tokens: list[Tensor] = field(default_factory=list)  # each int64 [1]: the draft's tokens
     drawn: Drawn = field(default_factory=Drawn)  # the same in the target's vocabulary, if SHARED
 
+    @property
+    def room(self) -> int:
+        """Tokens the draft may write down in this round, rounded up to pages."""
+        return len(self.prompt) - self.talk.slot.length + self.budget + TILE
+
     def row(self) -> Row:
         if self.tokens:
             return Row(self.talk.slot, self.tokens[-1], [-1])
@@ -117,12 +123,14 @@ class Foreign:
         self._as_theirs = torch.zeros(vocab_size, dtype=torch.int64, device=device)
         self._as_theirs[self._shared_ours] = self._shared_theirs
         self._talks: dict[int, _Talk] = {}
+        self._residents = Residents(runner)
 
     def begin(self, text: Sequence, prompt: Output | None) -> None:
         """The draft reads the prompt when it is first asked."""
 
     def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
         writings = [self._start(text, budget) for text, budget in zip(texts, budgets)]
+        self._residents.make_room(sum(writing.room for writing in writings if writing is not None))
         for depth in range(max(budgets, default=0)):
             active = [writing for writing in writings if writing is not None and depth < writing.budget]
             if active:
@@ -135,7 +143,9 @@ class Foreign:
 
     def end(self, text: Sequence) -> None:
         talk = self._talks.pop(text.number, None)
-        if talk is not None:
+        if talk is not None and text.stays:
+            self._residents.keep(talk.read, talk.slot)
+        elif talk is not None:
             self.runner.close(talk.slot)
 
     def way_of(self, text: Sequence) -> str:
@@ -157,7 +167,8 @@ class Foreign:
             return None
         talk = self._talks.get(text.number)
         if talk is None:
-            talk = self._talks[text.number] = _Talk(self.runner.open())
+            slot = self._residents.open(prompt)
+            talk = self._talks[text.number] = _Talk(slot, prompt[: slot.length])
         self.runner.trim(talk.slot, min(shared_beginning(talk.read, prompt), len(prompt) - 1))
         return _Writing(text, talk, prompt, self.way_of(text), budget)
 

@@ -36,6 +36,11 @@ class Memory:
         """Tokens that fit if one text has everything to itself."""
         return self.pool.pages * self.pool.size
 
+    @property
+    def keeps(self) -> bool:
+        """Whether texts that are over stay for a while."""
+        return self._most > 0
+
     # --- texts --------------------------------------------------------------------------------------------------------
 
     def admit(self, text: Sequence) -> bool:
@@ -47,6 +52,7 @@ class Memory:
             self.pool.release(text.number)
             return False
         text.slot = self._begin(found)
+        text.reused = text.slot.length
         return True
 
     def known(self, text: Sequence) -> int:

@@ -184,7 +184,7 @@ class Scheduler:
     # --- endings ------------------------------------------------------------------------------------------------------
 
     def _let_go(self, ticket: Ticket, *, keep: bool) -> None:
-        ticket.parts = []
+        ticket.parts, ticket.text.stays = [], keep and self.memory.keeps
         self._with.drafter.end(ticket.text)
         self._with.budget.forget(ticket.text)
         self.memory.release(ticket.text, keep=keep)

@@ -55,11 +55,12 @@ class Judge:
 
     def _drawn(self, texts: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> list[Verdict]:
         """Verdicts of texts that are alike. Where nothing was guessed every rule is one draw, made for all at once."""
-        targets = target_rows(texts, trees, logits)
+        target = target_rows(texts, trees, logits)
         if any(tree.guesses for tree in trees):
+            targets = torch.split(target.cpu(), [tree.guesses + 1 for tree in trees])
             return [self._walked(*one) for one in zip(texts, trees, targets)]
         chances = [chances_of(text, tree, self._rule(text)) for text, tree in zip(texts, trees)]
-        return [Verdict([], token) for token in draw(torch.cat(targets), torch.cat(chances)).tolist()]
+        return [Verdict([], token) for token in draw(target, torch.cat(chances)).tolist()]
 
     def _walked(self, text: Sequence, tree: DraftTree, target: Tensor) -> Verdict:
         rule = self._rule(text)
@@ -68,22 +69,21 @@ class Judge:
         return RULES[rule](tree, target, text.rng)
 
 
-def target_rows(texts: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> list[Tensor]:
+def target_rows(texts: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> Tensor:
     """Of texts that are alike: the distribution after each text and after each of its guesses, along its own path.
 
-    Each [guesses + 1, vocab], on the CPU.
+    [guesses + 1 of all texts, vocab], where the logits are.
     """
-    sizes = [tree.guesses + 1 for tree in trees]
-    rows = [mine[:size] for mine, size in zip(logits, sizes)]
+    rows = [mine[: tree.guesses + 1] for mine, tree in zip(logits, trees)]
     if len(texts) > 1:  # alike, so no path matters
-        return list(torch.split(distribution(torch.cat(rows), texts[0].sampling).cpu(), sizes))
+        return distribution(torch.cat(rows), texts[0].sampling)
     text = texts[0]
     paths = _token_paths(trees[0]) if text.sampling.penalised or text.constraint is not None else []
     histories = [text.history(path) for path in paths] if text.sampling.penalised else None
     allowed = None
     if text.constraint is not None:
         allowed = torch.stack([text.constraint.allowed(path) for path in paths])
-    return [distribution(rows[0], text.sampling, histories, allowed).cpu()]
+    return distribution(rows[0], text.sampling, histories, allowed)
 
 
 def _token_paths(tree: DraftTree) -> list[list[int]]:

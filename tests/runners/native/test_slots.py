@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.runners.native.slots import ALIGNED, empty_pages
+from paceline.runners.native.slots import empty_pages
 
 STATM = Path("/proc/self/statm")
+ALIGNED = 64  # bytes: as torch aligns its own memory
 PAGES_OF_A_GIGABYTE = (1 << 30) // 4096
 
 

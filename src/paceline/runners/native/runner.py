@@ -53,7 +53,7 @@ class NativeRunner:
         size = (shape.layers, self.scratch + PAGE, shape.kv_heads, shape.head_size)
         try:
             self.keys, self.values = (empty_pages(size, kept, self.device) for _ in range(2))
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
             raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         by_node = quantized.rounds_inputs(weights.head)

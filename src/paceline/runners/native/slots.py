@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from paceline.core.protocols import TILE, Slot
 from paceline.runners.native.resume import Ahead
 
 PAGE = TILE  # tokens: a tile of a prompt must not end inside a page
-ALIGNED = 64  # bytes: what torch's own memory is aligned to
 _numbers = itertools.count()
 
 
@@ -37,11 +36,12 @@ def own(slot: Slot) -> NativeSlot:
 def empty_pages(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Room for keys or values, all zeros: attention may read, and weigh with nothing, what no token has written yet.
 
-    On a CPU the system gives such memory only as it is touched, so that a cache costs what texts fill of it.
+    On a CPU the system gives such memory only as it is touched, so that a cache costs what texts fill of it. In small
+    pages: of large ones a text's first tokens would touch two a layer, and clearing those takes as long as a pass.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    count = math.prod(size) * dtype.itemsize
-    room = np.zeros(count + ALIGNED, dtype=np.uint8)
-    first = -room.ctypes.data % ALIGNED
-    return torch.from_numpy(room[first : first + count]).view(dtype).view(size)
+    room = mmap.mmap(-1, math.prod(size) * dtype.itemsize, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        room.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(room, dtype=dtype).view(size)

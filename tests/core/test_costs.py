@@ -23,6 +23,14 @@ def test_a_curve_follows_samples_but_not_a_hiccup() -> None:
     assert curve.at(1) == pytest.approx(15.0, rel=0.02)
 
 
+def test_one_pass_that_was_held_up_hardly_counts() -> None:
+    curve = CostCurve({8: 10.0})
+    for _ in range(10):
+        curve.add(8, 10.0)
+    curve.add(8, 19.0)
+    assert curve.at(8) <= 10.51
+
+
 def test_a_lasting_change_is_believed_even_if_it_is_large() -> None:
     curve = CostCurve({1: 10.0})
     for _ in range(40):

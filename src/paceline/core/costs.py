@@ -42,6 +42,7 @@ class CostCurve:
     MEMORY = 32  # samples of other sizes after which an old value counts half
     FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
     PATIENCE = 2  # … unless it happens more often than this in a row
+    STEEPEST, MOST = 1.25, 2.0  # times what was known that one sample may say; each further one in a row may say more
 
     def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
         """mixed: what is paid for differs from sample to sample (a look into a table, a run of a head), so that what
@@ -49,7 +50,7 @@ class CostCurve:
         self._mixed = mixed
         self._seen = dict(sorted((seen or {}).items()))
         self._unknown = unknown
-        self._count = self._doubted = 0
+        self._count = self._doubted = self._rises = 0  # samples; of them in a row: not believed, rising steeply
         self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
         self._known: list[int] = list(self._seen)
         self._answers: dict[int, float] = {}  # asked many times between two samples
@@ -63,10 +64,17 @@ class CostCurve:
         if before:
             age = self._count - self._when[size]
             weight = max(self.WEIGHT, age / (age + self.MEMORY))
-            seconds = before + weight * ((seconds if self._mixed else min(seconds, 2 * before)) - before)
+            believed = seconds if self._mixed else min(seconds, self._most(seconds / before, weight) * before)
+            seconds = before + weight * (believed - before)
         self._seen[size], self._when[size] = seconds, self._count
         self._known = sorted(self._seen) if before is None else self._known
         self._answers.clear()
+
+    def _most(self, rise: float, weight: float) -> float:
+        """How far above what was known a sample may lie. One pass that was held up must not make plain rounds look dear
+        and guesses cheap; but a price that keeps rising, or has long not been looked at, is believed."""
+        self._rises = self._rises + 1 if rise > self.STEEPEST else 0
+        return self.MOST if weight > self.WEIGHT else min(self.MOST, self.STEEPEST ** max(1, self._rises))
 
     def at(self, size: int) -> float:
         answer = self._answers.get(size)

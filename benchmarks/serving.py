@@ -89,18 +89,21 @@ def edited(text: str) -> str:
 
 
 class Window:
-    """Counts tokens from the moment every client has been served once: reading the first prompts is left out."""
+    """Counts tokens from the moment every client is past its first text, which is of another length for each: texts
+    then begin and end at all moments, and no window holds one more reading of prompts than another."""
 
     def __init__(self, clients: int, seconds: float) -> None:
         self._waiting, self._seconds = set(range(clients)), seconds
         self.opened: float | None = None
         self.tokens = 0
 
-    def add(self, client: int, tokens: int) -> None:
+    def warmed_up(self, client: int) -> None:
         self._waiting.discard(client)
         if self.opened is None and not self._waiting:
             self.opened = time.monotonic()
-        elif self.opened is not None and not self.over:
+
+    def add(self, tokens: int) -> None:
+        if self.opened is not None and not self.over:
             self.tokens += tokens
 
     @property
@@ -113,13 +116,16 @@ async def measured(served: Server, cell: Cell, seconds: float, tokens: int, befo
     window = Window(cell.clients, seconds)
 
     async def client(number: int) -> None:
+        length = max(1, tokens * (number + 1) // cell.clients)  # of the first text
         async with httpx.AsyncClient(base_url=served.url, timeout=300) as line:
             while not window.over:
-                async for document in streamed(line, PATH, {**body(cell, number, tokens, before), "x_paceline": True}):
+                async for document in streamed(line, PATH, {**body(cell, number, length, before), "x_paceline": True}):
                     about = document["choices"][0].get("x_paceline") or {}
-                    window.add(number, about.get("tokens", 0))
+                    window.add(about.get("tokens", 0))
                     if window.over:
                         break
+                window.warmed_up(number)
+                length = tokens
 
     await asyncio.gather(*(client(number) for number in range(cell.clients)))
     return window.tokens / seconds

@@ -278,6 +278,7 @@ def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) ->
     earlier = begun(going_on, first, 0, states)
     going_on.propose([earlier], [3])
     if over:
+        earlier.stays = True
         going_on.end(earlier)
     text, whole = begun(going_on, second, 4, states), begun(anew, second, 0, states)
     (found,), (expected,) = going_on.propose([text], [4]), anew.propose([whole], [4])
@@ -285,6 +286,14 @@ def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) ->
     mine, theirs = (one._memories[who.number] for one, who in ((going_on, text), (anew, whole)))
     assert (mine.start, mine.length) == (theirs.start, theirs.length) == (0, 8)
     torch.testing.assert_close(mine.out, theirs.out)
+
+
+def test_nothing_is_kept_of_a_text_nobody_can_go_on_from() -> None:
+    states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
+    earlier = begun(drafter, [0, 2, 1, 3, 0], 0, states)
+    drafter.propose([earlier], [3])
+    drafter.end(earlier)
+    assert not drafter._beginnings
 
 
 def test_an_entry_made_with_another_next_token_is_not_taken_over() -> None:

@@ -58,7 +58,6 @@ class DecoderOptions:
         if self.cache_tokens is not None and self.cache_tokens < 1:
             raise OptionError(f"cache_tokens must be 1 or more, not {self.cache_tokens!r}")
 
-
     @property
     def by_the_clock(self) -> bool:
         """Whether what is guessed depends on how long passes take, and so on more than the text and its seed."""

@@ -288,6 +288,15 @@ def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) ->
     torch.testing.assert_close(mine.out, theirs.out)
 
 
+def test_texts_that_have_only_begun_lend_nothing() -> None:
+    """Their rows of the buffers may not even be there yet."""
+    states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
+    for _ in range(3):
+        begun(drafter, [0, 2, 1, 3, 0], 0, states)
+    memory = drafter._memories[begun(drafter, [0, 2, 1, 3, 0, 2], 4, states).number]
+    assert (memory.start, memory.length) == (4, 0)
+
+
 def test_nothing_is_kept_of_a_text_nobody_can_go_on_from() -> None:
     states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
     earlier = begun(drafter, [0, 2, 1, 3, 0], 0, states)

@@ -6,17 +6,17 @@ import pytest
 
 from paceline.core.budget import FixedBudget
 from paceline.core.distribution import SamplingParams
-from paceline.core.protocols import Outputs, Row, Slot
+from paceline.core.protocols import TILE, Outputs, Row, Slot
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.decode.generate import run
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
 from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.residents import WORTH, Residents
+from paceline.drafting.residents import Residents
 from paceline.runners.table import TableRunner
 
-LONG = [number % 3 for number in range(4 * WORTH)]
+LONG = [number % 3 for number in range(4 * TILE)]
 
 
 class CountingRunner(TableRunner):
@@ -51,8 +51,8 @@ def test_the_next_turn_takes_the_slot_over_and_another_text_gets_a_fork() -> Non
     residents = Residents(runner)
     slot = filled(runner, LONG)
     residents.keep(LONG, slot)
-    other = residents.open([*LONG[: 2 * WORTH], 3, 3, 3])
-    assert other is not slot and other.length == 2 * WORTH and len(residents) == 1
+    other = residents.open([*LONG[: 2 * TILE], 3, 3, 3])
+    assert other is not slot and other.length == 2 * TILE and len(residents) == 1
     again = residents.open([*LONG, 3, 3])
     assert again is slot and again.length == len(LONG) and len(residents) == 0
 
@@ -72,7 +72,7 @@ def test_little_in_common_is_not_worth_it_and_the_oldest_goes() -> None:
     residents.keep([3, *LONG], second)
     assert len(residents) == 1 and runner.closed == [first]
     assert residents.open([*LONG, 1]).length == 0
-    residents.keep(LONG[: WORTH - 1], filled(runner, LONG[: WORTH - 1]))
+    residents.keep(LONG[: TILE - 1], filled(runner, LONG[: TILE - 1]))
     assert len(residents) == 1 and len(runner.closed) == 2, "a short text is not kept"
 
 
@@ -104,4 +104,4 @@ def test_a_draft_reads_a_conversation_once(keep: bool) -> None:
     runner.read = 0
     second = written(drafter, [*first, 1, 2], keep=keep)
     assert second == written(DraftModel(CountingRunner(), 4), [*first, 1, 2], keep=False)
-    assert (runner.read < WORTH + 20) == keep, f"{runner.read} tokens were read"
+    assert (runner.read < TILE + 20) == keep, f"{runner.read} tokens were read"

@@ -64,16 +64,16 @@ class CostCurve:
         if before:
             age = self._count - self._when[size]
             weight = max(self.WEIGHT, age / (age + self.MEMORY))
-            believed = seconds if self._mixed else min(seconds, self._most(seconds / before, weight) * before)
+            self._rises = self._rises + 1 if seconds > self.STEEPEST * before else 0
+            believed = seconds if self._mixed else min(seconds, self._most(weight) * before)
             seconds = before + weight * (believed - before)
         self._seen[size], self._when[size] = seconds, self._count
         self._known = sorted(self._seen) if before is None else self._known
         self._answers.clear()
 
-    def _most(self, rise: float, weight: float) -> float:
-        """How far above what was known a sample may lie. One pass that was held up must not make plain rounds look dear
+    def _most(self, weight: float) -> float:
+        """Times what was known that a sample may say. One pass that was held up must not make plain rounds look dear
         and guesses cheap; but a price that keeps rising, or has long not been looked at, is believed."""
-        self._rises = self._rises + 1 if rise > self.STEEPEST else 0
         return self.MOST if weight > self.WEIGHT else min(self.MOST, self.STEEPEST ** max(1, self._rises))
 
     def at(self, size: int) -> float:

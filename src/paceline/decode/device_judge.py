@@ -20,7 +20,7 @@ from paceline.core.tree import DraftTree
 
 Key = tuple[str | int, ...]
 
-RULES = frozenset({"token", COUPLED})  # that have a twin for the device
+DEVICE_RULES = frozenset({"token", COUPLED})  # that have a twin for the device
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class DeviceJudge:
         self._prepared: dict[Key, _Prepared] = {}
 
     def verdicts(self, rule: str, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
-        """One verdict a text, by one of RULES."""
+        """One verdict a text, by one of DEVICE_RULES."""
         k = len(trees[0])
         guesses = _stacked([tree.tokens for tree in trees]) if k else outputs.logits.new_empty(len(texts), 0).long()
         q = _stacked([tree.probs for tree in trees if tree.probs is not None]) if k else None
@@ -64,7 +64,7 @@ class DeviceJudge:
         key = (rule, len(texts), k, outputs.logits.data_ptr(), *places)
         prepared = self._prepared.get(key)
         if prepared is None:
-            prepared = self._prepare(key, len(texts), guesses, q, outputs.logits)
+            prepared = self._prepare(key, rule, guesses, q, outputs.logits)
         chances = [chances_of(text, tree, rule) for text, tree in zip(texts, trees)]
         prepared.chances.copy_(torch.stack(chances), non_blocking=True)
         prepared.temperatures.view(-1).copy_(
@@ -72,16 +72,19 @@ class DeviceJudge:
         )
         return [Verdict(list(range(count)), token) for count, token in prepared.run().tolist()]
 
-    def _prepare(self, key: Key, texts: int, guesses: Tensor, q: Tensor | None, logits: Tensor) -> _Prepared:
+    def _prepare(self, key: Key, rule: str, guesses: Tensor, q: Tensor | None, logits: Tensor) -> _Prepared:
         from paceline.runners.native.graphs import Captured, new_pool
 
-        k, coupled = guesses.shape[1], key[0] == COUPLED
+        texts, k = guesses.shape
         temperatures = torch.ones(texts, 1, 1, device=logits.device)
         chances = torch.zeros(texts, k + 1, dtype=torch.float64, device=logits.device)
 
         def work() -> Tensor:
             target = torch.softmax(logits.view(texts, k + 1, -1) / temperatures, dim=-1)
-            found = couple_chains(guesses, target, chances) if coupled else accept_chains(guesses, q, target, chances)
+            if rule == COUPLED:
+                found = couple_chains(guesses, target, chances)
+            else:
+                found = accept_chains(guesses, q, target, chances)
             return torch.stack([found.counts, found.tokens], dim=1)
 
         prepared = _Prepared(temperatures, chances, Captured(work, "acceptance", new_pool()))

@@ -14,8 +14,7 @@ from paceline.core.distribution import adjusted, distribution, draw
 from paceline.core.protocols import Output, Outputs, TokenLogprob, Verdict
 from paceline.core.sequence import Sequence, alike
 from paceline.core.tree import DraftTree, path_to
-from paceline.decode.device_judge import RULES as DEVICE_RULES
-from paceline.decode.device_judge import DeviceJudge, can_judge, chances_of
+from paceline.decode.device_judge import DEVICE_RULES, DeviceJudge, can_judge, chances_of
 from paceline.errors import OptionError
 
 

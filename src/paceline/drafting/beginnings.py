@@ -1,7 +1,8 @@
 """What a head has read of earlier texts, for texts that begin the same way.
 
 A target whose cache already holds a beginning does not read it again, and so hands out no states for it. A head that
-knew nothing of it would guess a fifth worse: it goes on from what it wrote down when that beginning was first read.
+knew nothing of it would lose up to half of its tokens a pass (docs/log.md): it goes on from what it wrote down when
+that beginning was first read.
 """
 
 from __future__ import annotations

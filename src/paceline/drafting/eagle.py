@@ -108,7 +108,7 @@ class Eagle:
 
     def _go_on(self, memory: _Memory) -> None:
         """The target had read the beginning before: take over what was written down for it then."""
-        running = [self._beginning(other) for other in self._memories.values()]
+        running = [self._beginning(other) for other in self._memories.values() if other.length]
         entries = self._beginnings.longest(memory.text.ids, running)
         if entries is not None:
             self._buffers.write(memory.row, entries)

@@ -6,38 +6,29 @@ under a prompt that many texts share, most of it was read before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from paceline.core.protocols import TILE, Runner, Slot
-from paceline.kv.prefixes import shared_beginning
+from paceline.kv.prefixes import PrefixIndex
 
 MOST = 16  # texts kept
-WORTH = TILE  # tokens: less is not worth looking after
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Resident:
-    ids: list[int]  # what the slot holds
-    slot: Slot
 
 
 class Residents:
-    """Slots of one runner, least recently used first. They go as soon as their room is needed."""
+    """Slots of one runner, found by what they hold. They go, oldest first, as soon as their room is needed."""
 
     def __init__(self, runner: Runner, most: int = MOST) -> None:
         self._runner, self._most = runner, most
-        self._kept: list[_Resident] = []
+        self._index = PrefixIndex(TILE)  # held by slots; less than a tile in common is not worth looking after
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._index)
 
     def keep(self, ids: list[int], slot: Slot) -> None:
-        """A text is over whose slot holds `ids`."""
-        if slot.length < WORTH:
+        """A text is over whose slot holds `ids`, or a beginning of them."""
+        if slot.length < TILE:
             self._runner.close(slot)
             return
-        self._kept.append(_Resident(ids[: slot.length], slot))
-        while len(self._kept) > self._most:
+        self._index.add(slot, ids[: slot.length])
+        if len(self._index) > self._most:
             self._close_oldest()
 
     def open(self, ids: list[int]) -> Slot:
@@ -45,21 +36,25 @@ class Residents:
 
         Its last token is never among them: a draft reads it to say what comes next.
         """
-        shared = [shared_beginning(kept.ids, ids[:-1]) for kept in self._kept]
-        most = max(shared, default=0)
-        if most < WORTH:
+        found = self._index.longest(ids[:-1])
+        if found is None:
             return self._runner.open()
-        found = self._kept.pop(shared.index(most))
-        if len(found.ids) - most < WORTH:  # the next turn of a conversation: the slot goes on
-            self._runner.trim(found.slot, most)
-            return found.slot
-        self._kept.append(found)
-        return self._runner.fork(found.slot, most)
+        slot = found.holder
+        assert isinstance(slot, Slot)
+        if self._index.length(slot) - found.length >= TILE:  # another text: that one may still be gone on from
+            self._index.touch(slot)
+            return self._runner.fork(slot, found.length)
+        self._index.remove(slot)
+        self._runner.trim(slot, found.length)
+        return slot
 
     def make_room(self, tokens: int) -> None:
         """Give up as many as it takes for the runner to store this many tokens."""
-        while self._kept and self._runner.room() < tokens:
+        while self._index and self._runner.room() < tokens:
             self._close_oldest()
 
     def _close_oldest(self) -> None:
-        self._runner.close(self._kept.pop(0).slot)
+        slot = self._index.oldest()
+        assert isinstance(slot, Slot)
+        self._index.remove(slot)
+        self._runner.close(slot)

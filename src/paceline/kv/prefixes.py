@@ -75,9 +75,9 @@ class PrefixIndex:
         """The holder was useful just now: it is the last to be given up."""
         self._tokens[holder] = self._tokens.pop(holder)
 
-    def oldest(self, among: set[Hashable]) -> Hashable | None:
-        """Of these holders the one whose use lies furthest back."""
-        return next((holder for holder in self._tokens if holder in among), None)
+    def oldest(self, among: set[Hashable] | None = None) -> Hashable | None:
+        """The holder whose use lies furthest back, of these or of all."""
+        return next((holder for holder in self._tokens if among is None or holder in among), None)
 
     def longest(self, tokens: Sequence[int]) -> Match | None:
         """The holder that shares the longest beginning; None if no one shares a full page."""

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,7 +110,8 @@ def test_the_second_signal_ends_them(tiny_folder: Path) -> None:
     with process(tiny_folder) as served:
         thread, lines = reader(served.url)
         served.running.send_signal(signal.SIGTERM)
-        time.sleep(0.05)
+        assert served.running.stderr is not None
+        next(line for line in served.running.stderr if "closing" in line)  # two signals at once would count as one
         served.running.send_signal(signal.SIGTERM)
         served.running.communicate(timeout=20)
         thread.join(20)

@@ -8,7 +8,8 @@ of integers a text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,18 +19,61 @@ from paceline.core.protocols import Outputs, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 
-Key = tuple[str | int, ...]
+if TYPE_CHECKING:
+    from paceline.runners.native.graphs import Pool
 
 DEVICE_RULES = frozenset({"token", COUPLED})  # that have a twin for the device
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a judgement is captured for."""
+
+    rule: str
+    texts: int
+    guesses: int
+
+
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """Fixed tensors of one captured judgement."""
+    """The fixed tensors of one captured judgement. What is to be judged is copied into them, from wherever it lies."""
 
-    temperatures: Tensor  # [texts, 1, 1]
+    guesses: Tensor  # int64 [texts, k]
+    q: Tensor  # float32 [texts, k, vocab]
+    logits: Tensor  # float32 [texts, k + 1, vocab]
+    temperatures: Tensor  # float32 [texts, 1, 1]
     chances: Tensor  # float64 [texts, k + 1]
-    run: Callable[[], Tensor]
+    run: Callable[[], Tensor] = field(init=False)
+
+    @classmethod
+    def empty(cls, texts: int, k: int, like: Tensor) -> _Prepared:
+        """For so many texts with k guesses each, and logits over this vocabulary."""
+        vocab, device = like.shape[-1], like.device
+        return cls(
+            torch.zeros(texts, k, dtype=torch.int64, device=device),
+            torch.zeros(texts, k, vocab, device=device),
+            torch.zeros(texts, k + 1, vocab, device=device),
+            torch.ones(texts, 1, 1, device=device),
+            torch.zeros(texts, k + 1, dtype=torch.float64, device=device),
+        )
+
+    def put(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs, chances: list[Tensor]) -> None:
+        if self.guesses.shape[1]:
+            self.guesses.copy_(_stacked([tree.tokens for tree in trees]), non_blocking=True)
+            self.q.copy_(_stacked([tree.probs for tree in trees if tree.probs is not None]), non_blocking=True)
+        self.logits.copy_(outputs.logits.view(self.logits.shape), non_blocking=True)
+        temperatures = torch.tensor([text.sampling.temperature for text in texts])
+        self.temperatures.view(-1).copy_(temperatures, non_blocking=True)
+        self.chances.copy_(torch.stack(chances), non_blocking=True)
+
+    def judged(self, rule: str) -> Tensor:
+        """How many guesses of each text stand, and its next token: int64 [texts, 2]"""
+        target = torch.softmax(self.logits / self.temperatures, dim=-1)
+        if rule == COUPLED:
+            found = couple_chains(self.guesses, target, self.chances)
+        else:
+            found = accept_chains(self.guesses, self.q, target, self.chances)
+        return torch.stack([found.counts, found.tokens], dim=1)
 
 
 def can_judge(texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> bool:
@@ -47,51 +91,46 @@ def can_judge(texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -
     return True
 
 
+Work = Callable[[], Tensor]
+
+
 class DeviceJudge:
-    """Keeps one captured judgement for every set of tensors it has seen. Runners reuse theirs, so there are few."""
+    """Keeps one captured judgement for every rule, number of texts and number of guesses it has seen."""
 
-    LARGEST = 64  # kept; beyond it the oldest go
+    LARGEST = 16  # kept; beyond it the oldest go
 
-    def __init__(self) -> None:
+    def __init__(self, capture: Callable[[Work], Work] | None = None) -> None:
+        """capture: turns work on fixed tensors into a call that repeats it; by default a CUDA graph."""
+        self._capture = capture or _as_graphs()
         self._prepared: dict[Key, _Prepared] = {}
 
     def verdicts(self, rule: str, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
         """One verdict a text, by one of DEVICE_RULES."""
-        k = len(trees[0])
-        guesses = _stacked([tree.tokens for tree in trees]) if k else outputs.logits.new_empty(len(texts), 0).long()
-        q = _stacked([tree.probs for tree in trees if tree.probs is not None]) if k else None
-        places = (guesses.data_ptr(), 0 if q is None else q.data_ptr()) if k else (0, 0)
-        key = (rule, len(texts), k, outputs.logits.data_ptr(), *places)
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = self._prepare(key, rule, guesses, q, outputs.logits)
-        chances = [chances_of(text, tree, rule) for text, tree in zip(texts, trees)]
-        prepared.chances.copy_(torch.stack(chances), non_blocking=True)
-        prepared.temperatures.view(-1).copy_(
-            torch.tensor([text.sampling.temperature for text in texts]), non_blocking=True
-        )
+        prepared = self._for(Key(rule, len(texts), len(trees[0])), outputs.logits)
+        prepared.put(texts, trees, outputs, [chances_of(text, tree, rule) for text, tree in zip(texts, trees)])
         return [Verdict(list(range(count)), token) for count, token in prepared.run().tolist()]
 
-    def _prepare(self, key: Key, rule: str, guesses: Tensor, q: Tensor | None, logits: Tensor) -> _Prepared:
+    def _for(self, key: Key, logits: Tensor) -> _Prepared:
+        if key not in self._prepared:
+            made = _Prepared.empty(key.texts, key.guesses, logits)
+            made.run = self._capture(lambda: made.judged(key.rule))
+            if len(self._prepared) >= self.LARGEST:
+                self._prepared.pop(next(iter(self._prepared)))
+            self._prepared[key] = made
+        return self._prepared[key]
+
+
+def _as_graphs() -> Callable[[Work], Work]:
+    """One pool for all: a verdict is read before the next judgement begins."""
+    pools: list[Pool] = []
+
+    def capture(work: Work) -> Work:
         from paceline.runners.native.graphs import Captured, new_pool
 
-        texts, k = guesses.shape
-        temperatures = torch.ones(texts, 1, 1, device=logits.device)
-        chances = torch.zeros(texts, k + 1, dtype=torch.float64, device=logits.device)
+        pools[:] = pools or [new_pool()]
+        return Captured(work, "acceptance", pools[0])
 
-        def work() -> Tensor:
-            target = torch.softmax(logits.view(texts, k + 1, -1) / temperatures, dim=-1)
-            if rule == COUPLED:
-                found = couple_chains(guesses, target, chances)
-            else:
-                found = accept_chains(guesses, q, target, chances)
-            return torch.stack([found.counts, found.tokens], dim=1)
-
-        prepared = _Prepared(temperatures, chances, Captured(work, "acceptance", new_pool()))
-        if len(self._prepared) >= self.LARGEST:
-            self._prepared.pop(next(iter(self._prepared)))
-        self._prepared[key] = prepared
-        return prepared
+    return capture
 
 
 def chances_of(text: Sequence, tree: DraftTree, rule: str) -> Tensor:
@@ -100,7 +139,7 @@ def chances_of(text: Sequence, tree: DraftTree, rule: str) -> Tensor:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """Rows of one tensor as that tensor, without copying: a copy would lie elsewhere every time."""
+    """Rows of one tensor as that tensor, without copying; rows from anywhere side by side."""
     base = parts[0]
     if len(parts) == 1:
         return base[None]

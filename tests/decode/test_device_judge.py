@@ -1,0 +1,82 @@
+"""The judge for the device says what the judge on the host says. Here it works launch by launch, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core import tree
+from paceline.core.distribution import SamplingParams
+from paceline.core.protocols import Outputs, Verdict
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.core.tree import DraftTree
+from paceline.decode.device_judge import DEVICE_RULES, DeviceJudge, can_judge
+from paceline.decode.judge import Judge
+
+VOCAB, TEXTS, ROUNDS = 23, 4, 40
+
+
+def texts_of(rule: str) -> list[Sequence]:
+    """The same texts every time, each with a temperature and a seed of its own."""
+    made = [
+        Sequence([1, 2, 3], SamplingParams(temperature=0.5 + 0.2 * index, seed=index), StopRules(99))
+        for index in range(TEXTS)
+    ]
+    for text in made:
+        text.acceptance = rule
+    return made
+
+
+def guesses_of(texts: list[Sequence], k: int) -> list[DraftTree]:
+    """Chains drawn on the device: rows of one tensor, as a drafting loop leaves them."""
+    if k == 0:
+        return [tree.empty() for _ in texts]
+    q = torch.softmax(torch.randn(len(texts), k + 2, VOCAB), dim=-1)
+    tokens = torch.multinomial(q.view(-1, VOCAB), 1).view(len(texts), k + 2)
+    return [tree.chain(tokens[index, :k], q[index, :k]) for index in range(len(texts))]
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("rule", sorted(DEVICE_RULES))
+def test_both_judges_agree_round_after_round(rule: str, k: int) -> None:
+    """Rounds share the prepared tensors but not their contents: whatever stayed from the round before would show."""
+    torch.manual_seed(0)
+    here, there = texts_of(rule), texts_of(rule)
+    host, device = Judge(rule), DeviceJudge(capture=lambda work: work)
+    stood: list[int] = []
+    for _ in range(ROUNDS):
+        trees = guesses_of(here, k)
+        outputs = Outputs(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
+        expected: list[Verdict] = host.verdicts(here, trees, outputs)
+        assert device.verdicts(rule, there, trees, outputs) == expected
+        stood += [len(verdict.path) for verdict in expected]
+    assert k == 0 or len(set(stood)) > 1, "some guesses must stand and some fall, or nothing was compared"
+
+
+def test_guesses_from_anywhere_are_brought_together() -> None:
+    torch.manual_seed(0)
+    here, there = texts_of("token"), texts_of("token")
+    trees = [tree.chain(one.tokens.clone(), one.probs) for one in guesses_of(here, 3)]
+    outputs = Outputs(torch.randn(TEXTS * 4, VOCAB), [4] * TEXTS)
+    device = DeviceJudge(capture=lambda work: work)
+    assert device.verdicts("token", there, trees, outputs) == Judge("token").verdicts(here, trees, outputs)
+
+
+def test_a_judgement_is_captured_once_for_its_size_and_few_are_kept() -> None:
+    captured: list[int] = []
+    device = DeviceJudge(capture=lambda work: captured.append(1) or work)  # type: ignore[func-returns-value]
+    texts = texts_of("token")
+    for _ in range(3):
+        device.verdicts("token", texts, guesses_of(texts, 2), Outputs(torch.randn(TEXTS * 3, VOCAB), [3] * TEXTS))
+    assert len(captured) == 1
+    for k in range(DeviceJudge.LARGEST + 4):
+        outputs = Outputs(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
+        device.verdicts("token", texts, guesses_of(texts, k), outputs)
+    assert len(device._prepared) == DeviceJudge.LARGEST
+
+
+def test_on_a_cpu_nothing_is_judged_this_way() -> None:
+    texts = texts_of("token")
+    outputs = Outputs(torch.randn(TEXTS, VOCAB), [1] * TEXTS)
+    assert not can_judge(texts, guesses_of(texts, 0), outputs)

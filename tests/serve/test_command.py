@@ -19,11 +19,15 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from paceline.cli import main
 from paceline.cli.serve import KEYS_VARIABLE, api_keys, configure, serve_settings
 from paceline.errors import OptionError
-from paceline.serve.run import open_socket, welcome
+from paceline.serve.limits import Gate
+from paceline.serve.run import DrainingServer, open_socket, server_config, welcome
+from paceline.serve.settings import Limits
+from tests.tiny import write_tiny_model
 
 LONG = {"prompt": "some text", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
@@ -93,8 +97,14 @@ def reader(url: str) -> tuple[threading.Thread, list[str]]:
     return thread, lines
 
 
-def test_the_first_signal_lets_requests_finish(tiny_folder: Path) -> None:
-    with process(tiny_folder) as served:
+@pytest.fixture(scope="module")
+def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that writes a long text in seconds, so that signals come in the middle of it on any machine."""
+    return write_tiny_model(tmp_path_factory.mktemp("deep") / "model", num_hidden_layers=20)
+
+
+def test_the_first_signal_lets_requests_finish(deep_folder: Path) -> None:
+    with process(deep_folder) as served:
         thread, lines = reader(served.url)
         served.running.send_signal(signal.SIGTERM)
         thread.join(60)
@@ -106,8 +116,8 @@ def test_the_first_signal_lets_requests_finish(tiny_folder: Path) -> None:
     assert any(event.get("new_tokens") == 400 for event in events)
 
 
-def test_the_second_signal_ends_them(tiny_folder: Path) -> None:
-    with process(tiny_folder) as served:
+def test_the_second_signal_ends_them(deep_folder: Path) -> None:
+    with process(deep_folder) as served:
         thread, lines = reader(served.url)
         served.running.send_signal(signal.SIGTERM)
         assert served.running.stderr is not None
@@ -116,6 +126,20 @@ def test_the_second_signal_ends_them(tiny_folder: Path) -> None:
         served.running.communicate(timeout=20)
         thread.join(20)
         assert "data: [DONE]" not in lines
+
+
+def test_a_second_signal_counts_even_on_top_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+    app.state.gate = Gate(Limits(), batch=1)
+    server = DrainingServer(server_config(app, drain_seconds=1, stall_seconds=1.0))
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        monkeypatch.undo()
+        server.handle_exit(signal.SIGTERM, None)
+
+    monkeypatch.setattr("paceline.serve.run.LOG.info", interrupted)
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.should_exit and server.force_exit
 
 
 def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

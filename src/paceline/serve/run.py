@@ -37,12 +37,19 @@ class DrainingServer(uvicorn.Server):
     """The first SIGTERM or SIGINT lets requests in progress finish; a second one ends them."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
+        again = self.should_exit
+        super().handle_exit(sig, frame)  # before anything slow: the next signal may come at any moment
+        if again:
+            self._end_requests()
         gate: Any = self.config.app.state.gate  # type: ignore[union-attr]
         gate.closing = True
         LOG.info("closing", extra={"fields": {"signal": signal.Signals(sig).name, "in_flight": gate.in_flight}})
-        super().handle_exit(sig, frame)
+
+    def _end_requests(self) -> None:
+        """Cut the lines: from Python 3.12 on, closing a server waits for its connections, forced or not."""
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
 
 
 def open_socket(host: str, port: int) -> socket.socket:

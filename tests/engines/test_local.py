@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
@@ -103,13 +104,26 @@ def test_a_prediction_that_comes_true_is_accepted(tiny_folder: Path) -> None:
     with_engine(tiny_folder, work)
 
 
+def slow_down(made: LocalEngine, seconds: float = 0.005) -> None:
+    """Every pass takes at least so long: a long text is then still being written when the test comes to it."""
+    target: Any = made._scheduler._with.target
+    whole_pass = target.forward
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return whole_pass(*args, **kwargs)
+
+    target.forward = slow
+
+
 def test_leaving_early_gives_everything_back(tiny_folder: Path) -> None:
     async def work(made: LocalEngine) -> None:
+        slow_down(made)
         total = made.load().pages_free
         async with aclosing(made.generate(request(made, PROMPTS[0], max_new_tokens=400))) as pieces:  # type: ignore[type-var]
             async for _ in pieces:
                 break
-        for _ in range(200):
+        for _ in range(2000):
             load = made.load()
             if not load.running and not load.waiting and not load.pages_used:
                 break
@@ -167,6 +181,7 @@ def test_a_broken_pass_is_told_to_its_reader_and_the_engine_goes_on(tiny_folder:
 
 def test_closing_ends_texts_in_progress_and_refuses_new_ones(tiny_folder: Path) -> None:
     async def work(made: LocalEngine) -> None:
+        slow_down(made)
         writing = asyncio.create_task(whole(made.generate(request(made, PROMPTS[0], max_new_tokens=450))))
         while not made.load().running:
             await asyncio.sleep(0.005)

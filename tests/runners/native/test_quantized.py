@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.core import Row
+from paceline.core.protocols import Slot
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.loading import pack_weights
 from paceline.runners.native.quantized import has_int4, packed
@@ -69,3 +70,25 @@ def test_a_prompt_says_the_same_whatever_is_read_beside_it(word: str) -> None:
     small.forward([Row.chain(slot, prompt[:64]), Row.chain(other, prompt[5:40])], last_only=True)
     cut = small.forward([Row.chain(other, prompt[:3]), Row.chain(slot, prompt[64:])], last_only=True).logits[1:]
     assert torch.equal(whole, cut)
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_token_says_the_same_whatever_is_read_beside_it(word: str) -> None:
+    """Texts that fill as many pages look back together, others by themselves: nobody's bits may tell which."""
+    model = tiny(hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=4096)
+    small = NativeRunner(runner.shape, pack_weights(runner.weights, word), model.config, runner.card, 4096)
+    prompts = [[(7 * n + length) % 90 for n in range(length)] for length in (10, 70, 62, 100, 63, 64, 300)]
+    rounds = ([3], [14], [15, 92])  # in the last one the second text is given guesses
+
+    def rows(slots: list[Slot], tokens: list[int]) -> list[Row]:
+        return [Row.chain(slot, tokens if place == 1 else tokens[:1]) for place, slot in enumerate(slots)]
+
+    crowd, loners = ([small.open() for _ in prompts] for _ in range(2))
+    for slots in (crowd, loners):
+        for slot, prompt in zip(slots, prompts):
+            small.forward([Row.chain(slot, prompt)], last_only=True)
+    for tokens in rounds:
+        together = small.forward(rows(crowd, tokens)).logits
+        alone = torch.cat([small.forward([row]).logits for row in rows(loners, tokens)])
+        assert torch.equal(together, alone)

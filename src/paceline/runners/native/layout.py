@@ -2,18 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from paceline.core.protocols import Row
 from paceline.core.tree import ancestors, depths, path_to
 from paceline.kv.pages import PagePool
-from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
+from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart, Together
 from paceline.runners.native.slots import PAGE, NativeSlot, own
+
+MOST_PAGES = 16  # of a text that looks back together with others: beyond, copying its keys costs more than a call
 
 
 def place_of(table: list[int], token: int) -> int:
     return table[token // PAGE] * PAGE + token % PAGE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Laid:
+    """One row of a pass: its first node in the packed rows, and how many of its nodes are in the cache already."""
+
+    row: Row
+    slot: NativeSlot
+    start: int
+    skip: int
+
+    @property
+    def count(self) -> int:
+        return len(self.row.parents) - self.skip
+
+    @property
+    def end(self) -> int:
+        return self.slot.length + len(self.row.parents)
+
+    @property
+    def pages(self) -> int:
+        return -(-self.end // PAGE)
+
+
+def _grouped(laid: list[_Laid]) -> tuple[list[list[_Laid]], list[_Laid]]:
+    """Those that look back together, and those that do so by themselves."""
+    alike: dict[int, list[_Laid]] = {}
+    for one in laid:
+        if one.count == 1 and one.row.is_chain and one.pages <= MOST_PAGES:
+            alike.setdefault(one.pages, []).append(one)
+    groups = [group for group in alike.values() if len(group) > 1]
+    grouped = {one.start for group in groups for one in group}
+    return groups, [one for one in laid if one.start not in grouped]
 
 
 class Layout:
@@ -25,30 +62,51 @@ class Layout:
 
     def batch(self, rows: list[Row], skips: list[int] | None = None, *, prompts: bool = False) -> PlainBatch:
         """skips: nodes at the start of each row that are in the cache already. prompts: only ends are asked for."""
-        parts, positions, start = [], [], 0
+        positions: list[Tensor] = []
+        laid: list[_Laid] = []
+        start = 0
         for row, skip in zip(rows, skips or [0] * len(rows)):
-            slot = own(row.slot)
-            positions.append(torch.tensor(depths(row.parents))[skip:] + slot.length)
-            parts.append(self._text_part(row, slot, start, skip, prompts))
-            start += parts[-1].count
+            laid.append(_Laid(row, own(row.slot), start, skip))
+            positions.append(torch.tensor(depths(row.parents))[skip:] + row.slot.length)
+            start += laid[-1].count
+        groups, others = _grouped(laid)
+        parts = [self._text_part(one, prompts) for one in others]
+        together = [self._together(group) for group in groups]
         turn = self._turns[torch.cat(positions).to(self._device)].to(self._dtype)[:, None]
         cosines, sines = turn[:, :, 0], turn[:, :, 1]
-        return PlainBatch(torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1), parts)
+        return PlainBatch(torch.cat([cosines, cosines], dim=-1), torch.cat([-sines, sines], dim=-1), parts, together)
 
-    def _text_part(self, row: Row, slot: NativeSlot, start: int, skip: int, prompts: bool) -> TextPart:
+    def _text_part(self, laid: _Laid, prompts: bool) -> TextPart:
         """What attention needs to know of one row. Where bits matter, keys come in whole pages with a mask."""
-        count, exact, chain = len(row.parents) - skip, self._ops.node_by_node, row.is_chain
-        length, end = slot.length + skip, slot.length + len(row.parents)
-        keys = -(-end // PAGE) * PAGE if exact else end
+        row, slot, count, end = laid.row, laid.slot, laid.count, laid.end
+        exact, chain, length = self._ops.node_by_node, row.is_chain, end - count
+        keys = laid.pages * PAGE if exact else end
         places, fresh = self.places(slot, 0, keys), self.places(slot, length, end)
         aside = mask = None
         if exact and not chain:
             aside, mask = self._asides(row, slot, keys)
         elif exact or (count > 1 and not (chain and length == 0)):
-            mask = self._mask(row, slot.length, keys)[skip:]
+            mask = self._mask(row, slot.length, keys)[laid.skip :]
         tiled = exact and prompts and chain and count > 1
         views = self._ops.views(places, fresh)
-        return TextPart(start, count, length, places, fresh, mask, chain, aside, views, tiled)
+        return TextPart(laid.start, count, length, places, fresh, mask, chain, aside, views, tiled)
+
+    def _together(self, group: list[_Laid]) -> Together:
+        tables = [self._pages.table(one.slot.number) for one in group]
+        fresh = [place_of(table, one.end - 1) for one, table in zip(group, tables)]
+        pages = [page for one, table in zip(group, tables) for page in table[: one.pages]]
+        ends = torch.tensor([one.end for one in group])[:, None]
+        unseen = torch.arange(group[0].pages * PAGE) >= ends
+        mask = torch.zeros(unseen.shape, dtype=self._dtype).masked_fill_(unseen, -torch.inf)[:, None, None]
+        rows = self._rows([one.start for one in group])
+        device = self._device
+        return Together(rows, torch.tensor(fresh, device=device), torch.tensor(pages, device=device), mask.to(device))
+
+    def _rows(self, starts: list[int]) -> Tensor | slice:
+        first, count = starts[0], len(starts)
+        if starts == list(range(first, first + count)):
+            return slice(first, first + count)
+        return torch.tensor(starts, device=self._device)
 
     def places(self, slot: NativeSlot, start: int, end: int) -> Tensor | slice:
         """Tokens start to end of a slot in the flat cache: a slice where its pages are neighbours."""

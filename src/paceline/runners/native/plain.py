@@ -2,11 +2,13 @@
 
 Rows of a pass lie packed, without padding, so that products see exactly the tokens there are. Attention goes text by
 text: each has its own length, and its keys lie in neighbouring pages nearly always, so looking back copies nothing.
+Only short texts that read one token each, and fill as many pages, look back together: for them a call of their own
+costs more than copying their pages side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from torch import Tensor
 from paceline.core.protocols import TILE
 from paceline.runners.native.quantized import apply_matrix
 from paceline.runners.native.shape import Shape
+from paceline.runners.native.slots import PAGE
 from paceline.runners.native.weights import LayerWeights, Matrix
 
 
@@ -45,12 +48,23 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Together:
+    """Texts that read one token each and whose keys fill the same number of pages: they look back in one call."""
+
+    rows: Tensor | slice  # of their tokens in the packed rows, int64 [texts]; a slice where they are neighbours
+    fresh: Tensor  # where those tokens are in the flat cache, int64 [texts]
+    pages: Tensor  # of all their tokens, text after text, int64 [texts · pages]
+    mask: Tensor  # additive [texts, 1, 1, keys]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PlainBatch:
     """One pass, as plain attention needs to know it."""
 
     cosines: Tensor  # [nodes, 1, head size]
     sines: Tensor  # of the lower half negative: see `_turned`
     parts: list[TextPart]
+    together: list[Together] = field(default_factory=list)
 
 
 class PlainOps:
@@ -84,14 +98,18 @@ class PlainOps:
         turned = self._turned(heads[:, : shape.heads + shape.kv_heads], weights, batch)
         queries, keys = turned[:, : shape.heads], turned[:, shape.heads :]
         values = heads[:, shape.heads + shape.kv_heads :]
-        if len(batch.parts) == 1:
-            return self._look_back(batch.parts[0], queries, keys, values, layer)
-        places = [slice(part.start, part.start + part.count) for part in batch.parts]
-        seen = [
-            self._look_back(part, queries[here], keys[here], values[here], layer)
-            for part, here in zip(batch.parts, places)
-        ]
-        return torch.cat(seen)
+        if len(batch.parts) + len(batch.together) == 1:  # whole rows go in, whole rows come out
+            for part in batch.parts:
+                return self._look_back(part, queries, keys, values, layer)
+            return self._look_back_together(batch.together[0], queries, keys, values, layer)
+        seen = queries.new_empty(qkv.shape[0], shape.query_width)
+        for part in batch.parts:
+            here = slice(part.start, part.start + part.count)
+            seen[here] = self._look_back(part, queries[here], keys[here], values[here], layer)
+        for group in batch.together:
+            rows = group.rows
+            seen[rows] = self._look_back_together(group, queries[rows], keys[rows], values[rows], layer)
+        return seen
 
     def _turned(self, heads: Tensor, weights: LayerWeights, batch: PlainBatch) -> Tensor:
         """Queries and keys, normed where the family does, turned by their position."""
@@ -128,6 +146,17 @@ class PlainOps:
         if part.aside is None:
             return self._by_node(q, k, v, part.mask)
         return self._with_asides(q, k, v, part, layer)
+
+    def _look_back_together(self, group: Together, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+        shape, texts = self.shape, q.shape[0]
+        looked_at: list[Tensor] = []
+        for cache, fresh in ((self.keys[layer], keys), (self.values[layer], values)):
+            cache.index_copy_(0, group.fresh, fresh)
+            pages = cache.view(-1, PAGE * shape.kv_heads * shape.head_size).index_select(0, group.pages)
+            looked_at.append(pages.view(texts, -1, shape.kv_heads, shape.head_size).transpose(1, 2))
+        folded = q.view(texts, shape.kv_heads, shape.group, shape.head_size)
+        mixed = F.scaled_dot_product_attention(folded, looked_at[0], looked_at[1], attn_mask=group.mask)
+        return mixed.reshape(texts, shape.query_width)
 
     def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, part: TextPart) -> Tensor:
         """A prompt in tiles that begin at multiples of TILE: the same bits, however it was cut at such places."""

@@ -7,7 +7,7 @@ import pytest
 from paceline.bench.measure import Length, Mark, Written, write
 from paceline.bench.subject import Setting
 from paceline.bench.theory import Answers, Habits, conditional_rates, habits_of, observed_curve
-from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, tune
+from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, promising, tune
 from paceline.core.budget import FixedBudget
 from paceline.core.costs import CostCurve, Timing
 from paceline.core.tally import Tally
@@ -80,6 +80,17 @@ def test_what_a_draft_costs_once_sets_the_shortest_answer_worth_it() -> None:
     assert answers.shortest_worth_it(mine, 1, CostCurve({0: 0.0})) == 21
     assert answers.shortest_worth_it(habits([1.0]), 1, CostCurve({0: 0.0})) == 0
     assert answers.shortest_worth_it(habits([0.0], once=10.0), 1, CostCurve({0: 0.0})) == 0
+
+
+def test_settings_far_behind_plain_decoding_are_not_run_to_the_end() -> None:
+    def runs(tokens: int, seconds: float) -> list[Written]:
+        tally = Tally()
+        tally.new_tokens, tally.seconds = tokens, seconds
+        return [Written([], tally, [], [])] * 2
+
+    plain, good, near, far = runs(64, 2.0), runs(64, 1.5), runs(40, 2.0), runs(64, 3.5)
+    found = {("none", 0): plain, ("good", 3): good, ("near", 3): near, ("far", 8): far}
+    assert promising(found) == [("none", 0), ("good", 3), ("near", 3)]
 
 
 def test_predictions_cover_every_k_and_the_best_of_each_method_is_run() -> None:

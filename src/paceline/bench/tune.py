@@ -25,6 +25,8 @@ TRIED_KS = (3, 8)
 PREDICTED_KS = tuple(range(1, 17))
 WORTH_IT = 1.03  # below this a measured gain is within the noise of a machine
 CONFIRMED = 2  # predictions that are run
+LOOK = 2  # prompts after which settings far behind plain decoding are left: they take longest and promise least
+FAR_BEHIND = 0.6
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 
 
@@ -108,14 +110,27 @@ def trial_runs(subject: Subject, plan: TunePlan) -> Runs:
     tasks = plan.tasks()
     settings = [(method, k) for method in subject.guessing_methods for k in TRIED_KS]
     runs: Runs = {pair: [] for pair in [(PLAIN, 0), *settings]}
+    going = list(runs)
     for number, task in enumerate([tasks[0], *tasks]):
-        for method, k in runs:
+        for method, k in going:
             setting = Setting(method, k, plan.temperature)
             length = Length(8) if number == 0 else plan.length  # the first turn warms up
             written = write(subject, setting, task.prompts, length, budget=FixedBudget(k), seed=plan.seed + number)
             if number:
                 runs[method, k].append(written)
+        if number == LOOK:
+            going = promising(runs)
     return runs
+
+
+def promising(runs: Runs) -> list[tuple[str, int]]:
+    """Plain decoding, and what is not far behind it."""
+    least = FAR_BEHIND * _tokens_per_second(runs[PLAIN, 0])
+    return [pair for pair, written in runs.items() if pair == (PLAIN, 0) or _tokens_per_second(written) >= least]
+
+
+def _tokens_per_second(runs: list[Written]) -> float:
+    return sum(run.tally.new_tokens for run in runs) / sum(run.tally.seconds for run in runs)
 
 
 def known_methods(runs: Runs, verify: CostCurve) -> dict[str, Known]:

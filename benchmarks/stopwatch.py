@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# One paragraph: a file of several would be several prompts.
 PROMPT = "def add(a, b):\n    return a + b\ndef sub(a, b):\n    return a - b\ndef mul(a, b):"
 
 
@@ -32,8 +31,8 @@ def paceline(*words: str) -> dict[str, Any]:
 
 def benched(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Tokens per second by method."""
-    prompt = folder / "prompt.txt"
-    prompt.write_text(PROMPT)
+    prompt = folder / "prompt.jsonl"  # as plain text, every line would be a prompt of its own
+    prompt.write_text(json.dumps({"prompt": PROMPT}))
     guessing = ",".join(method for method in args.methods.split(",") if method != "none")
     told = paceline(
         "bench", "--prompts", str(prompt), "--methods", guessing, "-k", str(args.k), "--dtype", args.dtype,

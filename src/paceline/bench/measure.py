@@ -84,6 +84,14 @@ class Written:
         return max(0.0, self.tally.seconds - self.draft_seconds - self.verify_seconds)
 
 
+def added(runs: list[Written]) -> Tally:
+    """What several runs counted, their seconds too."""
+    total = Tally()
+    for written in runs:
+        total.add(written.tally)
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class Length:
     """How long answers may get. `ignore_end`: exactly this long, whatever the model says."""

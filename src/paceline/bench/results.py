@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.bench.draws import LENGTH, Effort, Laboratory
 from paceline.bench.lossless import Comparison, Kind, compare
-from paceline.bench.measure import Written
+from paceline.bench.measure import Written, added
 from paceline.bench.statistics import Spread
 from paceline.bench.subject import Setting, Subject
 from paceline.bench.sweep import Measured, SweepPlan
@@ -55,13 +55,6 @@ class Collected:
             grouped.setdefault(one.repeat, []).append(one)
         whole = {repeat: runs for repeat, runs in grouped.items() if len(runs) == len(self.plan.tasks)}
         return whole or grouped
-
-
-def added(runs: list[Written]) -> Tally:
-    total = Tally()
-    for written in runs:
-        total.add(written.tally)
-    return total
 
 
 def rates_by_repeat(collected: Collected, name: str) -> dict[int, float]:

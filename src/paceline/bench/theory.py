@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from paceline.bench.measure import Mark, Written
+from paceline.bench.measure import Mark, Written, added
 from paceline.core.costs import CostCurve, Timing
-from paceline.core.tally import Tally
 from paceline.plan.predict import tokens_per_step_by_position
 
 
@@ -81,9 +80,7 @@ class Answers:
 
 def habits_of(runs: list[Written], k: int, verify: CostCurve) -> Habits:
     """Learn a method's habits from texts written with a fixed k; `verify` is what plain passes cost."""
-    total = Tally()
-    for written in runs:
-        total.add(written.tally)
+    total = added(runs)
     marks = [mark for written in runs for mark in written.marks]
     offering = [mark for mark in marks if mark.offered]
     offered = sum(mark.offered for mark in offering)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.bench.measure import Length, Written, write
+from paceline.bench.measure import Length, Written, added, write
 from paceline.bench.results import Collected, answers_of, speedups
 from paceline.bench.subject import PLAIN, Setting, Subject
 from paceline.bench.sweep import SweepPlan, Task, sweep
@@ -26,7 +26,7 @@ PREDICTED_KS = tuple(range(1, 17))
 WORTH_IT = 1.03  # below this a measured gain is within the noise of a machine
 CONFIRMED = 2  # predictions that are run
 LOOK = 2  # prompts after which settings far behind plain decoding are left: they take longest and promise least
-FAR_BEHIND = 0.6
+FAR_BEHIND = 0.6  # times plain decoding
 WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 
 
@@ -125,12 +125,8 @@ def trial_runs(subject: Subject, plan: TunePlan) -> Runs:
 
 def promising(runs: Runs) -> list[tuple[str, int]]:
     """Plain decoding, and what is not far behind it."""
-    least = FAR_BEHIND * _tokens_per_second(runs[PLAIN, 0])
-    return [pair for pair, written in runs.items() if pair == (PLAIN, 0) or _tokens_per_second(written) >= least]
-
-
-def _tokens_per_second(runs: list[Written]) -> float:
-    return sum(run.tally.new_tokens for run in runs) / sum(run.tally.seconds for run in runs)
+    rates = {pair: added(written).tokens_per_second for pair, written in runs.items()}
+    return [pair for pair, rate in rates.items() if rate >= FAR_BEHIND * rates[PLAIN, 0]]
 
 
 def known_methods(runs: Runs, verify: CostCurve) -> dict[str, Known]:

@@ -59,8 +59,8 @@ class _Prepared:
 
     def put(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs, chances: list[Tensor]) -> None:
         if self.guesses.shape[1]:
-            self.guesses.copy_(_stacked([tree.tokens for tree in trees]), non_blocking=True)
-            self.q.copy_(_stacked([tree.probs for tree in trees if tree.probs is not None]), non_blocking=True)
+            self.guesses.copy_(torch.stack([tree.tokens for tree in trees]), non_blocking=True)
+            self.q.copy_(torch.stack([tree.probs for tree in trees if tree.probs is not None]), non_blocking=True)
         self.logits.copy_(outputs.logits.view(self.logits.shape), non_blocking=True)
         temperatures = torch.tensor([text.sampling.temperature for text in texts])
         self.temperatures.view(-1).copy_(temperatures, non_blocking=True)
@@ -101,7 +101,8 @@ class DeviceJudge:
 
     def __init__(self, capture: Callable[[Work], Work] | None = None) -> None:
         """capture: turns work on fixed tensors into a call that repeats it; by default a CUDA graph."""
-        self._capture = capture or _as_graphs()
+        self._capture = capture or self._as_graph
+        self._pool: Pool = None  # one for all graphs: a verdict is read before the next judgement begins
         self._prepared: dict[Key, _Prepared] = {}
 
     def verdicts(self, rule: str, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
@@ -119,34 +120,14 @@ class DeviceJudge:
             self._prepared[key] = made
         return self._prepared[key]
 
-
-def _as_graphs() -> Callable[[Work], Work]:
-    """One pool for all: a verdict is read before the next judgement begins."""
-    pools: list[Pool] = []
-
-    def capture(work: Work) -> Work:
+    def _as_graph(self, work: Work) -> Work:
         from paceline.runners.native.graphs import Captured, new_pool
 
-        pools[:] = pools or [new_pool()]
-        return Captured(work, "acceptance", pools[0])
-
-    return capture
+        if self._pool is None:
+            self._pool = new_pool()
+        return Captured(work, "acceptance", self._pool)
 
 
 def chances_of(text: Sequence, tree: DraftTree, rule: str) -> Tensor:
     """The numbers a text is judged with: one a guess and one for the target's own token. float64 [guesses + 1]"""
     return text.own_chances(0, tree.guesses + 1) if rule == COUPLED else uniforms(tree, text.rng)
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    """Rows of one tensor as that tensor, without copying; rows from anywhere side by side."""
-    base = parts[0]
-    if len(parts) == 1:
-        return base[None]
-    step = parts[1].storage_offset() - base.storage_offset()
-    for index, part in enumerate(parts):
-        if part.untyped_storage().data_ptr() != base.untyped_storage().data_ptr():
-            return torch.stack(parts)
-        if part.storage_offset() != base.storage_offset() + index * step:
-            return torch.stack(parts)
-    return base.as_strided((len(parts), *base.shape), (step, *base.stride()))

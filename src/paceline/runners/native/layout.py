@@ -45,12 +45,12 @@ class _Laid:
 def _grouped(laid: list[_Laid]) -> tuple[list[list[_Laid]], list[_Laid]]:
     """Those that look back together, and those that do so by themselves."""
     alike: dict[int, list[_Laid]] = {}
+    alone: list[_Laid] = []
     for one in laid:
-        if one.count == 1 and one.row.is_chain and one.pages <= MOST_PAGES:
-            alike.setdefault(one.pages, []).append(one)
+        short = one.count == 1 and one.row.is_chain and one.pages <= MOST_PAGES
+        (alike.setdefault(one.pages, []) if short else alone).append(one)
     groups = [group for group in alike.values() if len(group) > 1]
-    grouped = {one.start for group in groups for one in group}
-    return groups, [one for one in laid if one.start not in grouped]
+    return groups, alone + [one for group in alike.values() if len(group) == 1 for one in group]
 
 
 class Layout:

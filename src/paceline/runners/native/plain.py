@@ -98,9 +98,9 @@ class PlainOps:
         turned = self._turned(heads[:, : shape.heads + shape.kv_heads], weights, batch)
         queries, keys = turned[:, : shape.heads], turned[:, shape.heads :]
         values = heads[:, shape.heads + shape.kv_heads :]
-        if len(batch.parts) + len(batch.together) == 1:  # whole rows go in, whole rows come out
-            for part in batch.parts:
-                return self._look_back(part, queries, keys, values, layer)
+        if len(batch.parts) == 1 and not batch.together:  # nothing to pick out, nothing to put together
+            return self._look_back(batch.parts[0], queries, keys, values, layer)
+        if len(batch.together) == 1 and not batch.parts:
             return self._look_back_together(batch.together[0], queries, keys, values, layer)
         seen = queries.new_empty(qkv.shape[0], shape.query_width)
         for part in batch.parts:

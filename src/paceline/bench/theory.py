@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from paceline.bench.measure import Mark, Written, added
+from paceline.bench.measure import Mark, Written
 from paceline.core.costs import CostCurve, Timing
 from paceline.plan.predict import tokens_per_step_by_position
 
@@ -80,7 +80,6 @@ class Answers:
 
 def habits_of(runs: list[Written], k: int, verify: CostCurve) -> Habits:
     """Learn a method's habits from texts written with a fixed k; `verify` is what plain passes cost."""
-    total = added(runs)
     marks = [mark for written in runs for mark in written.marks]
     offering = [mark for mark in marks if mark.offered]
     offered = sum(mark.offered for mark in offering)

@@ -12,22 +12,24 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
-from paceline.core.protocols import Output, Round
+from paceline.core.protocols import Output, Round, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree, path_to
 from paceline.drafting.eagle import Eagle
+from paceline.drafting.eagle_loop import ChainLoop
 from paceline.errors import OptionError, PairError
 from paceline.heads.attention import causal_mask
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead
 from paceline.heads.files import load_eagle
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
+from tests.drafting import states as states_of_toys
 from tests.drafting.exactness import check_greedy, toy
-from tests.drafting.states import assert_unchanged, check_sampled_with_states, shown, texts_of
+from tests.drafting.states import assert_unchanged, begin, check_sampled_with_states, settle, shown, texts_of
 from tests.heads import checkpoints
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
-SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"nodes": 8, "branches": 3, "depth": 4}}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "loop": {}, "tree": {"nodes": 8, "branches": 3, "depth": 4}}
 
 
 def toy_head(kind: str = EAGLE_3, seed: int = 0, vocab: int = 4) -> EagleHead:
@@ -39,6 +41,18 @@ def toy_head(kind: str = EAGLE_3, seed: int = 0, vocab: int = 4) -> EagleHead:
     if kind == EAGLE_3:
         head.choose_vocabulary(torch.tensor([token for token in range(vocab) if token != 1]))
     return head
+
+
+def looping(drafter: Eagle) -> Eagle:
+    """The drafter with chains made as on CUDA, whole, but called instead of captured."""
+    drafter.loop = ChainLoop(drafter._head, drafter._buffers, drafter._vocab, capture=lambda work: work)
+    return drafter
+
+
+def made(shape: str, head: EagleHead, target: Any, **changes: Any) -> Eagle:
+    if shape == "loop":
+        return looping(Eagle(head, target))
+    return Eagle(head, target, **SHAPES[shape] | (changes if shape == "tree" else {}))
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +107,11 @@ def test_an_oracle_is_always_right(order: int, shape: str) -> None:
     """Any slip between places (t for t + 1, a stale state, a wrong column) would show as a rejected guess."""
     target = TableRunner(vocab_size=5, order=order, seed=3)
     head = token_oracle(target) if order == 1 else state_oracle(target)
-    options = SHAPES[shape] | ({"nodes": 30, "depth": 5} if shape == "tree" else {})
-    k = 5 if shape == "chain" else 30
-    done = assert_unchanged(target, Eagle(head, target, **options), [[1, 2, 3], [4, 0], [2, 2, 2, 2, 1]], 61, k)
+    drafter = made(shape, head, target, nodes=30, depth=5)
+    k = 30 if shape == "tree" else 5
+    done = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0], [2, 2, 2, 2, 1]], 61, k)
     # A tree of the likeliest paths may leave out the one that is likeliest step by step, but not its beginning.
-    sure = 5 if shape == "chain" else 1
+    sure = 1 if shape == "tree" else 5
     assert done.acceptance_by_position[:sure] == [1.0] * sure
     assert done.tokens_per_step > 3
 
@@ -223,7 +237,7 @@ def grown_slowly(
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", [EAGLE_1, EAGLE_3])
 def test_greedy_texts_are_unchanged(kind: str, shape: str) -> None:
-    check_greedy(Eagle(toy_head(kind, seed=3), toy(), **SHAPES[shape]))
+    check_greedy(made(shape, toy_head(kind, seed=3), toy()))
 
 
 def test_chains_carry_the_q_they_were_drawn_from() -> None:
@@ -233,6 +247,42 @@ def test_chains_carry_the_q_they_were_drawn_from() -> None:
 
 def test_sampled_trees_are_exact() -> None:
     check_sampled_with_states(Eagle(toy_head(), toy(), nodes=3, branches=2, depth=3))
+
+
+def test_sampled_texts_with_whole_chains_are_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states_of_toys, "COPIES", ChainLoop.MOST_TEXTS // 3)
+    drafter = looping(Eagle(toy_head(), toy()))
+    monkeypatch.setattr(drafter, "_step_by_step", None)  # nothing goes that way
+    done = check_sampled_with_states(drafter)
+    assert done.accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_whole_chain_is_what_steps_would_make(temperature: float) -> None:
+    """Long prompts, buffers that grow on the way, and budgets that differ."""
+    target = TableRunner(vocab_size=4, order=2, seed=5)
+    texts = [texts_of([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
+    steps, whole = Eagle(toy_head(), target), looping(Eagle(toy_head(), target))
+    for text in texts:
+        text.acceptance = "coupled"  # the numbers it draws with depend on the place alone, so both draw alike
+        for drafter in (steps, whole):
+            begin(text, drafter, target)
+    guessed = 0
+    for budgets in ([3, 1], [2, 4], [0, 2], [4, 4]) * 20:
+        one, other = (drafter.propose(texts, budgets) for drafter in (steps, whole))
+        for mine, theirs in zip(one, other):
+            assert torch.equal(mine.tokens, theirs.tokens)
+            guessed += len(mine)
+            if mine.probs is not None:
+                torch.testing.assert_close(mine.probs, theirs.probs, rtol=1e-4, atol=1e-6)
+        rounds = [settle(text, tree, whole_verdict(tree), target.table[[2] * 5]) for text, tree in zip(texts, one)]
+        for drafter in (steps, whole):
+            drafter.observe(texts, rounds)
+    assert guessed > 300 and whole._buffers.version >= 2
+
+
+def whole_verdict(tree: DraftTree) -> Verdict:
+    return Verdict(list(range(len(tree))), 2)
 
 
 def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
@@ -274,7 +324,7 @@ def begun(drafter: Eagle, ids: list[int], known: int, states: Tensor) -> Sequenc
 def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) -> None:
     """over: the text it was read for has ended; otherwise it is still being written."""
     states, first, second = torch.randn(9, 4), [0, 2, 1, 3, 0], [0, 2, 1, 3, 0, 0, 2, 2, 1]
-    going_on, anew = (Eagle(toy_head(seed=3), toy(), **SHAPES[shape]) for _ in range(2))
+    going_on, anew = (made(shape, toy_head(seed=3), toy()) for _ in range(2))
     earlier = begun(going_on, first, 0, states)
     going_on.propose([earlier], [3])
     if over:

@@ -1,4 +1,8 @@
-"""The next guess of a chain: an argmax for a greedy text, a draw with its real q for a sampled one."""
+"""The next guess of a chain: an argmax for a greedy text, a draw with its real q for a sampled one.
+
+Where all steps of a chain are taken on the device without returning to the host, that is a loop; what a loop needs to
+know of a text, and how its guesses become a tree, stands here too.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.distribution import distribution, draw
+from paceline.core.protocols import Guesses
 from paceline.core.sequence import Sequence, alike
 from paceline.core.tree import DraftTree
 
@@ -58,3 +63,25 @@ def _draw(texts: list[Sequence], logits: Tensor, drawn: list[Drawn]) -> None:
     for index, mine in enumerate(drawn):
         mine.tokens.append(tokens[index : index + 1])
         mine.probs.append(q[index])
+
+
+def can_loop(text: Sequence) -> bool:
+    """Whether a loop on the device knows how to choose for this text: an argmax, or a draw at some temperature."""
+    sampling = text.sampling
+    if sampling.penalised or sampling.logit_bias:
+        return False
+    return sampling.greedy or (not sampling.top_k and sampling.top_p == 1 and not sampling.min_p)
+
+
+def loop_chances(text: Sequence, steps: int) -> list[float] | None:
+    """The numbers a loop draws with."""
+    if text.sampling.greedy:
+        return None
+    chances: list[float] = text.guess_chances(0, steps).tolist()
+    return chances
+
+
+def cut(drafted: Guesses, row: int, budget: int) -> DraftTree:
+    """The first `budget` guesses that a loop made for the text in this row."""
+    probs = None if drafted.probs is None else drafted.probs[row, :budget]
+    return tree.chain(drafted.tokens[row, :budget], probs)

@@ -18,7 +18,6 @@ from paceline.core import tree
 from paceline.core.protocols import (
     TILE,
     Ability,
-    Guesses,
     Lead,
     LoopRunner,
     Output,
@@ -30,7 +29,7 @@ from paceline.core.protocols import (
 )
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
-from paceline.drafting.choosing import Drawn, choose
+from paceline.drafting.choosing import Drawn, can_loop, choose, cut, loop_chances
 from paceline.drafting.residents import Residents
 
 
@@ -60,18 +59,20 @@ class DraftModel:
     def _in_one_loop(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree] | None:
         """All steps without returning to the host, where the runner can. None: it cannot, or not for these texts."""
         asked = [text for text, budget in zip(texts, budgets) if budget]
-        if Ability.LOOP not in self.runner.abilities or not asked or not all(map(_loops, asked)):
+        if Ability.LOOP not in self.runner.abilities or not asked or not all(map(can_loop, asked)):
             return None
         if self.runner.card.vocab_size != self._vocab:
             return None
         steps = max(budgets)
-        leads = [Lead(self._slot(text), text.ids, text.sampling.temperature, _chances(text, steps)) for text in asked]
+        leads = [
+            Lead(self._slot(text), text.ids, text.sampling.temperature, loop_chances(text, steps)) for text in asked
+        ]
         drafted = cast(LoopRunner, self.runner).loop(leads, steps)
         if drafted is None:
             return None
         rows = {text.number: row for row, text in enumerate(asked)}
         return [
-            _cut(drafted, rows[text.number], budget) if budget else tree.empty() for text, budget in zip(texts, budgets)
+            cut(drafted, rows[text.number], budget) if budget else tree.empty() for text, budget in zip(texts, budgets)
         ]
 
     def _step_by_step(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
@@ -127,24 +128,3 @@ class DraftModel:
         if size >= self._vocab:
             return logits[..., : self._vocab]
         return torch.nn.functional.pad(logits, (0, self._vocab - size), value=-torch.inf)
-
-
-def _loops(text: Sequence) -> bool:
-    """Whether a loop on the device knows how to choose for this text: an argmax, or a draw at some temperature."""
-    sampling = text.sampling
-    if sampling.penalised or sampling.logit_bias:
-        return False
-    return sampling.greedy or (not sampling.top_k and sampling.top_p == 1 and not sampling.min_p)
-
-
-def _chances(text: Sequence, steps: int) -> list[float] | None:
-    """The numbers a loop draws with."""
-    if text.sampling.greedy:
-        return None
-    chances: list[float] = text.guess_chances(0, steps).tolist()
-    return chances
-
-
-def _cut(drafted: Guesses, row: int, budget: int) -> DraftTree:
-    probs = None if drafted.probs is None else drafted.probs[row, :budget]
-    return tree.chain(drafted.tokens[row, :budget], probs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from paceline.core.protocols import Ability, OpenRunner, Output, Round
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 from paceline.drafting.beginnings import Beginning, Beginnings
-from paceline.drafting.choosing import Drawn, choose
+from paceline.drafting.choosing import Drawn, can_loop, choose, cut, loop_chances
+from paceline.drafting.eagle_loop import ChainLoop, Start, widened
 from paceline.errors import OptionError, PairError
 from paceline.heads.cache import KeyBuffers
 from paceline.heads.eagle import EAGLE_1, EagleHead, usual_feature_layers
@@ -46,6 +48,15 @@ class _Memory:
     def add(self, states: Tensor) -> None:
         self.pending.append(states)
         self.waiting += states.shape[0]
+
+    def all_pending(self) -> Tensor:
+        return self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)
+
+    def has_read(self, count: int) -> None:
+        """The first `count` of the pending states are now entries."""
+        self.length += count
+        self.waiting -= count
+        self.pending = [self.all_pending()[count:]] if self.waiting else []
 
     def clear(self) -> None:
         self.pending.clear()
@@ -91,6 +102,8 @@ class Eagle:
         self._buffers = KeyBuffers(config.kv_heads, config.head_dim, head.fc.weight)
         self._memories: dict[int, _Memory] = {}
         self._beginnings = Beginnings()
+        # Where launches are what costs, chains are captured whole. On a CPU only the work counts, and it is less there.
+        self.loop = ChainLoop(head, self._buffers, self._vocab) if self._device.type == "cuda" else None
 
     # --- what the target has computed ---------------------------------------------------------------------------------
 
@@ -154,7 +167,6 @@ class Eagle:
         if not chosen:
             return trees
         active, wanted = [texts[index] for index in chosen], [budgets[index] for index in chosen]
-        self._catch_up(active)
         made = self._trees(active, wanted) if self.nodes else self._chains(active, wanted)
         for index, guess in zip(chosen, made):
             trees[index] = guess
@@ -172,18 +184,18 @@ class Eagle:
         for group in [*groups, short] if short else groups:
             self._read(group)
 
-    def _read(self, texts: list[Sequence]) -> None:
+    def _read(self, texts: list[Sequence], *, but: int = 0) -> None:
+        """Read the pending states of these texts, all but the last `but`."""
         memories = [self._memories[text.number] for text in texts]
-        counts = [memory.waiting for memory in memories]
+        counts = [memory.waiting - but for memory in memories]
         width = max(counts)
-        fused = self._head.fuse(torch.cat([part for memory in memories for part in memory.pending]))
+        fused = self._head.fuse(torch.cat([memory.all_pending()[:count] for memory, count in zip(memories, counts)]))
         ids = [_next_tokens(text, memory, count) for text, memory, count in zip(texts, memories, counts)]
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self._device)
         out = self._chain_pass(memories, [0] * len(memories), tokens, _padded(fused, counts))
         for index, (memory, count) in enumerate(zip(memories, counts)):
             memory.out = out[index, count - 1]
-            memory.length += count
-            memory.clear()
+            memory.has_read(count)
 
     def _chain_pass(self, memories: list[_Memory], ahead: list[int], tokens: Tensor, g: Tensor) -> Tensor:
         """Rows one after another, `ahead` places past the true ones. tokens [texts, width], g [texts, width, hidden]"""
@@ -206,12 +218,48 @@ class Eagle:
     # --- chains -------------------------------------------------------------------------------------------------------
 
     def _chains(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        if self._can_loop(texts):
+            return self._in_one_loop(texts, budgets)
+        self._catch_up(texts)
+        return self._step_by_step(texts, budgets)
+
+    def _can_loop(self, texts: list[Sequence]) -> bool:
+        """Whether a captured chain can be had: all texts are chosen for in one way, and bring states to begin with."""
+        if self.loop is None or not all(map(can_loop, texts)) or len({text.sampling.greedy for text in texts}) > 1:
+            return False
+        return len(texts) <= self.loop.MOST_TEXTS and all(self._memories[text.number].pending for text in texts)
+
+    def _in_one_loop(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        assert self.loop is not None
+        for text in texts:
+            if self._memories[text.number].waiting > self.loop.MOST_STATES:  # a prompt; its last state leads the chain
+                self._read([text], but=1)
+        steps = max(budgets)
+        drafted = self.loop.guess([self._start(text, steps) for text in texts], steps)
+        for text in texts:
+            memory = self._memories[text.number]
+            memory.has_read(memory.waiting)
+            memory.out = None
+        return [cut(drafted, row, budget) for row, budget in enumerate(budgets)]
+
+    def _start(self, text: Sequence, steps: int) -> Start:
+        memory = self._memories[text.number]
+        tokens = _next_tokens(text, memory, memory.waiting)
+        place = memory.start + memory.length
+        sampling = text.sampling
+        temperature = 0.0 if sampling.greedy else sampling.temperature
+        return Start(
+            memory.row, memory.length, place, memory.all_pending(), tokens, temperature, loop_chances(text, steps)
+        )
+
+    def _step_by_step(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
         drawn = [Drawn() for _ in texts]
         active, out = list(range(len(texts))), self._said(texts)
         for depth in range(max(budgets)):
             logits = self._head.logits(out)
             best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
-            choose([texts[i] for i in active], best, self._widener(logits), [drawn[i] for i in active])
+            wide = partial(self._wide, logits)
+            choose([texts[i] for i in active], best, wide, [drawn[i] for i in active])
             going = [place for place, i in enumerate(active) if depth + 1 < budgets[i]]
             if not going:
                 break
@@ -227,12 +275,13 @@ class Eagle:
         said = [self._memories[text.number].out for text in texts]
         return torch.stack([out for out in said if out is not None])
 
-    def _widener(self, logits: Tensor) -> _Widened:
-        return _Widened(logits, self._target_ids, self._vocab)
+    def _wide(self, logits: Tensor, rows: list[int]) -> Tensor:
+        return widened(logits[rows], self._target_ids, self._vocab)
 
     # --- trees --------------------------------------------------------------------------------------------------------
 
     def _trees(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
+        self._catch_up(texts)
         limits = [min(budget, self.nodes) for budget in budgets]
         levels = list(self._grow(texts, limits))
         return _best_nodes(levels, limits)
@@ -321,19 +370,6 @@ class _Front:
         places = true[:, None] + torch.arange(expanded, device=self.tokens.device)
         mask = visible[:, None].repeat(1, count, 1)
         return mask.scatter_(2, places[:, None].expand(-1, count, -1), self.lineage)[:, None]
-
-
-class _Widened:
-    """Rows of a reduced vocabulary as rows of the target's: what the head cannot say has no probability."""
-
-    def __init__(self, logits: Tensor, target_ids: Tensor, vocab_size: int) -> None:
-        self._logits, self._ids, self._size = logits, target_ids, vocab_size
-
-    def __call__(self, rows: list[int]) -> Tensor:
-        said = self._logits[rows].float()
-        if said.shape[-1] == self._size:  # rising ids as many as the target's: the same vocabulary
-            return said
-        return said.new_full((len(rows), self._size), -torch.inf).index_copy_(1, self._ids, said)
 
 
 def _best_nodes(levels: list[_Level], limits: list[int]) -> list[DraftTree]:

@@ -18,6 +18,7 @@ class KeyBuffers:
         self._like, self._sizes = like, (kv_heads, head_dim)
         self._rows, self._capacity = 0, FIRST_CAPACITY
         self._free: list[int] = []
+        self.version = 0  # rises whenever the buffers move
         self._keys, self._values = self._fresh(1), self._fresh(1)
 
     def take(self) -> int:
@@ -34,8 +35,12 @@ class KeyBuffers:
 
     def at(self, rows: list[int], columns: list[int], width: int) -> PlacedKeys:
         """A store for one pass: entries of text i go to rows[i], from columns[i] on; all before them is seen."""
-        self._reserve(max(columns) + width)
+        self.reserve(max(columns) + width)
         return PlacedKeys(self._keys, self._values, rows, columns, width)
+
+    def indexed(self, rows: Tensor, columns: Tensor, seen: int) -> IndexedKeys:
+        """The same with places that lie on the device. The first `seen` columns are looked at; reserve them before."""
+        return IndexedKeys(self._keys, self._values, rows, columns, seen)
 
     def written(self, row: int, columns: int) -> KeyValues:
         """What stands in the first columns of a row, as it lies there. Each [kv heads, columns, head size]"""
@@ -44,13 +49,15 @@ class KeyBuffers:
     def write(self, row: int, entries: KeyValues) -> None:
         """Let a row begin with these."""
         columns = entries.keys.shape[1]
-        self._reserve(columns)
+        self.reserve(columns)
         self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
 
-    def _reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int) -> None:
+        """Room for so many columns in every row that was taken."""
         rows = self._keys.shape[0]
         if self._rows <= rows and capacity <= self._capacity:
             return
+        self.version += 1
         self._capacity = max(self._capacity, 1 << (capacity - 1).bit_length())
         self._keys = self._grown(self._keys, max(rows, 1 << (self._rows - 1).bit_length()))
         self._values = self._grown(self._values, self._keys.shape[0])
@@ -90,3 +97,18 @@ class PlacedKeys:
         else:
             buffer[self._rows[:, None], :, self._places] = fresh.transpose(1, 2)
         return buffer[mine, :, : self._end] if self._neighbours else buffer[self._rows, :, : self._end]
+
+
+class IndexedKeys:
+    """What PlacedKeys is, for a pass whose places are read from tensors: it can be captured and repeated."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
+        """rows [texts], columns [texts, width]"""
+        self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def extend(self, fresh: KeyValues) -> KeyValues:
+        return KeyValues(self._write(self._keys, fresh.keys), self._write(self._values, fresh.values))
+
+    def _write(self, buffer: Tensor, fresh: Tensor) -> Tensor:
+        buffer[self._rows[:, None], :, self._columns] = fresh.transpose(1, 2)
+        return buffer[self._rows, :, : self._seen]

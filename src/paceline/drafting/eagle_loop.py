@@ -1,0 +1,192 @@
+"""A chain of an EAGLE head as one piece of work: read the true states that came in, then guess, step after step.
+
+Launch by launch the thirty small operations of a step cost as much as a pass of a large target. Here every shape is
+fixed and all that varies lies in tensors, so the whole chain is captured as a graph: the host lays down what is new,
+starts it, and the guesses stay on the device until the target has checked them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.core.distribution import draw
+from paceline.core.protocols import Guesses
+from paceline.heads.cache import FIRST_CAPACITY, KeyBuffers
+from paceline.heads.eagle import EagleHead
+
+if TYPE_CHECKING:
+    from paceline.runners.native.graphs import Pool
+
+ROWS = (8, 16)  # true states a text may bring
+TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LARGEST = 32  # chains that are kept; beyond it the oldest go
+FACTS = 4  # integers about a text before its tokens: row of the buffers, entries there, position, states it brings
+
+Work = Callable[[], Guesses]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """Where the chain of one text begins."""
+
+    row: int  # of the buffers
+    length: int  # entries in it
+    place: int  # position of the next entry
+    states: Tensor  # true ones not read yet, [count, features]
+    tokens: list[int]  # the token after each of them
+    temperature: float = 0.0  # 0: the argmax
+    chances: list[float] | None = None  # a uniform number a step; needed where the temperature is above 0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a chain is captured for."""
+
+    texts: int
+    rows: int
+    steps: int
+    seen: int  # columns of the buffers
+    drawn: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """The fixed tensors of one captured chain."""
+
+    host: Tensor  # int64 [texts, FACTS + rows], pinned where that helps
+    numbers: Tensor  # the same on the device
+    states: Tensor  # [texts, rows, features]
+    temperatures: Tensor  # float32 [texts, 1]
+    chances: Tensor  # float64 [texts, steps]
+    run: Work = field(init=False)
+
+    @classmethod
+    def empty(cls, size: Size, like: Tensor) -> _Prepared:
+        """like: states as the target hands them out."""
+        device, shape = like.device, (size.texts, FACTS + size.rows)
+        return cls(
+            torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda"),
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            like.new_zeros(size.texts, size.rows, like.shape[-1]),
+            torch.ones(size.texts, 1, device=device),
+            torch.zeros(size.texts, size.steps, dtype=torch.float64, device=device),
+        )
+
+    def put(self, starts: list[Start], spare_row: int) -> None:
+        """Lay these texts down. Places without a text work on the spare row, one state long."""
+        lines = [[start.row, start.length, start.place, len(start.tokens), *start.tokens] for start in starts]
+        lines += [[spare_row, 0, 0, 1]] * (self.host.shape[0] - len(starts))
+        width = self.host.shape[1]
+        self.host.copy_(torch.tensor([line + [0] * (width - len(line)) for line in lines]))
+        self.numbers.copy_(self.host, non_blocking=True)
+        for index, start in enumerate(starts):
+            self.states[index, : len(start.tokens)].copy_(start.states)
+        if starts[0].chances is not None:
+            count = len(starts)
+            temperatures = torch.tensor([start.temperature for start in starts])
+            self.temperatures[:count, 0].copy_(temperatures, non_blocking=True)
+            chances = torch.tensor([start.chances for start in starts], dtype=torch.float64)
+            self.chances[:count].copy_(chances, non_blocking=True)
+
+
+class ChainLoop:
+    """The captured chains of one head, made when first asked for."""
+
+    MOST_TEXTS, MOST_STATES = TEXTS[-1], ROWS[-1]
+
+    def __init__(
+        self, head: EagleHead, buffers: KeyBuffers, vocab_size: int, capture: Callable[[Work], Work] | None = None
+    ) -> None:
+        """vocab_size: the target's. capture: turns work on fixed tensors into a call that repeats it; a CUDA graph,
+        unless something else is given."""
+        self._head, self._buffers, self._vocab = head, buffers, vocab_size
+        self._capture = capture or self._as_graph
+        self._pool: Pool = None  # one for all graphs: guesses are read before the next chain begins
+        self._spare_row = buffers.take()
+        self._chains: dict[Size, _Prepared] = {}
+        self._version = buffers.version
+
+    def guess(self, starts: list[Start], steps: int) -> Guesses:
+        """`steps` guesses for every text; its buffers then hold its true states, and behind them what was guessed."""
+        size = self._size(starts, steps)
+        self._buffers.reserve(size.seen)
+        prepared = self._for(size, starts[0].states)
+        prepared.put(starts, self._spare_row)
+        made = prepared.run()
+        count = len(starts)
+        return Guesses(made.tokens[:count], None if made.probs is None else made.probs[:count])
+
+    def _size(self, starts: list[Start], steps: int) -> Size:
+        rows = _at_least(max(len(start.tokens) for start in starts), ROWS)
+        longest = max(start.length for start in starts) + rows + steps
+        seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
+        return Size(_at_least(len(starts), TEXTS), rows, steps, seen, starts[0].chances is not None)
+
+    def _for(self, size: Size, like: Tensor) -> _Prepared:
+        if self._version != self._buffers.version:  # they have moved, and what was captured writes where they were
+            self._chains.clear()
+            self._version = self._buffers.version
+        if size not in self._chains:
+            made = _Prepared.empty(size, like)
+            made.run = self._capture(lambda: self._work(made, size))
+            if len(self._chains) >= LARGEST:
+                self._chains.pop(next(iter(self._chains)))
+            self._chains[size] = made
+        return self._chains[size]
+
+    # --- what is captured ---------------------------------------------------------------------------------------------
+
+    def _work(self, given: _Prepared, size: Size) -> Guesses:
+        head, facts = self._head, given.numbers
+        row, length, place, count = (facts[:, index] for index in range(FACTS))
+        steps = torch.arange(size.rows, device=facts.device)
+        columns, positions = length[:, None] + steps, place[:, None] + steps
+        said = self._pass(facts[:, FACTS:], head.fuse(given.states), row, columns, positions, size.seen)
+        out = said[torch.arange(size.texts, device=facts.device), count - 1]
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(size.steps):
+            if step:
+                behind = (count + step - 1)[:, None]
+                embedded, g = tokens[-1][:, None], out[:, None]
+                out = self._pass(embedded, g, row, length[:, None] + behind, place[:, None] + behind, size.seen)[:, 0]
+            logits = head.logits(out)
+            if size.drawn:
+                probs.append(torch.softmax(self._widened(logits) / given.temperatures, dim=-1))
+                tokens.append(draw(probs[-1], given.chances[:, step]))
+            else:
+                tokens.append(head.to_target_ids(logits.argmax(dim=-1)))
+        return Guesses(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
+
+    def _pass(self, tokens: Tensor, g: Tensor, row: Tensor, columns: Tensor, positions: Tensor, seen: int) -> Tensor:
+        """Rows one after another for every text; each sees its text up to itself."""
+        store = self._buffers.indexed(row, columns, seen)
+        mask = (torch.arange(seen, device=columns.device) <= columns[..., None])[:, None]
+        return self._head.block(self._head.embed(tokens), g, positions, mask, store)
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        return widened(logits, self._head.target_ids, self._vocab)
+
+    def _as_graph(self, work: Work) -> Work:
+        from paceline.runners.native.graphs import Captured, new_pool
+
+        if self._pool is None:
+            self._pool = new_pool()
+        return Captured(work, "a chain of guesses", self._pool)
+
+
+def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
+    """Rows over a head's own vocabulary as rows over the target's: what the head cannot say has no probability."""
+    said = logits.float()
+    if said.shape[-1] == vocab_size:  # rising ids as many as the target's: the same vocabulary
+        return said
+    return said.new_full((said.shape[0], vocab_size), -torch.inf).index_copy_(1, target_ids, said)
+
+
+def _at_least(value: int, steps: tuple[int, ...]) -> int:
+    return next(step for step in steps if step >= value)

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
+import paceline
 from paceline.bench.measure import Length
 from paceline.bench.subject import Subject
 from paceline.bench.tune import TunePlan, tune
@@ -42,8 +43,11 @@ from paceline.decode.generate import Progress, run
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.eagle import Eagle
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.nothing import Nothing
+from paceline.heads.eagle import EagleHead
+from paceline.heads.files import load_eagle
 from paceline.runners.native.runner import NativeRunner
 from paceline.runners.native.shape import shape_of
 from paceline.runners.native.weights import gather, matrices
@@ -51,6 +55,7 @@ from paceline.runners.native.weights import gather, matrices
 LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
 GROUP = 64  # weights that share a scale in the low-bit copy
 COPY_BANDWIDTH = 4.3e12  # bytes a second this card copies at
+SHIPPED = Path(paceline.__file__).parent / "heads" / "shipped" / "eagle-SmolLM2-135M-Instruct"
 BEGAN = time.perf_counter()
 
 
@@ -104,6 +109,18 @@ def rounded(state: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
             step = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
             made[name] = (((groups - low) / step).round() * step + low).view_as(weight).bfloat16()
     return made
+
+
+def inflated_head(folder: str, embedding: Tensor, wide: int) -> EagleHead:
+    """A head of the small model that reads the inflated one's states: they are the small one's with zeros behind."""
+    head = load_eagle(folder, dtype=torch.bfloat16, device="cuda")
+    config, state = head.config, head.state_dict()
+    narrow = state["fc.weight"].view(config.hidden_size, -1, config.target_hidden_size)
+    padded = torch.nn.functional.pad(narrow, (0, wide - config.target_hidden_size))
+    state |= {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
+    made = EagleHead(replace(config, target_hidden_size=wide, own_embeddings=True)).to("cuda", torch.bfloat16)
+    made.load_state_dict(state)
+    return made.eval().requires_grad_(False)
 
 
 def native(state: dict[str, Tensor], config: Any, name: str, cache_tokens: int) -> NativeRunner:
@@ -296,6 +313,7 @@ class Rig:
 
     def sampled(self) -> None:
         self.add(measure("plain", self.plain, self.prompts[::2], 0.7, 1, self.args.length))
+        self.add(measure("ngram k=5", lambda: self.ngram(5), self.prompts[::2], 0.7, 1, self.args.length))
         self.add(measure("draft k=5", lambda: self.drafted(5), self.prompts[::2], 0.7, 1, self.args.length))
 
     def sweep(self) -> None:
@@ -304,10 +322,32 @@ class Rig:
             self.add(measure(f"draft k={k}", partial(self.drafted, k), few, 0.0, 1, self.args.length))
 
     def batches(self) -> None:
+        length = self.args.length
         for batch in (8, 32):
             prompts = (self.prompts * 2)[: max(batch, len(self.prompts))]
-            plain = self.add(measure("plain", self.plain, prompts, 0.0, batch, self.args.length))
-            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.0, batch, self.args.length), plain)
+            plain = self.add(measure("plain", self.plain, prompts, 0.0, batch, length))
+            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.0, batch, length), plain)
+            self.add(measure("ngram k=5", lambda: self.ngram(5), prompts, 0.0, batch, length), plain)
+            self.add(measure("plain", self.plain, prompts, 0.7, batch, length))
+            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.7, batch, length))
+
+    def head(self) -> None:
+        """The shipped EAGLE head, its chains captured whole and, for some prompts, launch by launch."""
+        length, small = self.args.length, self.small_state["model.embed_tokens.weight"]
+        head = inflated_head(self.args.head, small, self.config.hidden_size)
+
+        def eagle(captured: bool = True) -> Machinery:
+            drafter = Eagle(head, self.target)
+            drafter.loop = drafter.loop if captured else None
+            return Machinery(self.target, drafter, FixedBudget(5), Judge())
+
+        plain = next((line for line in self.lines if line.name == "plain" and line.batch == 1), None)
+        self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 1, length), plain)
+        few = self.prompts[::3]
+        self.add(measure("eagle, few", eagle, few, 0.0, 1, length))
+        self.add(measure("eagle, steps", lambda: eagle(captured=False), few, 0.0, 1, length))
+        self.add(measure("eagle k=5", eagle, few, 0.7, 1, length))
+        self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 8, length))
 
     def passes(self) -> None:
         widths = pass_times(self.target, (1, 6, 16))
@@ -438,6 +478,7 @@ class Rig:
             "peers": self.peers,
             "sweep": self.sweep,
             "auto": self.auto,
+            "head": self.head,  # last: a target that hands out its states has a little more to do
         }
         wanted = self.args.parts.split(",") if self.args.parts else list(parts)
         for name in wanted:
@@ -462,6 +503,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", required=True, help="directory of the small model")
     parser.add_argument("--prompts", required=True, help="folder of *.jsonl with a prompt a line")
+    parser.add_argument("--head", default=str(SHIPPED), help="an EAGLE head of the small model")
     parser.add_argument("--out", help="write the record here too")
     parser.add_argument("--count", type=int, default=23)
     parser.add_argument("--length", type=int, default=256)

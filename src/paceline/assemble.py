@@ -283,22 +283,28 @@ DRAFTERS: dict[str, Creator] = {
 }
 
 
+USUAL_WIDTHS = (1, 8)  # of passes, where the rule decides how many guesses there are
+
+
 def make_budget(options: DecoderOptions, target: Runner, drafter: Drafter) -> Budget:
-    """A fixed k, or the never-lose rule with measured costs."""
-    if options.method == "none":
-        return FixedBudget(0)
-    if isinstance(options.draft_tokens, int):
-        return FixedBudget(options.draft_tokens)
+    """A fixed k, or the never-lose rule with measured costs. Either way the passes a text needs have run once."""
+    from paceline.decode.calibrate import warm_up
+
+    fixed = 0 if options.method == "none" else options.draft_tokens
+    if isinstance(fixed, int):
+        warm_up(target, (1, 1 + fixed))
+        return FixedBudget(fixed)
     return AdaptiveBudget(starting_costs(options, target, drafter))
 
 
 def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) -> Costs:
     """From the profile if there is one, else from a short measurement."""
-    from paceline.decode.calibrate import grain_of, measure_costs
+    from paceline.decode.calibrate import grain_of, measure_costs, warm_up
 
     if isinstance(options.profile, Costs):
         return options.profile
     if isinstance(options.profile, Profile) and options.profile.pass_seconds:
+        warm_up(target, USUAL_WIDTHS)
         return Costs.known(options.profile.pass_seconds, options.profile.draft_seconds, grain_of(target.card))
     return measure_costs(target, getattr(drafter, "runner", None))
 

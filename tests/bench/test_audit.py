@@ -14,7 +14,7 @@ from paceline.bench.measure import Length
 from paceline.bench.remembering import RememberingRunner
 from paceline.bench.subject import Setting, Subject
 from paceline.core.distribution import SamplingParams
-from paceline.core.protocols import Row
+from paceline.core.protocols import Outputs, Row
 from paceline.decode.judge import Judge
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.layerskip import LayerSkip
@@ -194,6 +194,23 @@ def test_two_tokens_within_the_rounding_are_a_near_tie() -> None:
     target.table[:, 1] = target.table[:, 0] + 1e-6
     found = compare(target, CONTEXT, [0], [1])
     assert found.kind is Kind.NEAR_TIE
+
+
+class ReadsPromptsOtherwise(TableRunner):
+    """Bit-equal at every width, but a prompt goes through kernels that round in another way."""
+
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
+        said = super().forward(rows, last_only=last_only)
+        return replace(said, logits=said.logits + 0.02 * torch.eye(5)[0]) if last_only else said
+
+
+@pytest.mark.parametrize("gap, kind", [(0.05, Kind.NEAR_TIE), (0.2, Kind.BUG)])
+def test_rounding_counts_the_way_prompts_are_read(gap: float, kind: Kind) -> None:
+    """Else a bfloat16 model on a GPU, equal to itself bit for bit, would be asked to equal transformers to 1e-4."""
+    target = ReadsPromptsOtherwise(vocab_size=5, seed=3)
+    target.table[:, 1] = target.table[:, 0] - gap
+    assert rounding(target, CONTEXT) == pytest.approx(0.02, rel=1e-3)
+    assert compare(target, CONTEXT, [0], [1]).kind is kind
 
 
 def test_an_unknown_rule_is_refused() -> None:

@@ -1,4 +1,5 @@
-"""A short measurement of what a pass costs by its width, so that a budget can start from facts."""
+"""A short measurement of what a pass costs by its width, so that a budget can start from facts; or only a first run of
+such passes, so that the first text does not wait while libraries and graphs are made ready."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from paceline.core.costs import CostCurve, Costs, draft_curve
 from paceline.core.protocols import ModelCard, Row, Runner, Slot
+from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
 CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
@@ -48,6 +50,19 @@ def measure_pass(
         for slot in slots:
             target.close(slot)
     return CostCurve({width * texts: median(taken) for width, taken in samples.items()})
+
+
+def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
+    """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is left alone."""
+    slot, token = target.open(), min(7, target.card.vocab_size - 1)
+    try:
+        target.forward([Row.chain(slot, [token] * CONTEXT)], last_only=True)
+        for width in sorted(set(widths)):
+            _one_pass(target, [slot], [token] * width)
+    except OutOfMemory:
+        pass
+    finally:
+        target.close(slot)
 
 
 def _one_pass(target: Runner, slots: list[Slot], tokens: list[int]) -> float:

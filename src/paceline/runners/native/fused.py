@@ -279,9 +279,10 @@ class FusedOps:
             out, sums, stats, self._arrived,
             batch.lengths, batch.counts, batch.depths, batch.sights, batch.pages,
             batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), shape.eps, shape.head_size**-0.5,
-            NODES=batch.nodes, GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows,
-            FRESH=fresh, PAGE=self.page, CHUNK_TOKENS=CHUNK, HEAD_NORM=head_norm, CHUNKS=batch.chunks, LANES=lanes,
-            PARTS=parts, EARLY=self.early, num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES, **self._launch,
+            batch.nodes, parts, lanes, batch.chunks,
+            GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows, FRESH=fresh,
+            PAGE=self.page, CHUNK_TOKENS=CHUNK, HEAD_NORM=head_norm, EARLY=self.early,
+            num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES, **self._launch,
         )
         return out
 

@@ -22,6 +22,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 TILE_ROWS = 16
 CHUNK = 128  # tokens of context that `attend_kernel` sums up by themselves
 
+# What differs from pass to pass (nodes, rows, lanes, chunks) is no part of a kernel's making: compiling takes seconds.
+
 
 @triton.jit
 def norm_kernel(x, weight, out, width, eps, EARLY: tl.constexpr, WIDTH: tl.constexpr):
@@ -56,7 +58,7 @@ def _within(place, count):
     return tl.minimum(tl.maximum(place, 0), count - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def project_kernel(
     x, weight, bias, residual, out, best_value, best_index, rows, columns, inner,
     EARLY: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BEST: tl.constexpr,
@@ -253,17 +255,17 @@ def _turned(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.
     return low * cos - high * sin, high * cos + low * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["offset", "table_width", "nodes", "parts", "lanes", "most_chunks"])
 def attend_kernel(
     qkv, keys, values, turns, query_norm, key_norm, out, partial, partial_stats, arrived,
     lengths, counts, depths, sights, pages, offset, table_width, layer_base, eps, scale,
-    NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    FRESH: tl.constexpr, PAGE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, HEAD_NORM: tl.constexpr,
-    CHUNKS: tl.constexpr, LANES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    nodes, parts, lanes, most_chunks,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, FRESH: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, HEAD_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):
-    """Attention of some of a text's nodes, for one key head and every LANES-th chunk of its tokens.
+    """Attention of some of a text's nodes, for one key head and every `lanes`-th chunk of its tokens.
 
-    A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more PARTS:
+    A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more parts:
     sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. Rows are
     few and tokens many, so tokens take the long side of both products: [tokens, rows], then [head size, rows]. New keys
     are turned and stored by every program that looks at them, then read back like all others, so that a token is
@@ -271,8 +273,8 @@ def attend_kernel(
     chunk is summed by itself, and the last program to arrive puts the chunks together, in order: how many lanes there
     are changes nothing about the sums.
     """
-    text = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    text = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
     head = tl.program_id(1)
     lane = tl.program_id(2)
     each: tl.constexpr = ROWS // GROUP  # nodes a part holds
@@ -287,24 +289,24 @@ def attend_kernel(
     row = tl.arange(0, ROWS)
     node = part * each + row // GROUP
     row_ok = (node < count) & (row < each * GROUP)
-    out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[None, :] + whole[:, None]
+    out_at = ((text * nodes + node) * heads * size + (head * GROUP + row % GROUP) * size)[None, :] + whole[:, None]
     if (lane < chunks) & (part * each < count):
         line = (heads + 2 * KV_HEADS) * size  # of qkv, one node
         cache = layer_base + head * size  # + place · KV_HEADS · size
-        mine = (chunks - 1 - lane) // LANES + 1  # chunks this program looks at
+        mine = (chunks - 1 - lane) // lanes + 1  # chunks this program looks at
 
         # --- what does not depend on this pass's products
-        sight = tl.load(sights + text * NODES + node, mask=row_ok, other=0)
-        if NODES <= 31:
+        sight = tl.load(sights + text * nodes + node, mask=row_ok, other=0)
+        if FRESH <= 16:  # bits enough, and cheaper to shift
             sight = sight.to(tl.int32)
-        position = length + tl.load(depths + text * NODES + node, mask=row_ok, other=0)
+        position = length + tl.load(depths + text * nodes + node, mask=row_ok, other=0)
         row_cos = tl.load(turns + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
         row_sin = tl.load(turns + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
         fresh = tl.arange(0, FRESH)
         fresh_ok = fresh < count
         place = length + fresh
         page = tl.load(pages + text * table_width + place // PAGE, mask=fresh_ok, other=0)
-        turn = length + tl.load(depths + text * NODES + fresh, mask=fresh_ok, other=0)
+        turn = length + tl.load(depths + text * nodes + fresh, mask=fresh_ok, other=0)
         cos = tl.load(turns + turn[:, None] * size + half[None, :], mask=fresh_ok[:, None], other=0.0)
         sin = tl.load(turns + turn[:, None] * size + HALF + half[None, :], mask=fresh_ok[:, None], other=0.0)
         if EARLY:
@@ -313,14 +315,14 @@ def attend_kernel(
 
         # --- queries
         kind = keys.dtype.element_ty
-        at_low = ((text * NODES + node) * line + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
+        at_low = ((text * nodes + node) * line + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
         low, high = _turned(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, HEAD_NORM)
         q_low = tl.trans(low.to(kind))
         q_high = tl.trans(high.to(kind))
 
         # --- new keys and values
-        if (lane + (mine - 1) * LANES + 1) * CHUNK_TOKENS > length:
-            node_at = (text * NODES + fresh) * line
+        if (lane + (mine - 1) * lanes + 1) * CHUNK_TOKENS > length:
+            node_at = (text * nodes + fresh) * line
             key_at = node_at[:, None] + (heads + head) * size + half[None, :]
             key_low, key_high = _turned(qkv, key_at, fresh_ok[:, None], cos, sin, key_norm, eps, HALF, HEAD_NORM)
             spot = (cache + (page.to(tl.int64) * PAGE + place % PAGE) * (KV_HEADS * size))[:, None]
@@ -333,7 +335,7 @@ def attend_kernel(
 
         # --- look back, chunk by chunk
         column = tl.program_id(0) * KV_HEADS + head
-        for chunk in range(lane, chunks, LANES):
+        for chunk in range(lane, chunks, lanes):
             token = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
             there = (token < end)[:, None]
             token_page = tl.load(pages + text * table_width + token // PAGE, mask=token < end, other=0)
@@ -354,21 +356,21 @@ def attend_kernel(
             if chunks == 1:
                 tl.store(out + out_at, (seen / weight[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
             else:
-                stats_at = (column * CHUNKS + chunk) * ROWS * 2 + row
+                stats_at = (column * most_chunks + chunk) * ROWS * 2 + row
                 tl.store(partial_stats + stats_at, top, mask=row_ok)
                 tl.store(partial_stats + stats_at + ROWS, weight, mask=row_ok)
-                part_at = (column * CHUNKS + chunk) * ROWS * size + whole[:, None] * ROWS + row[None, :]
+                part_at = (column * most_chunks + chunk) * ROWS * size + whole[:, None] * ROWS + row[None, :]
                 tl.store(partial + part_at, seen, mask=row_ok[None, :])
         if chunks > 1:
             tl.debug_barrier()
             before = tl.atomic_add(arrived + column, mine.to(tl.int32), sem="acq_rel")
             if before + mine == chunks:
-                _join_chunks(partial, partial_stats, out, column * CHUNKS, chunks, out_at, row_ok, ROWS, HALF)
+                _join_chunks(partial, partial_stats, out, column * most_chunks, chunks, out_at, row_ok, ROWS, HALF)
                 tl.store(arrived + column, 0)
     if lane == 0:  # padding: nothing reads it, but it must not hold NaNs that happen to lie in memory
         if EARLY:
             gdc_wait()
-        empty = (node >= count) & (node < NODES) & (row < each * GROUP)
+        empty = (node >= count) & (node < nodes) & (row < each * GROUP)
         tl.store(out + out_at, tl.zeros((size, ROWS), dtype=out.dtype.element_ty), mask=empty[None, :])
 
 

@@ -1,6 +1,6 @@
 """Do the figures of `paceline bench` hold outside of it?
 
-    python benchmarks/stopwatch.py [--dtype int8] [--methods none,ngram,eagle] [--tokens 448] [--repeats 3]
+    python benchmarks/stopwatch.py [--dtype int8] [--methods none,ngram,eagle] [--tokens 1024] [--repeats 3]
 
 Two runs of `paceline bench` on one prompt, and between them `paceline generate` as a process of its own, timed from
 outside. Starting and loading are not decoding: runs of one token tell how long they take, and that is taken off. A
@@ -65,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="int8")
     parser.add_argument("--methods", default="none,ngram,eagle")
-    parser.add_argument("--tokens", type=int, default=448)
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("-k", type=int, default=7)
     args = parser.parse_args()

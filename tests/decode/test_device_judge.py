@@ -11,10 +11,10 @@ from paceline.core.protocols import Outputs, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.core.tree import DraftTree
-from paceline.decode.device_judge import DEVICE_RULES, DeviceJudge, can_judge
+from paceline.decode.device_judge import DEVICE_RULES, TOGETHER, DeviceJudge, can_judge
 from paceline.decode.judge import Judge
 
-VOCAB, TEXTS, ROUNDS = 23, 4, 40
+VOCAB, TEXTS, ROUNDS = 23, TOGETHER + 3, 40  # more texts than are judged at once
 
 
 def texts_of(rule: str) -> list[Sequence]:
@@ -69,7 +69,7 @@ def test_a_judgement_is_captured_once_for_its_size_and_few_are_kept() -> None:
     texts = texts_of("token")
     for _ in range(3):
         device.verdicts("token", texts, guesses_of(texts, 2), Outputs(torch.randn(TEXTS * 3, VOCAB), [3] * TEXTS))
-    assert len(captured) == 1
+    assert len(captured) == 2  # one for the full group, one for the rest
     for k in range(DeviceJudge.LARGEST + 4):
         outputs = Outputs(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
         device.verdicts("token", texts, guesses_of(texts, k), outputs)

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.core.acceptance import COUPLED, accept_chains, couple_chains, uniforms
+from paceline.core.graphs import Captured, Pool, new_pool
 from paceline.core.protocols import Outputs, Verdict
+from paceline.core.scratch import Scratch
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 
-if TYPE_CHECKING:
-    from paceline.runners.native.graphs import Pool
-
 DEVICE_RULES = frozenset({"token", COUPLED})  # that have a twin for the device
+TOGETHER = 8  # texts judged at once: more would need memory that nobody counted, and as many graphs more
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,10 @@ class Key:
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """The fixed tensors of one captured judgement. What is to be judged is copied into them, from wherever it lies."""
+    """The fixed tensors of one captured judgement. What is to be judged is copied into them, from wherever it lies.
+
+    The large ones lie where those of every other judgement lie: a verdict is read before the next begins.
+    """
 
     guesses: Tensor  # int64 [texts, k]
     q: Tensor  # float32 [texts, k, vocab]
@@ -46,22 +48,23 @@ class _Prepared:
     run: Callable[[], Tensor] = field(init=False)
 
     @classmethod
-    def empty(cls, texts: int, k: int, like: Tensor) -> _Prepared:
+    def empty(cls, texts: int, k: int, like: Tensor, shared: Scratch) -> _Prepared:
         """For so many texts with k guesses each, and logits over this vocabulary."""
         vocab, device = like.shape[-1], like.device
+        rows = shared.of((texts, 2 * k + 1, vocab), device)
         return cls(
             torch.zeros(texts, k, dtype=torch.int64, device=device),
-            torch.zeros(texts, k, vocab, device=device),
-            torch.zeros(texts, k + 1, vocab, device=device),
+            rows[:, :k],
+            rows[:, k:],
             torch.ones(texts, 1, 1, device=device),
             torch.zeros(texts, k + 1, dtype=torch.float64, device=device),
         )
 
-    def put(self, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs, chances: list[Tensor]) -> None:
+    def put(self, texts: list[Sequence], trees: list[DraftTree], logits: Tensor, chances: list[Tensor]) -> None:
         if self.guesses.shape[1]:
             self.guesses.copy_(torch.stack([tree.tokens for tree in trees]), non_blocking=True)
             self.q.copy_(torch.stack([tree.probs for tree in trees if tree.probs is not None]), non_blocking=True)
-        self.logits.copy_(outputs.logits.view(self.logits.shape), non_blocking=True)
+        self.logits.copy_(logits, non_blocking=True)
         temperatures = torch.tensor([text.sampling.temperature for text in texts])
         self.temperatures.view(-1).copy_(temperatures, non_blocking=True)
         self.chances.copy_(torch.stack(chances), non_blocking=True)
@@ -104,16 +107,23 @@ class DeviceJudge:
         self._capture = capture or self._as_graph
         self._pool: Pool = None  # one for all graphs: a verdict is read before the next judgement begins
         self._prepared: dict[Key, _Prepared] = {}
+        self._shared = Scratch()
 
     def verdicts(self, rule: str, texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -> list[Verdict]:
-        """One verdict a text, by one of DEVICE_RULES."""
-        prepared = self._for(Key(rule, len(texts), len(trees[0])), outputs.logits)
-        prepared.put(texts, trees, outputs, [chances_of(text, tree, rule) for text, tree in zip(texts, trees)])
-        return [Verdict(list(range(count)), token) for count, token in prepared.run().tolist()]
+        """One verdict a text, by one of DEVICE_RULES. The host waits once, for all of them."""
+        logits = outputs.logits.view(len(texts), len(trees[0]) + 1, -1)
+        groups = [slice(start, start + TOGETHER) for start in range(0, len(texts), TOGETHER)]
+        found = [self._judged(rule, texts[some], trees[some], logits[some]) for some in groups]
+        return [Verdict(list(range(count)), token) for count, token in torch.cat(found).tolist()]
+
+    def _judged(self, rule: str, texts: list[Sequence], trees: list[DraftTree], logits: Tensor) -> Tensor:
+        prepared = self._for(Key(rule, len(texts), len(trees[0])), logits)
+        prepared.put(texts, trees, logits, [chances_of(text, tree, rule) for text, tree in zip(texts, trees)])
+        return prepared.run().clone()  # the next group is judged in the same place
 
     def _for(self, key: Key, logits: Tensor) -> _Prepared:
         if key not in self._prepared:
-            made = _Prepared.empty(key.texts, key.guesses, logits)
+            made = _Prepared.empty(key.texts, key.guesses, logits, self._shared)
             made.run = self._capture(lambda: made.judged(key.rule))
             if len(self._prepared) >= self.LARGEST:
                 self._prepared.pop(next(iter(self._prepared)))
@@ -121,8 +131,6 @@ class DeviceJudge:
         return self._prepared[key]
 
     def _as_graph(self, work: Work) -> Work:
-        from paceline.runners.native.graphs import Captured, new_pool
-
         if self._pool is None:
             self._pool = new_pool()
         return Captured(work, "acceptance", self._pool)

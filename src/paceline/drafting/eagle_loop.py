@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.core.distribution import draw
+from paceline.core.graphs import Captured, Pool, new_pool
 from paceline.core.protocols import Guesses
+from paceline.core.scratch import Scratch
 from paceline.heads.cache import FIRST_CAPACITY, KeyBuffers
 from paceline.heads.eagle import EagleHead
-
-if TYPE_CHECKING:
-    from paceline.runners.native.graphs import Pool
 
 ROWS = (8, 16)  # true states a text may bring
 TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -109,6 +107,7 @@ class ChainLoop:
         self._pool: Pool = None  # one for all graphs: guesses are read before the next chain begins
         self._spare_row = buffers.take()
         self._chains: dict[Size, _Prepared] = {}
+        self._drawn_from = Scratch()
         self._version = buffers.version
 
     def guess(self, starts: list[Start], steps: int) -> Guesses:
@@ -149,19 +148,19 @@ class ChainLoop:
         said = self._pass(facts[:, FACTS:], head.fuse(given.states), row, columns, positions, size.seen)
         out = said[torch.arange(size.texts, device=facts.device), count - 1]
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
+        probs = self._drawn_from.of((size.texts, size.steps, self._vocab), facts.device) if size.drawn else None
         for step in range(size.steps):
             if step:
                 behind = (count + step - 1)[:, None]
-                embedded, g = tokens[-1][:, None], out[:, None]
-                out = self._pass(embedded, g, row, length[:, None] + behind, place[:, None] + behind, size.seen)[:, 0]
+                last, g = tokens[-1][:, None], out[:, None]
+                out = self._pass(last, g, row, length[:, None] + behind, place[:, None] + behind, size.seen)[:, 0]
             logits = head.logits(out)
-            if size.drawn:
-                probs.append(torch.softmax(self._widened(logits) / given.temperatures, dim=-1))
-                tokens.append(draw(probs[-1], given.chances[:, step]))
+            if probs is not None:
+                probs[:, step] = torch.softmax(self._widened(logits) / given.temperatures, dim=-1)
+                tokens.append(draw(probs[:, step], given.chances[:, step]))
             else:
                 tokens.append(head.to_target_ids(logits.argmax(dim=-1)))
-        return Guesses(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
+        return Guesses(torch.stack(tokens, dim=1), probs)
 
     def _pass(self, tokens: Tensor, g: Tensor, row: Tensor, columns: Tensor, positions: Tensor, seen: int) -> Tensor:
         """Rows one after another for every text; each sees its text up to itself."""
@@ -173,8 +172,6 @@ class ChainLoop:
         return widened(logits, self._head.target_ids, self._vocab)
 
     def _as_graph(self, work: Work) -> Work:
-        from paceline.runners.native.graphs import Captured, new_pool
-
         if self._pool is None:
             self._pool = new_pool()
         return Captured(work, "a chain of guesses", self._pool)

@@ -14,17 +14,18 @@ from triton.compiler import ASTSource
 from paceline.runners.native import kernels
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
-ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "EARLY": True}
+ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "BLOCK_TOKENS": 128, "EARLY": True}
 
 
 def attention(nodes: int, rows: int, head_norm: bool) -> tuple[dict[str, str], dict[str, object]]:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "out"), HALF)
     pointers |= dict.fromkeys(("turns", "partial", "partial_stats"), FLOAT) | {"arrived": INT}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "sights", "pages"), LONG)
-    numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "eps": "fp32", "scale": "fp32"}
-    numbers |= dict.fromkeys(("nodes", "parts", "lanes", "most_chunks"), "i32")
-    fixed = {"ROWS": rows, "FRESH": triton.next_power_of_2(nodes), "HEAD_NORM": head_norm}
-    return pointers | numbers, ATTENTION | fixed
+    numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "most_chunks": "i32"}
+    numbers |= {"eps": "fp32", "scale": "fp32"}
+    fixed = ATTENTION | {"NODES": nodes, "ROWS": rows, "FRESH": triton.next_power_of_2(nodes), "HEAD_NORM": head_norm}
+    parts = triton.cdiv(nodes, rows // 3)
+    return pointers | numbers, fixed | {"PARTS": parts}
 
 
 def product(**flags: bool) -> tuple[dict[str, str], dict[str, object]]:
@@ -49,11 +50,11 @@ def packed(bits: int, **flags: bool) -> tuple[dict[str, str], dict[str, object]]
     return signature, flags | fixed
 
 
-def compile_one(kernel: object, signature: dict[str, str], fixed: dict[str, object], warps: int = 4) -> None:
+def compile_one(kernel: object, signature: dict[str, str], fixed: dict[str, object]) -> None:
     kinds = signature | dict.fromkeys(fixed, "constexpr")
     ordered = {name: kinds[name] for name in kernel.arg_names}  # type: ignore[attr-defined]
     source = ASTSource(fn=kernel, signature=ordered, constexprs=fixed)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 
 
 def main() -> int:
@@ -63,8 +64,8 @@ def main() -> int:
         compile_one(kernels.vector_kernel, *vector(NORM=not flags["ADD"], **flags))
         compile_one(kernels.packed_kernel, *packed(8, **flags))
         compile_one(kernels.packed_kernel, *packed(4, **flags))
-    for nodes, rows, head_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
-        compile_one(kernels.attend_kernel, *attention(nodes, rows, head_norm), warps=2)
+    for nodes, rows, head_norm in ((1, 16, False), (2, 16, False), (6, 32, False), (16, 32, True)):
+        compile_one(kernels.attend_kernel, *attention(nodes, rows, head_norm))
     norm = {"x": HALF, "weight": HALF, "out": HALF, "width": "i32", "eps": "fp32"}
     compile_one(kernels.norm_kernel, norm, {"EARLY": True, "WIDTH": 1024})
     compile_one(kernels.gate_kernel, {"both": HALF, "out": HALF, "inner": "i32"}, {"BLOCK_COLUMNS": 1024})

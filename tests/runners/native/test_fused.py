@@ -71,23 +71,6 @@ def test_a_node_is_the_same_bits_at_every_width() -> None:
     assert torch.equal(together, alone)
 
 
-def test_how_many_programs_share_the_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.runners.native import fused as ops
-
-    runner = fused("llama")
-    prompts = [torch.randint(0, 101, (length,)) for length in (300, 129)]  # three chunks, and two
-    slots = [runner.open() for _ in prompts]
-    runner.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
-    said = []
-    for programs in (1, 8, 264):  # one lane, two, as many as there are chunks
-        monkeypatch.setattr(ops, "ATTENTION_PROGRAMS", programs)
-        rows = [Row(slot, torch.tensor(tokens), parents) for slot, (tokens, parents) in zip(slots, TREES)]
-        said.append(runner.forward(rows).logits.clone())
-        for slot, prompt in zip(slots, prompts):
-            runner.trim(slot, len(prompt))
-    assert torch.equal(said[0], said[1]) and torch.equal(said[0], said[2])
-
-
 def test_a_loop_drafts_what_steps_would() -> None:
     runner = fused("llama")
     prompts = [torch.randint(0, 101, (length,)).tolist() for length in (9, 70, 3)]

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from paceline.runners.native.kernels import (
+    BLOCK,
     CHUNK,
     TILE_ROWS,
     attend_kernel,
@@ -42,12 +43,6 @@ PACKED_COLUMNS = 8
 PACKED_STEP = 512
 MOST_TEXTS = 64
 MOST_NODES = 64
-ATTENTION_ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
-ATTENTION_WARPS = 2  # with four, Triton 3.6 makes code for these tiles that reads past its shared memory
-ATTENTION_STAGES = 2
-# As many programs as run at once. With more, the product that follows is packed onto the multiprocessors that are free
-# first, and waits for those.
-ATTENTION_PROGRAMS = 264
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,27 +259,34 @@ class FusedOps:
 
     def attend(self, qkv: Tensor, layer: int, weights: LayerWeights, batch: FusedBatch) -> Tensor:
         shape = self.shape
-        rows = max(ATTENTION_ROWS, triton.next_power_of_2(shape.group))
+        rows = self._attention_rows(batch.nodes)
         parts = triton.cdiv(batch.nodes, rows // shape.group)
         heads = batch.texts * parts * shape.kv_heads
-        lanes = min(batch.chunks, max(1, ATTENTION_PROGRAMS // heads))
         out = torch.empty(batch.texts * batch.nodes, shape.query_width, dtype=qkv.dtype, device=qkv.device)
-        sums = torch.empty(heads * batch.chunks, shape.head_size, rows, dtype=torch.float32, device=qkv.device)
+        sums = torch.empty(heads * batch.chunks, rows, shape.head_size, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         head_norm = weights.query_norm is not None
         fresh = MOST_NODES if head_norm and not self.vectors else triton.next_power_of_2(batch.nodes)
-        attend_kernel[(batch.texts * parts, shape.kv_heads, lanes)](
+        attend_kernel[(batch.texts * parts, shape.kv_heads, batch.chunks)](
             qkv, self.keys, self.values, self.turns,
             _or(weights.query_norm, self._nothing), _or(weights.key_norm, self._nothing),
             out, sums, stats, self._arrived,
             batch.lengths, batch.counts, batch.depths, batch.sights, batch.pages,
-            batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), shape.eps, shape.head_size**-0.5,
-            batch.nodes, parts, lanes, batch.chunks,
-            GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows, FRESH=fresh,
-            PAGE=self.page, CHUNK_TOKENS=CHUNK, HEAD_NORM=head_norm, EARLY=self.early,
-            num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES, **self._launch,
+            batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), batch.chunks, shape.eps,
+            shape.head_size**-0.5,
+            NODES=batch.nodes, GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows,
+            FRESH=fresh, PAGE=self.page, CHUNK_TOKENS=CHUNK, BLOCK_TOKENS=BLOCK,
+            HEAD_NORM=head_norm, PARTS=parts, EARLY=self.early, num_warps=4, num_stages=3,
+            **self._launch,
         )
         return out
+
+    def _attention_rows(self, nodes: int) -> int:
+        """Rows of an attention tile: fixed for a model, so that a node's sums run the same way in every pass."""
+        group = self.shape.group
+        if self.vectors:
+            return max(16, triton.next_power_of_2(group * min(nodes, 2)))
+        return max(32, triton.next_power_of_2(4 * group))
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

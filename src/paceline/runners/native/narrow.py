@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.distribution import draw
+from paceline.core.graphs import Captured, Pool
 from paceline.core.protocols import Outputs, Row
+from paceline.core.scratch import Scratch
 from paceline.core.tree import depths
 from paceline.runners.native.fused import FusedBatch, FusedOps, Picked
-from paceline.runners.native.graphs import Captured, Pool
 from paceline.runners.native.kernels import CHUNK, TILE_ROWS
 from paceline.runners.native.model import run_layers
 from paceline.runners.native.weights import Weights
@@ -196,6 +197,7 @@ class NarrowPasses:
         self._checks: dict[Any, dict[Size, Check]] = {}
         self._loops: dict[tuple[Size, int, bool], _Loop] = {}
         self._asked: Counter[tuple[int, bool]] = Counter()  # how often a loop of so many steps was wanted
+        self._drawn_from = Scratch()
 
     def fits(self, texts: int, nodes: int, tokens: int) -> Size | None:
         """The size a pass would run at, or None: too wide, too many or too long for any."""
@@ -274,20 +276,21 @@ class NarrowPasses:
         source, ops, batch = self._source, self._loop_ops, loop.staging.batch
         stream = source.weights.embedding[loop.staging.token_ids.view(-1)]
         tokens: list[Tensor] = []
-        probs: list[Tensor] = []
+        shape = (batch.texts, steps, source.weights.head.shape[0])
+        probs = self._drawn_from.of(shape, self._device) if sampled else None
         for step in range(steps):
             states = run_layers(source.weights, stream, batch, ops, last=source.last_layer)
             last = states.stream if step else states.stream.view(batch.texts, LEAD, -1)[:, -1].contiguous()
             found = ops.best(last, source.weights.final_norm, source.weights.head)
-            if sampled:
-                probs.append(torch.softmax(found.logits / loop.temperatures, dim=-1))
-                picked = Picked(draw(probs[-1], loop.chances[:, step]), None)
+            if probs is not None:
+                probs[:, step] = torch.softmax(found.logits / loop.temperatures, dim=-1)
+                picked = Picked(draw(probs[:, step], loop.chances[:, step]), None)
             else:
                 picked = ops.pick(found, source.weights.embedding)
             tokens.append(picked.token)
             stream = source.weights.embedding[picked.token] if picked.stream is None else picked.stream
             batch = self._single(batch, LEAD + step)
-        return Drafted(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None)
+        return Drafted(torch.stack(tokens, dim=1), probs)
 
     def _single(self, batch: FusedBatch, offset: int) -> FusedBatch:
         """One node a text, `offset` tokens behind where the loop began."""

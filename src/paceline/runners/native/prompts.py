@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.graphs import Captured, Pool
 from paceline.core.protocols import Outputs
-from paceline.runners.native.graphs import Captured, Pool
 from paceline.runners.native.model import run_layers
 from paceline.runners.native.plain import PlainBatch, PlainOps, TextPart
 from paceline.runners.native.weights import Weights

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.core.graphs import new_pool
 from paceline.core.protocols import Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
 from paceline.errors import OptionError, OutOfMemory
 from paceline.kv.pages import PagePool
@@ -254,7 +255,6 @@ class NativeRunner:
         if not can_fuse(self.shape, self.weights):
             return None
         from paceline.runners.native.fused import FusedOps
-        from paceline.runners.native.graphs import new_pool
         from paceline.runners.native.narrow import NarrowPasses
 
         longest = min(self.shape.longest_text, self.pages.pages * PAGE) + SLACK
@@ -263,7 +263,6 @@ class NativeRunner:
         return NarrowPasses(self, checks, loops, -(-longest // PAGE), new_pool())
 
     def _prompt_passes(self) -> PromptPasses:
-        from paceline.runners.native.graphs import new_pool
         from paceline.runners.native.prompts import PromptPasses
 
         return PromptPasses(self, new_pool())

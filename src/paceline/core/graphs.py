@@ -5,8 +5,10 @@ Capture is lazy. Where it fails the function goes on being called as it is, and 
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +23,20 @@ def new_pool() -> Pool:
     return torch.cuda.graph_pool_handle()
 
 
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Old graphs that lie in a cycle of references may not be thrown away while a new one is being captured: that ends
+    the capture, and leaves its pool unusable."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Captured(Generic[Made]):
     """Calls `work` by replaying it. Its inputs and outputs are tensors that stay where they are."""
 
@@ -28,14 +44,14 @@ class Captured(Generic[Made]):
         self._work = work
         self._graph: torch.cuda.CUDAGraph | None = None
         self._made: Made
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels and fills the libraries' workspaces
             self._made = work()
         torch.cuda.current_stream().wait_stream(stream)
         try:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with nothing_collected(), torch.cuda.graph(graph, pool=pool):
                 self._made = work()
             self._graph = graph
         except RuntimeError as error:

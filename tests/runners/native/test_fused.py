@@ -172,6 +172,10 @@ def test_smaller_passes_take_a_captured_size_that_is_near() -> None:
     wide = passes.fits(4, 6, 100)
     assert wide is not None and passes.check(wide).size == wide  # 24 rows are not
     assert passes.fits(1, 200, 100) is None
+    long, short = passes.fits(1, 6, 4000), passes.fits(1, 6, 600)
+    assert long is not None and short is not None
+    assert passes.check(long).size == long
+    assert passes.check(short).size == short  # a long text's graph is not near: most of its chunks would be empty
 
 
 def test_steps_asked_for_often_get_a_loop_of_their_own() -> None:

@@ -31,7 +31,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by 
 # One text: all widths up to a tile cost the same within 3%, and each that is captured costs a second or two, once.
 FEW_WIDTHS = (1, 2, 6, 16, 24, 32, 48, 63)
 TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-CHUNK_STEPS = (4, 16, 64, 256)  # chunks of context a graph is captured for
+CHUNK_STEPS = (4, 8, 16, 32, 64, 128, 256)  # chunks of context a graph is captured for: at most half of them are empty
 LEAD = 2  # tokens a loop reads at first
 MOST_LOOPS = 32  # graphs of drafting loops that are kept; beyond it the oldest goes
 OFTEN = 4  # a number of drafting steps that was asked for so often gets a graph of its own
@@ -212,7 +212,10 @@ class NarrowPasses:
         return min(near, key=lambda other: (other.rows, other.chunks), default=size)
 
     def _holds(self, captured: Size, size: Size) -> bool:
-        if not captured.holds(size) or captured.rows > max(TILE_ROWS, 2 * size.rows):
+        """Not one for much longer texts either: after a single long one, all others would launch its empty chunks."""
+        if not captured.holds(size) or captured.chunks > 2 * size.chunks:
+            return False
+        if captured.rows > max(TILE_ROWS, 2 * size.rows):
             return False
         return (captured.rows <= TILE_ROWS) == (size.rows <= TILE_ROWS)
 
@@ -243,7 +246,7 @@ class NarrowPasses:
         """The captured loop of these steps; made if there is none. One of a few more steps will do for the end of a
         text, but every step costs time: what is asked for again and again gets a loop of its own."""
         usable = [key for key in self._loops if key[2] == sampled and steps <= key[1] and self._holds(key[0], size)]
-        best = min(usable, key=lambda key: (key[1], key[0].rows), default=None)
+        best = min(usable, key=lambda key: (key[1], key[0].rows, key[0].chunks), default=None)
         self._asked[steps, sampled] += 1
         if best is not None and (best[1] == steps or self._asked[steps, sampled] < OFTEN):
             return self._loops[best]

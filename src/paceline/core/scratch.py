@@ -22,6 +22,6 @@ class Scratch:
     def of(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """A tensor of this shape; whatever was handed out before may lie under it."""
         size = prod(shape)
-        if self._space.device != device or self._space.numel() < size:
+        if self._space.device.type != device.type or self._space.numel() < size:
             self._space = torch.zeros(1 << max(size - 1, 0).bit_length(), device=device)
         return self._space[:size].view(shape)

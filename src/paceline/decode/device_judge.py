@@ -21,7 +21,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree
 
 DEVICE_RULES = frozenset({"token", COUPLED})  # that have a twin for the device
-TOGETHER = 8  # texts judged at once: more would need memory that nobody counted, and as many graphs more
+TOGETHER = 8  # texts judged at once: the distributions of a large batch take hundreds of megabytes
 
 
 @dataclass(frozen=True, slots=True)

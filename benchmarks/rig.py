@@ -2,11 +2,10 @@
 
     PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER [--out FILE.json] [--parts single,passes]
 
-The inflated model says what the small one says (its new widths, heads and layers contribute exactly zero) and costs
-what its shape costs; the draft is the small model with every projection rounded to 4 bits. Both are built on the
-device, nothing large is read. Everything is measured in one run, side by side: plain decoding, a draft with k = 1..8,
-n-grams, greedy and at temperature 0.7, one text and batches; transformers' generate and assisted generation on the
-same weights; a long prompt; memory. Whether the greedy texts are equal is checked for every prompt.
+The pair is built on the device (rig_models.py), nothing large is read. Everything is measured in one run, side by side:
+plain decoding, a draft with k = 1..8, n-grams, an EAGLE head, greedy and at temperature 0.7, one text and batches;
+transformers' generate and assisted generation on the same weights; a long prompt; memory. Whether the greedy texts are
+equal is checked for every prompt.
 
 Prints a table; the last line on stdout is one JSON document.
 """
@@ -15,27 +14,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+from rig_models import in_transformers, inflated, inflated_head, large_config, native, rounded, write_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
-import paceline
 from paceline.bench.measure import Length
 from paceline.bench.subject import Subject
 from paceline.bench.tune import TunePlan, tune
-from paceline.core import AdaptiveBudget, FixedBudget, ModelCard, Row, SamplingParams, Sequence, StopRules
+from paceline.core import AdaptiveBudget, FixedBudget, Row, SamplingParams, Sequence, StopRules
 from paceline.core.budget import Budget
 from paceline.core.protocols import Lead
 from paceline.decode.calibrate import measure_costs
@@ -46,89 +43,17 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.nothing import Nothing
-from paceline.heads.eagle import EagleHead
-from paceline.heads.files import load_eagle
+from paceline.heads.shipped import shipped_head
 from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.shape import shape_of
-from paceline.runners.native.weights import gather, matrices
+from paceline.runners.native.weights import matrices
 
-LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
-GROUP = 64  # weights that share a scale in the low-bit copy
 COPY_BANDWIDTH = 4.3e12  # bytes a second this card copies at
-SHIPPED = Path(paceline.__file__).parent / "heads" / "shipped" / "eagle-SmolLM2-135M-Instruct"
+SMALL = "SmolLM2-135M-Instruct"
 BEGAN = time.perf_counter()
 
 
 def say(*words: object) -> None:
     print(f"[{time.perf_counter() - BEGAN:6.1f} s]", *words, flush=True)
-
-
-# --- the pair ---------------------------------------------------------------------------------------------------------
-
-
-def large_config(small: Any) -> Any:
-    large = AutoConfig.for_model(**small.to_dict())
-    heads = LARGE["num_key_value_heads"] * (small.num_attention_heads // small.num_key_value_heads)
-    for name, value in (LARGE | {"num_attention_heads": heads, "head_dim": small.head_dim}).items():
-        setattr(large, name, value)
-    large.rms_norm_eps = small.rms_norm_eps * small.hidden_size / large.hidden_size
-    return large
-
-
-def inflated(state: dict[str, Tensor], small: Any, large: Any) -> dict[str, Tensor]:
-    """The small model's weights in the corner of larger ones. What writes into the residual stream writes zeros there,
-    so whatever else is new meets only zeros; norms average over more entries and are scaled to make up for it."""
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(large).state_dict().items()}
-    shrink = math.sqrt(small.hidden_size / large.hidden_size)
-    made: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        if name == "lm_head.weight" and large.tie_word_embeddings:
-            continue
-        kind = name.split(".")[-2]
-        new = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-        if "norm" in kind:
-            new.fill_(1.0)
-        elif kind not in ("embed_tokens", "o_proj", "down_proj"):
-            new.normal_(0.0, 0.02)
-        old = state.get(name)
-        if old is not None:
-            corner = tuple(slice(size) for size in old.shape)
-            new[corner] = (old.float() * shrink).bfloat16() if "norm" in kind else old
-        made[name] = new
-    return made
-
-
-def rounded(state: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
-    """Every projection rounded to 2**bits even steps between the ends of each group of a row."""
-    made = dict(state)
-    for name, weight in state.items():
-        if name.endswith("_proj.weight"):
-            groups = weight.float().view(weight.shape[0], -1, GROUP)
-            low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-            step = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
-            made[name] = (((groups - low) / step).round() * step + low).view_as(weight).bfloat16()
-    return made
-
-
-def inflated_head(folder: str, embedding: Tensor, wide: int) -> EagleHead:
-    """A head of the small model that reads the inflated one's states: they are the small one's with zeros behind."""
-    head = load_eagle(folder, dtype=torch.bfloat16, device="cuda")
-    config, state = head.config, head.state_dict()
-    narrow = state["fc.weight"].view(config.hidden_size, -1, config.target_hidden_size)
-    padded = torch.nn.functional.pad(narrow, (0, wide - config.target_hidden_size))
-    state |= {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
-    made = EagleHead(replace(config, target_hidden_size=wide, own_embeddings=True)).to("cuda", torch.bfloat16)
-    made.load_state_dict(state)
-    return made.eval().requires_grad_(False)
-
-
-def native(state: dict[str, Tensor], config: Any, name: str, cache_tokens: int) -> NativeRunner:
-    shape = shape_of(config)
-    weights = gather(state.get, shape, torch.bfloat16, "cuda")
-    ends = frozenset([config.eos_token_id])
-    card = ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, "cuda", "bfloat16")
-    return NativeRunner(shape, weights, config, card, cache_tokens)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -393,25 +318,15 @@ class Rig:
 
         self.facts["prefill_4096_ms"] = prefill_ms(ours)
         self.target.close(slot)
-        model = self.hugging_face(self.large, self.config)
+        model = in_transformers(self.large, self.config)
         batch = ids[None].cuda()
         with torch.inference_mode():
             self.facts["prefill_4096_ms_hf"] = prefill_ms(lambda: model(batch, logits_to_keep=1, use_cache=True))
         say("prefill of 4096 tokens, ms; ours, theirs:", [v for k, v in self.facts.items() if k.startswith("prefill")])
 
-    def hugging_face(self, state: dict[str, Tensor], config: Any) -> Any:
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        full = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
-        model.load_state_dict(full, strict=False, assign=True)
-        rotary = type(model.model.rotary_emb)(config)
-        model.model.rotary_emb = rotary.cuda()
-        model.generation_config.eos_token_id = config.eos_token_id
-        return model.eval()
-
     def peers(self) -> None:
-        target = self.hugging_face(self.large, self.config)
-        draft = self.hugging_face(self.small_state, self.small_config)
+        target = in_transformers(self.large, self.config)
+        draft = in_transformers(self.small_state, self.small_config)
         for name, extra in (("hf generate", {}), ("hf assistant", {"assistant_model": draft})):
             tokens, started = 0, time.perf_counter()
             for number, prompt in enumerate(self.prompts[:3]):
@@ -436,16 +351,8 @@ class Rig:
 
     def save(self, folder: Path) -> None:
         """The pair as a user would have it: FOLDER/target and FOLDER/draft."""
-        for name, state, config in (
-            ("target", self.large, self.config),
-            ("draft", self.small_state, self.small_config),
-        ):
-            place = folder / name
-            place.mkdir(parents=True, exist_ok=True)
-            save_file({key: value.contiguous() for key, value in state.items()}, place / "model.safetensors")
-            config.architectures = ["LlamaForCausalLM"]
-            config.save_pretrained(place)
-            self.tokenizer.save_pretrained(place)
+        write_model(folder / "target", self.large, self.config, self.tokenizer)
+        write_model(folder / "draft", self.small_state, self.small_config, self.tokenizer)
         say(f"saved the pair in {folder}")
 
     def tune(self) -> None:
@@ -503,7 +410,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", required=True, help="directory of the small model")
     parser.add_argument("--prompts", required=True, help="folder of *.jsonl with a prompt a line")
-    parser.add_argument("--head", default=str(SHIPPED), help="an EAGLE head of the small model")
+    parser.add_argument("--head", default=shipped_head("eagle", SMALL), help="an EAGLE head of the small model")
     parser.add_argument("--out", help="write the record here too")
     parser.add_argument("--count", type=int, default=23)
     parser.add_argument("--length", type=int, default=256)

@@ -17,6 +17,7 @@ import torch
 from paceline.core.budget import AdaptiveBudget, Budget, FixedBudget
 from paceline.core.costs import Costs
 from paceline.core.protocols import Ability, Drafter, OpenRunner, Runner
+from paceline.decode.calibrate import grain_of, measure_costs, warm_up
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery, check_abilities
 from paceline.decode.text import Codec, load_tokenizer
@@ -28,6 +29,8 @@ from paceline.profile import Profile
 if TYPE_CHECKING:
     from paceline.engines.local import LocalEngine
     from paceline.engines.settings import EngineSettings
+
+USUAL_WIDTHS = (1, 8)  # of passes, where the never-lose rule decides how many guesses there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,18 @@ def assemble(options: DecoderOptions) -> Assembly:
     codec = Codec(open_tokenizer(options.target, options.tokenizer, options))
     drafter = DRAFTERS[options.method or "none"](options, target, codec, device)
     check_abilities(target, drafter)
-    machinery = Machinery(target, drafter, make_budget(options, target, drafter), Judge(options.acceptance or "token"))
-    return Assembly(machinery, codec, options)
+    budget = make_budget(options, target, drafter)
+    if widths := _unseen_widths(options):
+        warm_up(target, widths)
+    return Assembly(Machinery(target, drafter, budget, Judge(options.acceptance or "token")), codec, options)
+
+
+def _unseen_widths(options: DecoderOptions) -> tuple[int, ...]:
+    """Of passes that a text will need and that nobody has run yet: where the costs of passes were measured, none."""
+    fixed = 0 if options.method == "none" else options.draft_tokens
+    if isinstance(fixed, int):
+        return (1, 1 + fixed)
+    return () if options.profile is None else USUAL_WIDTHS
 
 
 def chosen_device(word: str | None) -> str:
@@ -283,28 +296,20 @@ DRAFTERS: dict[str, Creator] = {
 }
 
 
-USUAL_WIDTHS = (1, 8)  # of passes, where the rule decides how many guesses there are
-
-
 def make_budget(options: DecoderOptions, target: Runner, drafter: Drafter) -> Budget:
-    """A fixed k, or the never-lose rule with measured costs. Either way the passes a text needs have run once."""
-    from paceline.decode.calibrate import warm_up
-
-    fixed = 0 if options.method == "none" else options.draft_tokens
-    if isinstance(fixed, int):
-        warm_up(target, (1, 1 + fixed))
-        return FixedBudget(fixed)
+    """A fixed k, or the never-lose rule with measured costs."""
+    if options.method == "none":
+        return FixedBudget(0)
+    if isinstance(options.draft_tokens, int):
+        return FixedBudget(options.draft_tokens)
     return AdaptiveBudget(starting_costs(options, target, drafter))
 
 
 def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) -> Costs:
     """From the profile if there is one, else from a short measurement."""
-    from paceline.decode.calibrate import grain_of, measure_costs, warm_up
-
     if isinstance(options.profile, Costs):
         return options.profile
     if isinstance(options.profile, Profile) and options.profile.pass_seconds:
-        warm_up(target, USUAL_WIDTHS)
         return Costs.known(options.profile.pass_seconds, options.profile.draft_seconds, grain_of(target.card))
     return measure_costs(target, getattr(drafter, "runner", None))
 

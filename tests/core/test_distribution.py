@@ -123,3 +123,12 @@ def test_draw_never_returns_a_token_without_weight() -> None:
         assert float(row[draw(row, top)]) > 0
     first = torch.tensor([0.0, 0.0, 1.0])
     assert int(draw(first, torch.tensor(0.0))) == 2
+
+
+@pytest.mark.parametrize(
+    "more", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}]
+)
+def test_only_a_temperature_is_drawn_plainly(more: dict[str, Any]) -> None:
+    assert SamplingParams(temperature=0.7).plainly_drawn
+    assert not SamplingParams().plainly_drawn
+    assert not SamplingParams(temperature=0.7, **more).plainly_drawn

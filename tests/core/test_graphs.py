@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from paceline.core.graphs import nothing_collected
+from paceline.core.graphs import keep_newest, nothing_collected, rounded_up
 
 
 class Knot:
@@ -38,3 +38,11 @@ def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_sizes_are_rounded_up_and_only_the_newest_are_kept() -> None:
+    assert [rounded_up(value, (1, 4, 8)) for value in (1, 2, 8, 9)] == [1, 4, 8, None]
+    kept: dict[str, int] = {}
+    for number, key in enumerate("abca"):
+        keep_newest(kept, key, number, 2)
+    assert kept == {"c": 2, "a": 3}

@@ -64,6 +64,12 @@ class SamplingParams:
         """Argmax of the raw logits decides; nothing else needs to be computed."""
         return self.greedy and not self.penalised and not self.logit_bias
 
+    @property
+    def plainly_drawn(self) -> bool:
+        """The temperature is all that shapes the distribution drawn from."""
+        cut = self.top_k or self.top_p < 1 or self.min_p
+        return not (self.greedy or cut or self.penalised or self.logit_bias)
+
 
 @dataclass(frozen=True, slots=True)
 class History:

@@ -14,6 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Made = TypeVar("Made")
+Key = TypeVar("Key")
+# Numbers of texts that work is captured for; a batch of another number is padded to the next.
+TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Graphs of one pool share their scratch memory, so a result must be read before the next graph of that pool runs.
 # Whoever hands results on to another graph (a draft to its target) has a pool of its own.
 Pool = Any  # torch's handle of a memory pool
@@ -21,6 +24,18 @@ Pool = Any  # torch's handle of a memory pool
 
 def new_pool() -> Pool:
     return torch.cuda.graph_pool_handle()
+
+
+def rounded_up(value: int, steps: tuple[int, ...]) -> int | None:
+    """The next captured size, or None where there is none."""
+    return next((step for step in steps if step >= value), None)
+
+
+def keep_newest(kept: dict[Key, Made], key: Key, made: Made, most: int) -> None:
+    """Keep what was made under its key; beyond `most` the oldest goes."""
+    if len(kept) >= most:
+        kept.pop(next(iter(kept)))
+    kept[key] = made
 
 
 @contextmanager
@@ -63,3 +78,16 @@ class Captured(Generic[Made]):
         else:
             self._graph.replay()
         return self._made
+
+
+class Capture:
+    """Captures work in a pool of its own: for graphs whose results are read before the next one of them runs."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._pool: Pool = None
+
+    def __call__(self, work: Callable[[], Made]) -> Callable[[], Made]:
+        if self._pool is None:
+            self._pool = new_pool()
+        return Captured(work, self._label, self._pool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.acceptance import COUPLED, accept_chains, couple_chains, uniforms
-from paceline.core.graphs import Captured, Pool, new_pool
+from paceline.core.graphs import Capture, keep_newest
 from paceline.core.protocols import Outputs, Verdict
 from paceline.core.scratch import Scratch
 from paceline.core.sequence import Sequence
@@ -85,9 +85,7 @@ def can_judge(texts: list[Sequence], trees: list[DraftTree], outputs: Outputs) -
         return False
     size = len(trees[0])
     for text, tree in zip(texts, trees):
-        sampling = text.sampling
-        cut = sampling.top_k or sampling.top_p < 1 or sampling.min_p
-        if sampling.greedy or cut or sampling.penalised or sampling.logit_bias or text.constraint is not None:
+        if not text.sampling.plainly_drawn or text.constraint is not None:
             return False
         if len(tree) != size or tree.probes or not tree.is_chain or (size > 0 and tree.probs is None):
             return False
@@ -104,8 +102,7 @@ class DeviceJudge:
 
     def __init__(self, capture: Callable[[Work], Work] | None = None) -> None:
         """capture: turns work on fixed tensors into a call that repeats it; by default a CUDA graph."""
-        self._capture = capture or self._as_graph
-        self._pool: Pool = None  # one for all graphs: a verdict is read before the next judgement begins
+        self._capture = capture or Capture("acceptance")
         self._prepared: dict[Key, _Prepared] = {}
         self._shared = Scratch()
 
@@ -125,15 +122,8 @@ class DeviceJudge:
         if key not in self._prepared:
             made = _Prepared.empty(key.texts, key.guesses, logits, self._shared)
             made.run = self._capture(lambda: made.judged(key.rule))
-            if len(self._prepared) >= self.LARGEST:
-                self._prepared.pop(next(iter(self._prepared)))
-            self._prepared[key] = made
+            keep_newest(self._prepared, key, made, self.LARGEST)
         return self._prepared[key]
-
-    def _as_graph(self, work: Work) -> Work:
-        if self._pool is None:
-            self._pool = new_pool()
-        return Captured(work, "acceptance", self._pool)
 
 
 def chances_of(text: Sequence, tree: DraftTree, rule: str) -> Tensor:

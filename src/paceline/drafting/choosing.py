@@ -67,10 +67,7 @@ def _draw(texts: list[Sequence], logits: Tensor, drawn: list[Drawn]) -> None:
 
 def can_loop(text: Sequence) -> bool:
     """Whether a loop on the device knows how to choose for this text: an argmax, or a draw at some temperature."""
-    sampling = text.sampling
-    if sampling.penalised or sampling.logit_bias:
-        return False
-    return sampling.greedy or (not sampling.top_k and sampling.top_p == 1 and not sampling.min_p)
+    return text.sampling.plain_greedy or text.sampling.plainly_drawn
 
 
 def loop_chances(text: Sequence, steps: int) -> list[float] | None:

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.distribution import draw
-from paceline.core.graphs import Captured, Pool, new_pool
+from paceline.core.graphs import TEXTS, Capture, keep_newest, rounded_up
 from paceline.core.protocols import Guesses
 from paceline.core.scratch import Scratch
 from paceline.heads.cache import FIRST_CAPACITY, KeyBuffers
 from paceline.heads.eagle import EagleHead
 
 ROWS = (8, 16)  # true states a text may bring
-TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 LARGEST = 32  # chains that are kept; beyond it the oldest go
 FACTS = 4  # integers about a text before its tokens: row of the buffers, entries there, position, states it brings
 
@@ -103,8 +102,7 @@ class ChainLoop:
         """vocab_size: the target's. capture: turns work on fixed tensors into a call that repeats it; a CUDA graph,
         unless something else is given."""
         self._head, self._buffers, self._vocab = head, buffers, vocab_size
-        self._capture = capture or self._as_graph
-        self._pool: Pool = None  # one for all graphs: guesses are read before the next chain begins
+        self._capture = capture or Capture("a chain of guesses")
         self._spare_row = buffers.take()
         self._chains: dict[Size, _Prepared] = {}
         self._drawn_from = Scratch()
@@ -121,10 +119,11 @@ class ChainLoop:
         return Guesses(made.tokens[:count], None if made.probs is None else made.probs[:count])
 
     def _size(self, starts: list[Start], steps: int) -> Size:
-        rows = _at_least(max(len(start.tokens) for start in starts), ROWS)
+        texts, rows = rounded_up(len(starts), TEXTS), rounded_up(max(len(start.tokens) for start in starts), ROWS)
+        assert texts is not None and rows is not None, "more texts or states than a chain is made for"
         longest = max(start.length for start in starts) + rows + steps
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
-        return Size(_at_least(len(starts), TEXTS), rows, steps, seen, starts[0].chances is not None)
+        return Size(texts, rows, steps, seen, starts[0].chances is not None)
 
     def _for(self, size: Size, like: Tensor) -> _Prepared:
         if self._version != self._buffers.version:  # they have moved, and what was captured writes where they were
@@ -133,9 +132,7 @@ class ChainLoop:
         if size not in self._chains:
             made = _Prepared.empty(size, like)
             made.run = self._capture(lambda: self._work(made, size))
-            if len(self._chains) >= LARGEST:
-                self._chains.pop(next(iter(self._chains)))
-            self._chains[size] = made
+            keep_newest(self._chains, size, made, LARGEST)
         return self._chains[size]
 
     # --- what is captured ---------------------------------------------------------------------------------------------
@@ -171,11 +168,6 @@ class ChainLoop:
     def _widened(self, logits: Tensor) -> Tensor:
         return widened(logits, self._head.target_ids, self._vocab)
 
-    def _as_graph(self, work: Work) -> Work:
-        if self._pool is None:
-            self._pool = new_pool()
-        return Captured(work, "a chain of guesses", self._pool)
-
 
 def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
     """Rows over a head's own vocabulary as rows over the target's: what the head cannot say has no probability."""
@@ -183,7 +175,3 @@ def widened(logits: Tensor, target_ids: Tensor, vocab_size: int) -> Tensor:
     if said.shape[-1] == vocab_size:  # rising ids as many as the target's: the same vocabulary
         return said
     return said.new_full((said.shape[0], vocab_size), -torch.inf).index_copy_(1, target_ids, said)
-
-
-def _at_least(value: int, steps: tuple[int, ...]) -> int:
-    return next(step for step in steps if step >= value)

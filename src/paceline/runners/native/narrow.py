@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.distribution import draw
-from paceline.core.graphs import Captured, Pool
+from paceline.core.graphs import TEXTS, Captured, Pool, keep_newest, rounded_up
 from paceline.core.protocols import Outputs, Row
 from paceline.core.scratch import Scratch
 from paceline.core.tree import depths
@@ -30,7 +30,6 @@ from paceline.runners.native.weights import Weights
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by the bits of an int64
 # One text: all widths up to a tile cost the same within 3%, and each that is captured costs a second or two, once.
 FEW_WIDTHS = (1, 2, 6, 16, 24, 32, 48, 63)
-TEXTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CHUNK_STEPS = (4, 8, 16, 32, 64, 128, 256)  # chunks of context a graph is captured for: at most half of them are empty
 LEAD = 2  # tokens a loop reads at first
 MOST_LOOPS = 32  # graphs of drafting loops that are kept; beyond it the oldest goes
@@ -45,11 +44,6 @@ def sights(parents: list[int]) -> list[int]:
     for node, parent in enumerate(parents):
         seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
     return seen
-
-
-def rounded_up(value: int, steps: tuple[int, ...]) -> int | None:
-    """The next captured size, or None where there is none."""
-    return next((step for step in steps if step >= value), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +206,8 @@ class NarrowPasses:
         return min(near, key=lambda other: (other.rows, other.chunks), default=size)
 
     def _holds(self, captured: Size, size: Size) -> bool:
-        """Not one for much longer texts either: after a single long one, all others would launch its empty chunks."""
+        """Whether a captured size does for another: not much larger, or after a single long text all others would
+        launch its empty chunks; and multiplied in the same way."""
         if not captured.holds(size) or captured.chunks > 2 * size.chunks:
             return False
         if captured.rows > max(TILE_ROWS, 2 * size.rows):
@@ -255,9 +250,7 @@ class NarrowPasses:
         chances = torch.zeros(size.texts, steps, dtype=torch.float64, device=self._device)
         made = _Loop(staging, temperatures, chances, lambda: Drafted(chances, None))
         made.run = self._made(lambda: self._loop_work(made, steps, sampled), "a drafting loop")
-        if len(self._loops) >= MOST_LOOPS:
-            self._loops.pop(next(iter(self._loops)))
-        self._loops[size, steps, sampled] = made
+        keep_newest(self._loops, (size, steps, sampled), made, MOST_LOOPS)
         return made
 
     def _made(self, work: Callable[[], Any], label: str) -> Callable[[], Any]:

@@ -270,7 +270,7 @@ class Rig:
         self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 1, length), plain)
         few = self.prompts[::3]
         self.add(measure("eagle, few", eagle, few, 0.0, 1, length))
-        self.add(measure("eagle, steps", lambda: eagle(captured=False), few, 0.0, 1, length))
+        self.add(measure("eagle, steps", lambda: eagle(captured=False), few[:2], 0.0, 1, length))
         self.add(measure("eagle k=5", eagle, few, 0.7, 1, length))
         self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 8, length))
 

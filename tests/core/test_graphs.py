@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 
-from paceline.core.graphs import keep_newest, nothing_collected, rounded_up
+from paceline.core import graphs
+from paceline.core.graphs import Capture, keep_newest, nothing_collected, rounded_up
 
 
 class Knot:
@@ -46,3 +47,24 @@ def test_sizes_are_rounded_up_and_only_the_newest_are_kept() -> None:
     for number, key in enumerate("abca"):
         keep_newest(kept, key, number, 2)
     assert kept == {"c": 2, "a": 3}
+
+
+class Recorded:
+    """What Capture sees of a captured piece of work."""
+
+    def __init__(self, work: object, label: str, pool: int) -> None:
+        self.worked, self.pool = label != "hopeless", pool
+
+
+@pytest.mark.parametrize(("label", "pools"), [("fine", [0, 0, 0]), ("hopeless", [0, 1, 2])])
+def test_a_pool_lives_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch, label: str, pools: list[int]) -> None:
+    """Its last graph stays even if whoever asked for it lets go; one that failed may have left it unusable."""
+    numbers = iter(range(9))
+    monkeypatch.setattr(graphs, "Captured", Recorded)
+    monkeypatch.setattr(graphs, "new_pool", lambda: next(numbers))
+    capture, taken = Capture(label), []
+    for _ in range(3):
+        made = weakref.ref(capture(lambda: None))
+        assert made() is not None
+        taken.append(made().pool)
+    assert taken == pools

@@ -72,6 +72,10 @@ class Captured(Generic[Made]):
         except RuntimeError as error:
             warnings.warn(f"{label} could not be captured and runs launch by launch: {error}", stacklevel=2)
 
+    @property
+    def worked(self) -> bool:
+        return self._graph is not None
+
     def __call__(self) -> Made:
         if self._graph is None:
             self._made = self._work()
@@ -86,8 +90,12 @@ class Capture:
     def __init__(self, label: str) -> None:
         self._label = label
         self._pool: Pool = None
+        # A pool cannot be used again once its last graph is gone, and whoever has us capture may forget all at once.
+        self._newest: Captured[Any] | None = None
 
     def __call__(self, work: Callable[[], Made]) -> Callable[[], Made]:
-        if self._pool is None:
+        if self._newest is None or not self._newest.worked:
             self._pool = new_pool()
-        return Captured(work, self._label, self._pool)
+        made = Captured(work, self._label, self._pool)
+        self._newest = made
+        return made

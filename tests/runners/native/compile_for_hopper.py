@@ -14,14 +14,14 @@ from triton.compiler import ASTSource
 from paceline.runners.native import kernels
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
-ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "BLOCK_TOKENS": 128, "EARLY": True}
+ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "EARLY": True, "HANDS_ON": True}
 
 
 def attention(nodes: int, rows: int, head_norm: bool) -> tuple[dict[str, str], dict[str, object]]:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "out"), HALF)
     pointers |= dict.fromkeys(("turns", "partial", "partial_stats"), FLOAT) | {"arrived": INT}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "sights", "pages"), LONG)
-    numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "most_chunks": "i32"}
+    numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "most_chunks": "i32", "lanes": "i32"}
     numbers |= {"eps": "fp32", "scale": "fp32"}
     fixed = ATTENTION | {"NODES": nodes, "ROWS": rows, "FRESH": triton.next_power_of_2(nodes), "HEAD_NORM": head_norm}
     parts = triton.cdiv(nodes, rows // 3)
@@ -64,7 +64,7 @@ def main() -> int:
         compile_one(kernels.vector_kernel, *vector(NORM=not flags["ADD"], **flags))
         compile_one(kernels.packed_kernel, *packed(8, **flags))
         compile_one(kernels.packed_kernel, *packed(4, **flags))
-    for nodes, rows, head_norm in ((1, 16, False), (2, 16, False), (6, 32, False), (16, 32, True)):
+    for nodes, rows, head_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         compile_one(kernels.attend_kernel, *attention(nodes, rows, head_norm))
     norm = {"x": HALF, "weight": HALF, "out": HALF, "width": "i32", "eps": "fp32"}
     compile_one(kernels.norm_kernel, norm, {"EARLY": True, "WIDTH": 1024})

@@ -5,6 +5,8 @@ Without a GPU they run through Triton's interpreter: the same code, slowly.
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 
@@ -69,6 +71,24 @@ def test_a_node_is_the_same_bits_at_every_width() -> None:
     runner.trim(slot, 126)
     alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
+    runner = fused("llama")
+    prompts = [torch.randint(0, 101, (length,)) for length in (300, 129)]  # three chunks, and two
+    slots = [runner.open() for _ in prompts]
+    runner.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
+    rows = [Row(slot, torch.tensor(tokens), parents) for slot, (tokens, parents) in zip(slots, TREES)]
+    said = []
+    heads = len(prompts) * runner.shape.kv_heads
+    assert runner.narrow is not None
+    for programs in (4 * heads, lanes * heads):  # one for each chunk a graph has room for, and fewer
+        runner.narrow._check_ops.at_once = programs
+        said.append(runner.forward(rows).logits.clone())
+        for slot, prompt in zip(slots, prompts):
+            runner.trim(slot, len(prompt))
+    assert torch.equal(said[0], said[1])
 
 
 def test_a_loop_drafts_what_steps_would() -> None:
@@ -204,3 +224,25 @@ def test_captured_passes_are_bit_equal_over_widths_in_bfloat16() -> None:
     runner.trim(slot, 300)
     alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size"), [(9, 3, 64), (14, 2, 64), (12, 2, 128), (32, 8, 128), (4, 4, 64), (24, 1, 32)]
+)
+def test_shapes_of_real_models_agree_with_float64_on_the_card(heads: int, key_heads: int, size: int) -> None:
+    """What a compiler makes of a kernel depends on its shapes. The plain path says how far bfloat16 rounds."""
+    changes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": size}
+    model = tiny("llama", torch.bfloat16, hidden_size=16 * heads, **changes).to("cuda")
+    ours, plain = (NativeRunner.of_model(model, "rounded", cache_tokens=4096) for _ in range(2))
+    exact = NativeRunner.of_model(deepcopy(model).double(), "exact", cache_tokens=4096)
+    plain.narrow = exact.narrow = None
+    prompts = [torch.randint(0, 101, (length,)) for length in (20, 300, 700)]
+    said = []
+    for runner in (ours, plain, exact):
+        slots = [runner.open() for _ in prompts]
+        runner.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
+        chains = [[Row.chain(slot, list(range(nodes))) for slot in slots] for nodes in (1, 5, 16)]
+        said.append(torch.cat([runner.forward(rows).logits.double() for rows in chains]))
+    off = [float((one - said[2]).norm() / said[2].norm()) for one in said[:2]]
+    assert off[0] < 1.25 * off[1]

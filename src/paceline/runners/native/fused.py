@@ -19,7 +19,6 @@ import triton
 from torch import Tensor
 
 from paceline.runners.native.kernels import (
-    BLOCK,
     CHUNK,
     TILE_ROWS,
     attend_kernel,
@@ -41,6 +40,10 @@ VECTOR_HEAD_COLUMNS = 32
 VECTOR_WARPS = 4
 PACKED_COLUMNS = 8
 PACKED_STEP = 512
+ATTENTION_ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
+ATTENTION_WARPS = 4
+ATTENTION_STAGES = 2  # with one, Triton 3.6 makes code for four warps that reads past its shared memory
+HANDS_ON_SHARE = 4
 MOST_TEXTS = 64
 MOST_NODES = 64
 
@@ -67,6 +70,11 @@ def tiling(columns: int, inner: int, gate: bool) -> Tiling:
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start before the one before it has ended: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def programs_at_once(device: torch.device) -> int:
+    """Programs of attention that are worth having: two a multiprocessor."""
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +133,7 @@ class FusedOps:
         self.shape, self.keys, self.values, self.turns, self.page = shape, keys, values, turns, page
         self.vectors = vectors
         self.early = starts_early(keys.device)
+        self.at_once = programs_at_once(keys.device)
         self._launch = {"launch_pdl": True} if self.early else {}
         self._arrived = torch.zeros(MOST_TEXTS * MOST_NODES * shape.kv_heads, dtype=torch.int32, device=keys.device)
         self._nothing = torch.zeros(1, dtype=keys.dtype, device=keys.device)
@@ -259,34 +268,31 @@ class FusedOps:
 
     def attend(self, qkv: Tensor, layer: int, weights: LayerWeights, batch: FusedBatch) -> Tensor:
         shape = self.shape
-        rows = self._attention_rows(batch.nodes)
+        rows = max(ATTENTION_ROWS, triton.next_power_of_2(shape.group))
         parts = triton.cdiv(batch.nodes, rows // shape.group)
         heads = batch.texts * parts * shape.kv_heads
+        lanes = min(batch.chunks, triton.cdiv(self.at_once, heads))
         out = torch.empty(batch.texts * batch.nodes, shape.query_width, dtype=qkv.dtype, device=qkv.device)
-        sums = torch.empty(heads * batch.chunks, rows, shape.head_size, dtype=torch.float32, device=qkv.device)
+        sums = torch.empty(heads * batch.chunks, shape.head_size, rows, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         head_norm = weights.query_norm is not None
         fresh = MOST_NODES if head_norm and not self.vectors else triton.next_power_of_2(batch.nodes)
-        attend_kernel[(batch.texts * parts, shape.kv_heads, batch.chunks)](
+        # Programs end at different times, and a product let in early would be packed onto the multiprocessors that are
+        # free first, and wait for those. Only where most of them have nothing to do is early better.
+        hands_on = HANDS_ON_SHARE * heads * lanes <= self.at_once
+        attend_kernel[(batch.texts * parts, shape.kv_heads, lanes)](
             qkv, self.keys, self.values, self.turns,
             _or(weights.query_norm, self._nothing), _or(weights.key_norm, self._nothing),
             out, sums, stats, self._arrived,
             batch.lengths, batch.counts, batch.depths, batch.sights, batch.pages,
-            batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), batch.chunks, shape.eps,
+            batch.offset, batch.pages.shape[1], layer * self.keys.stride(0), batch.chunks, lanes, shape.eps,
             shape.head_size**-0.5,
             NODES=batch.nodes, GROUP=shape.group, KV_HEADS=shape.kv_heads, HALF=shape.head_size // 2, ROWS=rows,
-            FRESH=fresh, PAGE=self.page, CHUNK_TOKENS=CHUNK, BLOCK_TOKENS=BLOCK,
-            HEAD_NORM=head_norm, PARTS=parts, EARLY=self.early, num_warps=4, num_stages=3,
+            FRESH=fresh, PAGE=self.page, CHUNK_TOKENS=CHUNK, HEAD_NORM=head_norm, PARTS=parts,
+            EARLY=self.early, HANDS_ON=hands_on, num_warps=ATTENTION_WARPS, num_stages=ATTENTION_STAGES,
             **self._launch,
         )
         return out
-
-    def _attention_rows(self, nodes: int) -> int:
-        """Rows of an attention tile: fixed for a model, so that a node's sums run the same way in every pass."""
-        group = self.shape.group
-        if self.vectors:
-            return max(16, triton.next_power_of_2(group * min(nodes, 2)))
-        return max(32, triton.next_power_of_2(4 * group))
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -20,8 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # whatever was written two kernels ago is there.
 
 TILE_ROWS = 16
-CHUNK = 128  # tokens of context a program of `attend_kernel` looks at
-BLOCK = 128  # tokens it looks at in one go
+CHUNK = 128  # tokens of context that `attend_kernel` sums up by themselves
 
 
 @triton.jit
@@ -254,44 +253,50 @@ def _turned(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.
     return low * cos - high * sin, high * cos + low * sin
 
 
-@triton.jit(do_not_specialize=["most_chunks"])  # a longer context is no reason to compile again
+@triton.jit(do_not_specialize=["most_chunks", "lanes"])  # a longer context is no reason to compile again
 def attend_kernel(
     qkv, keys, values, turns, query_norm, key_norm, out, partial, partial_stats, arrived,
-    lengths, counts, depths, sights, pages, offset, table_width, layer_base, most_chunks, eps, scale,
+    lengths, counts, depths, sights, pages, offset, table_width, layer_base, most_chunks, lanes, eps, scale,
     NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    FRESH: tl.constexpr, PAGE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    HEAD_NORM: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    FRESH: tl.constexpr, PAGE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, HEAD_NORM: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, HANDS_ON: tl.constexpr,
 ):
-    """Attention of some of a text's nodes, for one key head and one chunk of its tokens.
+    """Attention of some of a text's nodes, for one key head and every `lanes`-th chunk of its tokens.
 
     A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more PARTS:
-    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. New keys
-    are turned and stored by every program whose chunk they touch, then read back like all others, so that a token is
-    treated alike whether it is new or old. `sights` has a bit for each node of the pass that a node may see. The last
-    chunk to arrive puts the chunks together, in order.
+    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. Rows are
+    few and tokens many, so tokens take the long side of both products: [tokens, rows], then [head size, rows]. New keys
+    are turned and stored by every program that looks at them, then read back like all others, so that a token is
+    treated alike whether it is new or old. `sights` has a bit for each node of the pass that a node may see. Every
+    chunk is summed by itself, and the last program to arrive puts the chunks together, in order: how many lanes there
+    are changes nothing about the sums.
     """
     text = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     head = tl.program_id(1)
-    chunk = tl.program_id(2)
+    lane = tl.program_id(2)
     each: tl.constexpr = ROWS // GROUP  # nodes a part holds
     count = tl.load(counts + text)
     length = tl.load(lengths + text) + offset
     end = length + count
-    first = chunk * CHUNK_TOKENS
+    chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     heads = GROUP * KV_HEADS
     size: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
+    whole = tl.arange(0, size)
     row = tl.arange(0, ROWS)
     node = part * each + row // GROUP
     row_ok = (node < count) & (row < each * GROUP)
-    out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
-    if (first < end) & (part * each < count):
+    out_at = ((text * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[None, :] + whole[:, None]
+    if (lane < chunks) & (part * each < count):
         line = (heads + 2 * KV_HEADS) * size  # of qkv, one node
         cache = layer_base + head * size  # + place · KV_HEADS · size
+        mine = (chunks - 1 - lane) // lanes + 1  # chunks this program looks at
 
         # --- what does not depend on this pass's products
         sight = tl.load(sights + text * NODES + node, mask=row_ok, other=0)
+        if NODES <= 31:
+            sight = sight.to(tl.int32)
         position = length + tl.load(depths + text * NODES + node, mask=row_ok, other=0)
         row_cos = tl.load(turns + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
         row_sin = tl.load(turns + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
@@ -304,112 +309,88 @@ def attend_kernel(
         sin = tl.load(turns + turn[:, None] * size + HALF + half[None, :], mask=fresh_ok[:, None], other=0.0)
         if EARLY:
             gdc_wait()
-            gdc_launch_dependents()
+            if HANDS_ON:
+                gdc_launch_dependents()
 
         # --- queries
+        kind = keys.dtype.element_ty
         at_low = ((text * NODES + node) * line + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
         low, high = _turned(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, HEAD_NORM)
-        q_low = low.to(keys.dtype.element_ty)
-        q_high = high.to(keys.dtype.element_ty)
+        q_low = tl.trans(low.to(kind))
+        q_high = tl.trans(high.to(kind))
 
         # --- new keys and values
-        if first + CHUNK_TOKENS > length:
+        if (lane + (mine - 1) * lanes + 1) * CHUNK_TOKENS > length:
             node_at = (text * NODES + fresh) * line
             key_at = node_at[:, None] + (heads + head) * size + half[None, :]
             key_low, key_high = _turned(qkv, key_at, fresh_ok[:, None], cos, sin, key_norm, eps, HALF, HEAD_NORM)
-            spot = cache + (page.to(tl.int64) * PAGE + place % PAGE)[:, None] * (KV_HEADS * size) + half[None, :]
-            kind = keys.dtype.element_ty
-            tl.store(keys + spot, key_low.to(kind), mask=fresh_ok[:, None])
-            tl.store(keys + spot + HALF, key_high.to(kind), mask=fresh_ok[:, None])
-            value_at = node_at[:, None] + (heads + KV_HEADS + head) * size + half[None, :]
-            tl.store(values + spot, tl.load(qkv + value_at, mask=fresh_ok[:, None]), mask=fresh_ok[:, None])
-            tl.store(
-                values + spot + HALF, tl.load(qkv + value_at + HALF, mask=fresh_ok[:, None]), mask=fresh_ok[:, None]
-            )
+            spot = (cache + (page.to(tl.int64) * PAGE + place % PAGE) * (KV_HEADS * size))[:, None]
+            tl.store(keys + spot + half[None, :], key_low.to(kind), mask=fresh_ok[:, None])
+            tl.store(keys + spot + HALF + half[None, :], key_high.to(kind), mask=fresh_ok[:, None])
+            value_at = node_at[:, None] + (heads + KV_HEADS + head) * size + whole[None, :]
+            new = tl.load(qkv + value_at, mask=fresh_ok[:, None], other=0.0)
+            tl.store(values + spot + whole[None, :], new, mask=fresh_ok[:, None])
             tl.debug_barrier()
 
-        # --- look back
-        top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-        weight = tl.zeros((ROWS,), dtype=tl.float32)
-        seen_low = tl.zeros((ROWS, HALF), dtype=tl.float32)
-        seen_high = tl.zeros((ROWS, HALF), dtype=tl.float32)
-        within = tl.arange(0, BLOCK_TOKENS)
-        for start in range(first, tl.minimum(first + CHUNK_TOKENS, end), BLOCK_TOKENS):
-            token = start + within
+        # --- look back, chunk by chunk
+        column = tl.program_id(0) * KV_HEADS + head
+        for chunk in range(lane, chunks, lanes):
+            token = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
             there = (token < end)[:, None]
             token_page = tl.load(pages + text * table_width + token // PAGE, mask=token < end, other=0)
-            token_at = token_page.to(tl.int64) * PAGE + token % PAGE
-            at = cache + token_at[:, None] * (KV_HEADS * size) + half[None, :]
-            k_low = tl.load(keys + at, mask=there, other=0.0)
-            k_high = tl.load(keys + at + HALF, mask=there, other=0.0)
-            score = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
-            score = tl.dot(q_high, tl.trans(k_high), score, input_precision="ieee") * scale
-            ahead = token - length
-            bit = (sight[:, None] >> tl.maximum(ahead, 0)[None, :].to(tl.int64)) & 1
-            visible = (ahead < 0)[None, :] | ((bit == 1) & (token < end)[None, :])
+            at = (cache + (token_page.to(tl.int64) * PAGE + token % PAGE) * (KV_HEADS * size))[:, None]
+            k_low = tl.load(keys + at + half[None, :], mask=there, other=0.0)
+            k_high = tl.load(keys + at + HALF + half[None, :], mask=there, other=0.0)
+            value = tl.load(values + at + whole[None, :], mask=there, other=0.0)  # on its way while scores are made
+            score = tl.dot(k_low, q_low, input_precision="ieee")
+            score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
+            ahead = (token - length).to(sight.dtype)[:, None]
+            bit = (sight[None, :] >> tl.maximum(ahead, 0)) & 1
+            visible = (ahead < 0) | ((bit == 1) & there)
             score = tl.where(visible, score, -float("inf"))
-            higher = tl.maximum(top, tl.max(score, axis=1))
-            safe = tl.where(higher == -float("inf"), 0.0, higher)
-            fade = tl.exp(top - safe)
-            chance = tl.exp(score - safe[:, None])
-            weight = weight * fade + tl.sum(chance, axis=1)
-            v_low = tl.load(values + at, mask=there, other=0.0)
-            v_high = tl.load(values + at + HALF, mask=there, other=0.0)
-            chance = chance.to(v_low.dtype)
-            seen_low = tl.dot(chance, v_low, seen_low * fade[:, None], input_precision="ieee")
-            seen_high = tl.dot(chance, v_high, seen_high * fade[:, None], input_precision="ieee")
-            top = higher
-
-        # --- write, or leave for the last one
-        chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
-        if chunks == 1:
-            tl.store(out + out_at, (seen_low / weight[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
-            tl.store(out + out_at + HALF, (seen_high / weight[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
-        else:
-            mine = (tl.program_id(0) * KV_HEADS + head) * most_chunks
-            stats_at = (mine + chunk) * ROWS * 2 + row
-            tl.store(partial_stats + stats_at, top)
-            tl.store(partial_stats + stats_at + ROWS, weight)
-            part_at = (mine + chunk) * ROWS * size + row[:, None] * size + half[None, :]
-            tl.store(partial + part_at, seen_low)
-            tl.store(partial + part_at + HALF, seen_high)
+            top = tl.max(score, axis=0)
+            chance = tl.exp(score - tl.where(top == -float("inf"), 0.0, top)[None, :])
+            weight = tl.sum(chance, axis=0)
+            seen = tl.dot(tl.trans(value), chance.to(kind), input_precision="ieee")
+            if chunks == 1:
+                tl.store(out + out_at, (seen / weight[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
+            else:
+                stats_at = (column * most_chunks + chunk) * ROWS * 2 + row
+                tl.store(partial_stats + stats_at, top, mask=row_ok)
+                tl.store(partial_stats + stats_at + ROWS, weight, mask=row_ok)
+                part_at = (column * most_chunks + chunk) * ROWS * size + whole[:, None] * ROWS + row[None, :]
+                tl.store(partial + part_at, seen, mask=row_ok[None, :])
+        if chunks > 1:
             tl.debug_barrier()
-            before = tl.atomic_add(arrived + tl.program_id(0) * KV_HEADS + head, 1, sem="acq_rel")
-            if before == chunks - 1:
-                _join_chunks(
-                    partial, partial_stats, out, mine, chunks, out_at, row_ok, row, half, ROWS, HALF
-                )
-                tl.store(arrived + tl.program_id(0) * KV_HEADS + head, 0)
-    if chunk == 0:  # padding: nothing reads it, but it must not hold NaNs that happen to lie in memory
+            before = tl.atomic_add(arrived + column, mine.to(tl.int32), sem="acq_rel")
+            if before + mine == chunks:
+                _join_chunks(partial, partial_stats, out, column * most_chunks, chunks, out_at, row_ok, ROWS, HALF)
+                tl.store(arrived + column, 0)
+    if lane == 0:  # padding: nothing reads it, but it must not hold NaNs that happen to lie in memory
         if EARLY:
             gdc_wait()
         empty = (node >= count) & (node < NODES) & (row < each * GROUP)
-        nothing = tl.zeros((ROWS, HALF), dtype=out.dtype.element_ty)
-        tl.store(out + out_at, nothing, mask=empty[:, None])
-        tl.store(out + out_at + HALF, nothing, mask=empty[:, None])
+        tl.store(out + out_at, tl.zeros((size, ROWS), dtype=out.dtype.element_ty), mask=empty[None, :])
 
 
 @triton.jit
 def _join_chunks(
-    partial, partial_stats, out, mine, chunks, out_at, row_ok, row, half, ROWS: tl.constexpr, HALF: tl.constexpr
+    partial, partial_stats, out, first, chunks, out_at, row_ok, ROWS: tl.constexpr, HALF: tl.constexpr
 ):
     """Put the chunks of one text and head together, first to last: the same order every time."""
     size: tl.constexpr = 2 * HALF
+    row = tl.arange(0, ROWS)
+    whole = tl.arange(0, size)
     top = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     for chunk in range(0, chunks):
-        top = tl.maximum(top, tl.load(partial_stats + (mine + chunk) * ROWS * 2 + row, cache_modifier=".cg"))
-    top = tl.where(top == -float("inf"), 0.0, top)
+        stats_at = (first + chunk) * ROWS * 2 + row
+        top = tl.maximum(top, tl.load(partial_stats + stats_at, mask=row_ok, other=0.0, cache_modifier=".cg"))
     weight = tl.zeros((ROWS,), dtype=tl.float32)
-    seen_low = tl.zeros((ROWS, HALF), dtype=tl.float32)
-    seen_high = tl.zeros((ROWS, HALF), dtype=tl.float32)
+    seen = tl.zeros((size, ROWS), dtype=tl.float32)
     for chunk in range(0, chunks):
-        stats_at = (mine + chunk) * ROWS * 2 + row
-        fade = tl.exp(tl.load(partial_stats + stats_at, cache_modifier=".cg") - top)
-        weight += tl.load(partial_stats + stats_at + ROWS, cache_modifier=".cg") * fade
-        part_at = (mine + chunk) * ROWS * size + row[:, None] * size + half[None, :]
-        seen_low += tl.load(partial + part_at, cache_modifier=".cg") * fade[:, None]
-        seen_high += tl.load(partial + part_at + HALF, cache_modifier=".cg") * fade[:, None]
-    kind = out.dtype.element_ty
-    weight = tl.where(weight == 0.0, 1.0, weight)
-    tl.store(out + out_at, (seen_low / weight[:, None]).to(kind), mask=row_ok[:, None])
-    tl.store(out + out_at + HALF, (seen_high / weight[:, None]).to(kind), mask=row_ok[:, None])
+        stats_at = (first + chunk) * ROWS * 2 + row
+        fade = tl.exp(tl.load(partial_stats + stats_at, mask=row_ok, other=0.0, cache_modifier=".cg") - top)
+        weight += tl.load(partial_stats + stats_at + ROWS, mask=row_ok, other=1.0, cache_modifier=".cg") * fade
+        part_at = (first + chunk) * ROWS * size + whole[:, None] * ROWS + row[None, :]
+        seen += tl.load(partial + part_at, mask=row_ok[None, :], other=0.0, cache_modifier=".cg") * fade[None, :]
+    tl.store(out + out_at, (seen / weight[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])

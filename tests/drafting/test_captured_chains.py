@@ -10,6 +10,7 @@ from paceline.core.protocols import Drafter
 from paceline.decode.generate import run
 from paceline.decode.judge import Judge
 from paceline.decode.step import Machinery
+from paceline.drafting import eagle_loop
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.nothing import Nothing
 from paceline.heads.eagle import EAGLE_3, EagleConfig, EagleHead
@@ -28,9 +29,11 @@ def written(target: NativeRunner, drafter: Drafter, prompts: list[list[int]], k:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_chains_guess_what_launches_would() -> None:
+def test_captured_chains_guess_what_launches_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts short and long, texts long enough that the buffers move twice while graphs are there."""
     torch.manual_seed(0)
+    monkeypatch.setattr(eagle_loop, "ROOM_ROWS", 1)
+    monkeypatch.setattr(eagle_loop, "ROOM_TOKENS", 1)
     target = NativeRunner.of_model(tiny("llama").to(DEVICE), "tiny", cache_tokens=8192)
     config = EagleConfig(EAGLE_3, 48, 80, 2, 1, 24, 101, 60, 48, feature_layers=(0, 1, 2))
     head = EagleHead(config).to(DEVICE).eval().requires_grad_(False)

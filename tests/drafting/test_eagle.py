@@ -15,6 +15,7 @@ from paceline import SpeculativeDecoder
 from paceline.core.protocols import Output, Round, Verdict
 from paceline.core.sequence import Sequence
 from paceline.core.tree import DraftTree, path_to
+from paceline.drafting import eagle_loop
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.eagle_loop import ChainLoop
 from paceline.errors import OptionError, PairError
@@ -258,8 +259,10 @@ def test_sampled_texts_with_whole_chains_are_the_targets(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_whole_chain_is_what_steps_would_make(temperature: float) -> None:
+def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts, buffers that grow on the way, and budgets that differ."""
+    monkeypatch.setattr(eagle_loop, "ROOM_ROWS", 1)
+    monkeypatch.setattr(eagle_loop, "ROOM_TOKENS", 1)
     target = TableRunner(vocab_size=4, order=2, seed=5)
     texts = [texts_of([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
     steps, whole = Eagle(toy_head(), target), looping(Eagle(toy_head(), target))
@@ -279,6 +282,17 @@ def test_a_whole_chain_is_what_steps_would_make(temperature: float) -> None:
         for drafter in (steps, whole):
             drafter.observe(texts, rounds)
     assert guessed > 300 and whole._buffers.version >= 2
+
+
+def test_ordinary_texts_do_not_move_what_was_captured() -> None:
+    drafter = looping(Eagle(toy_head(), toy()))
+    before = drafter._buffers.version
+    target = TableRunner(vocab_size=4, order=2, seed=5)
+    texts = texts_of([[1, 2] * 500, *([3, 0, 2] for _ in range(7))], 400)
+    for text in texts:
+        begin(text, drafter, target)
+    drafter.propose(texts, [4] * len(texts))
+    assert drafter._buffers.version == before
 
 
 def whole_verdict(tree: DraftTree) -> Verdict:

@@ -22,6 +22,9 @@ from paceline.heads.eagle import EagleHead
 
 ROWS = (8, 16)  # true states a text may bring
 LARGEST = 32  # chains that are kept; beyond it the oldest go
+# Room the buffers have from the start: whenever they move, all that was captured is captured anew, half a second each.
+ROOM_ROWS = 16
+ROOM_TOKENS = 2048
 FACTS = 4  # integers about a text before its tokens: row of the buffers, entries there, position, states it brings
 
 Work = Callable[[], Guesses]
@@ -104,6 +107,7 @@ class ChainLoop:
         self._head, self._buffers, self._vocab = head, buffers, vocab_size
         self._capture = capture or Capture("a chain of guesses")
         self._spare_row = buffers.take()
+        buffers.reserve(ROOM_TOKENS, ROOM_ROWS)
         self._chains: dict[Size, _Prepared] = {}
         self._drawn_from = Scratch()
         self._version = buffers.version

@@ -52,14 +52,14 @@ class KeyBuffers:
         self.reserve(columns)
         self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
 
-    def reserve(self, capacity: int) -> None:
-        """Room for so many columns in every row that was taken."""
-        rows = self._keys.shape[0]
-        if self._rows <= rows and capacity <= self._capacity:
+    def reserve(self, capacity: int, rows: int = 1) -> None:
+        """Room for so many columns in every row that was taken, and for so many rows at least."""
+        there, wanted = self._keys.shape[0], max(self._rows, rows)
+        if wanted <= there and capacity <= self._capacity:
             return
         self.version += 1
         self._capacity = max(self._capacity, 1 << (capacity - 1).bit_length())
-        self._keys = self._grown(self._keys, max(rows, 1 << (self._rows - 1).bit_length()))
+        self._keys = self._grown(self._keys, max(there, 1 << (wanted - 1).bit_length()))
         self._values = self._grown(self._values, self._keys.shape[0])
 
     def _grown(self, old: Tensor, rows: int) -> Tensor:

@@ -181,7 +181,7 @@ class Rig:
         self.large = inflated(state, small, self.config)
         self.small_state, self.small_config = rounded(state, 4), small
         before = torch.cuda.memory_allocated()
-        self.target = native(self.large, self.config, "rig", args.cache_tokens)
+        self.target = native(self.large, self.config, "rig", args.cache_tokens, same_bits=args.same_bits)
         self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
         self.facts["target_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
         self.draft = native(self.small_state, small, "draft", args.cache_tokens)
@@ -256,23 +256,26 @@ class Rig:
             self.add(measure("plain", self.plain, prompts, 0.7, batch, length))
             self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.7, batch, length))
 
+    def eagle(self, *, captured: bool = True) -> Machinery:
+        """The shipped EAGLE head; its chains captured whole, or launch by launch."""
+        small = self.small_state["model.embed_tokens.weight"]
+        drafter = Eagle(inflated_head(self.args.head, small, self.config.hidden_size), self.target)
+        drafter.loop = drafter.loop if captured else None
+        return Machinery(self.target, drafter, FixedBudget(5), Judge())
+
     def head(self) -> None:
-        """The shipped EAGLE head, its chains captured whole and, for some prompts, launch by launch."""
-        length, small = self.args.length, self.small_state["model.embed_tokens.weight"]
-        head = inflated_head(self.args.head, small, self.config.hidden_size)
-
-        def eagle(captured: bool = True) -> Machinery:
-            drafter = Eagle(head, self.target)
-            drafter.loop = drafter.loop if captured else None
-            return Machinery(self.target, drafter, FixedBudget(5), Judge())
-
+        length = self.args.length
         plain = next((line for line in self.lines if line.name == "plain" and line.batch == 1), None)
-        self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 1, length), plain)
-        few = self.prompts[::3]
-        self.add(measure("eagle, few", eagle, few, 0.0, 1, length))
-        self.add(measure("eagle, steps", lambda: eagle(captured=False), few[:2], 0.0, 1, length))
-        self.add(measure("eagle k=5", eagle, few, 0.7, 1, length))
-        self.add(measure("eagle k=5", eagle, self.prompts, 0.0, 8, length))
+        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 1, length), plain)
+        self.add(measure("eagle k=5", self.eagle, self.prompts[::3], 0.7, 1, length))
+        plain = next((line for line in self.lines if line.name == "plain" and line.batch == 8), None)
+        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 8, length), plain)
+
+    def launches(self) -> None:
+        """What capturing chains brings, on two prompts."""
+        for captured in (True, False):
+            name = "eagle, graph" if captured else "eagle, steps"
+            self.add(measure(name, partial(self.eagle, captured=captured), self.prompts[:6:3], 0.0, 1, 128))
 
     def passes(self) -> None:
         widths = pass_times(self.target, (1, 6, 16))
@@ -386,6 +389,7 @@ class Rig:
             "sweep": self.sweep,
             "auto": self.auto,
             "head": self.head,  # last: a target that hands out its states has a little more to do
+            "launches": self.launches,
         }
         wanted = self.args.parts.split(",") if self.args.parts else list(parts)
         for name in wanted:
@@ -415,6 +419,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=23)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--cache-tokens", type=int, default=65536)
+    parser.add_argument("--same-bits", action="store_true", help="batches write what their texts are alone")
     parser.add_argument("--save", help="write the pair here, as directories that the command line takes")
     parser.add_argument("--parts", help="some of single, passes, sampled, batches, memory, tune, prompt, peers, …")
     args = parser.parse_args()

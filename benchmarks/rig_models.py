@@ -85,12 +85,14 @@ def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> EagleHead
     return made.eval().requires_grad_(False)
 
 
-def native(state: dict[str, Tensor], config: Any, name: str, cache_tokens: int) -> NativeRunner:
+def native(
+    state: dict[str, Tensor], config: Any, name: str, cache_tokens: int, *, same_bits: bool = False
+) -> NativeRunner:
     shape = shape_of(config)
     weights = gather(state.get, shape, torch.bfloat16, "cuda")
     ends = frozenset([config.eos_token_id])
     card = ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, "cuda", "bfloat16")
-    return NativeRunner(shape, weights, config, card, cache_tokens)
+    return NativeRunner(shape, weights, config, card, cache_tokens, same_bits=same_bits)
 
 
 def in_transformers(state: dict[str, Tensor], config: Any) -> Any:

@@ -139,6 +139,7 @@ def test_a_conversation_reads_only_what_is_new(tiny_folder: Path) -> None:
         ({"largest_batch": 0}, OptionError),
         ({"acceptance": "sure"}, OptionError),
         ({"device": "cuda:99"}, OptionError),
+        ({"same_bits": True, "device": "cpu"}, OptionError),
     ],
 )
 def test_impossible_options(tiny_folder: Path, options: dict[str, Any], error: type[PacelineError]) -> None:

@@ -80,16 +80,26 @@ def chosen_device(word: str | None) -> str:
 
 def open_runner(model: Any, options: DecoderOptions, device: str, dtype: str | None = None) -> Runner:
     """A runner for a name or a loaded model: our own run of the Llama family, transformers' of everything else."""
+    if isinstance(model, str | Path):
+        runner = _runner_of_name(str(model), options, device, dtype)
+    else:
+        runner = _runner_of_loaded(model, options)
+    if options.same_bits and getattr(runner, "narrow", None) is None:
+        raise OptionError("same_bits is for models of the Llama family on a CUDA device")
+    return runner
+
+
+def _runner_of_name(name: str, options: DecoderOptions, device: str, dtype: str | None) -> Runner:
     from paceline.runners.loading import DTYPES, dtype_named, load_model
 
-    if not isinstance(model, str | Path):
-        return _runner_of_loaded(model, options)
     word = dtype_named(dtype or options.dtype, device)
-    files = locate(str(model))
+    files = locate(name)
     if options.runner != "hf" and _is_native(files.folder, options):
         from paceline.runners.native import NativeRunner
 
-        return NativeRunner.load(files.folder, files.name, word, device, options.cache_tokens)
+        return NativeRunner.load(
+            files.folder, files.name, word, device, options.cache_tokens, same_bits=options.same_bits
+        )
     if options.runner == "native" or word not in DTYPES:
         need = "runner native" if options.runner == "native" else f"dtype {word}"
         raise OptionError(f"{need} is for the Llama family (Llama, Mistral, Qwen2, Qwen3) stored as safetensors")
@@ -126,7 +136,7 @@ def _runner_of_loaded(model: Any, options: DecoderOptions) -> Runner:
 
     if not is_native(model.config):
         raise OptionError(f"runner native is for the Llama family; {name} is not of it")
-    return NativeRunner.of_model(model, name, options.cache_tokens)
+    return NativeRunner.of_model(model, name, options.cache_tokens, same_bits=options.same_bits)
 
 
 def open_tokenizer(model: Any, tokenizer: Any, options: DecoderOptions) -> Any:
@@ -178,11 +188,16 @@ def _lookahead(options: DecoderOptions, target: Runner, codec: Codec, device: st
     return configured(Lookahead, options)
 
 
+def _open_draft(options: DecoderOptions, device: str) -> Runner:
+    """The model that guesses; what it rounds to costs guesses, never the text."""
+    return open_runner(options.draft, replace(options, same_bits=False), device, options.draft_dtype)
+
+
 def _draft_model(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
     from paceline.drafting.draft_model import DraftModel
     from paceline.models.vocabulary import compare
 
-    runner = open_runner(options.draft, options, device, options.draft_dtype)
+    runner = _open_draft(options, device)
     other = Codec(open_tokenizer(options.draft, None, options)) if isinstance(options.draft, str | Path) else codec
     found = compare(codec.tokenizer, other.tokenizer)
     if not found.same:
@@ -193,7 +208,7 @@ def _draft_model(options: DecoderOptions, target: Runner, codec: Codec, device: 
 def _foreign(options: DecoderOptions, target: Runner, codec: Codec, device: str) -> Drafter:
     from paceline.drafting.foreign import Foreign
 
-    runner = open_runner(options.draft, options, device, options.draft_dtype)
+    runner = _open_draft(options, device)
     theirs = open_tokenizer(options.draft, None, options)
     return configured(partial(Foreign, runner, codec.tokenizer, theirs, target.card.vocab_size), options)
 

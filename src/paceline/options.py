@@ -23,6 +23,7 @@ class DecoderOptions:
     draft_tokens   guesses a round, or "auto": as many as pay
     acceptance     one of ACCEPTANCE; None: `token`, but a text with a seed is `coupled` where the clock decides what is
                    guessed (draft_tokens or method "auto"), so that the same seed gives the same text
+    same_bits      on CUDA, texts of a batch are bit for bit those written one at a time, guessed for or not; slower
     """
 
     target: Any = "default"
@@ -34,6 +35,7 @@ class DecoderOptions:
     device: str | None = None
     acceptance: str | None = None
     runner: str = AUTO
+    same_bits: bool = False
     tokenizer: Any = None
     largest_batch: int = 8
     cache_tokens: int | None = None  # tokens the cache holds over all texts; None: enough for largest_batch long ones

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
 
 DEFAULT_NEW_TOKENS = 128
+SAME_BITS = "on cuda: a batch writes, bit for bit, what its texts are alone; slower"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4; default: by device")
     models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
     models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
+    models.add_argument("--same-bits", action="store_true", help=SAME_BITS)
     models.add_argument("--cache-tokens", type=int, metavar="N", help="tokens whose cache is kept, over all texts")
     guessing = parser.add_argument_group("guessing")
     guessing.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}")
@@ -62,6 +64,7 @@ def decoder_options(args: argparse.Namespace, *, otherwise: str = "none", advise
         device=args.device,
         acceptance=args.acceptance,
         runner=args.runner,
+        same_bits=args.same_bits,
         cache_tokens=args.cache_tokens,
         method_options=dict(method_option(word) for word in args.option),
     )

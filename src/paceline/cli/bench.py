@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.arguments import SAME_BITS
 from paceline.errors import MissingExtra, OptionError, PacelineError
 from paceline.options import AUTO, DecoderOptions
 
@@ -65,6 +66,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4")
     models.add_argument("--draft-dtype", metavar="T", help="of the draft")
     models.add_argument("--runner", default=AUTO, metavar="R", help="auto, native or hf")
+    models.add_argument("--same-bits", action="store_true", help=SAME_BITS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -104,7 +106,12 @@ def open_subject(args: argparse.Namespace) -> Subject:
     wanted = _wanted(args, list(DRAFTERS))
     quiet_transformers()
     options = DecoderOptions(
-        target=args.target, dtype=args.dtype, device=args.device, draft_dtype=args.draft_dtype, runner=args.runner
+        target=args.target,
+        dtype=args.dtype,
+        device=args.device,
+        draft_dtype=args.draft_dtype,
+        runner=args.runner,
+        same_bits=args.same_bits,
     )
     device = chosen_device(options.device)
     target = open_runner(options.target, options, device)

@@ -9,6 +9,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -52,6 +53,12 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+@cache
+def _first_run_stream(device: int) -> torch.cuda.Stream:
+    """Where work runs before it is captured. The same for all: the allocator keeps what is freed for its stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class Captured(Generic[Made]):
     """Calls `work` by replaying it. Its inputs and outputs are tensors that stay where they are."""
 
@@ -59,7 +66,7 @@ class Captured(Generic[Made]):
         self._work = work
         self._graph: torch.cuda.CUDAGraph | None = None
         self._made: Made
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _first_run_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels and fills the libraries' workspaces
             self._made = work()

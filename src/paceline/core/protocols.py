@@ -107,6 +107,11 @@ class Output:
     hidden: Tensor | None = None
     features: Tensor | None = None
 
+    def copied(self) -> Output:
+        """The same in memory of its own: what a captured pass says lies where its next one will write."""
+        hidden, features = (None if part is None else part.clone() for part in (self.hidden, self.features))
+        return Output(self.logits.clone(), hidden, features)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outputs:

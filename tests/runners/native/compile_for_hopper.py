@@ -28,11 +28,12 @@ def attention(nodes: int, rows: int, head_norm: bool) -> tuple[dict[str, str], d
     return pointers | numbers, fixed | {"PARTS": parts}
 
 
-def product(**flags: bool) -> tuple[dict[str, str], dict[str, object]]:
+def product(rows: int, **flags: bool) -> tuple[dict[str, str], dict[str, object]]:
     signature = dict.fromkeys(("x", "weight", "bias", "residual"), HALF)
     signature |= {"out": FLOAT if flags["BEST"] else HALF, "best_value": FLOAT, "best_index": INT}
     signature |= {"rows": "i32", "columns": "i32", "inner": "i32"}
-    return signature, flags | {"EARLY": True, "EVEN": False, "ROWS": 16, "COLUMNS": 32, "STEP": 128}
+    cut = {"TALL": rows > 16, "ROWS": rows, "COLUMNS": 64 if rows > 16 else 32, "STEP": 64}
+    return signature, flags | cut | {"EARLY": True, "EVEN": False}
 
 
 def vector(**flags: bool) -> tuple[dict[str, str], dict[str, object]]:
@@ -60,7 +61,8 @@ def compile_one(kernel: object, signature: dict[str, str], fixed: dict[str, obje
 def main() -> int:
     plain = {"BIAS": False, "ADD": False, "GATE": False, "BEST": False}
     for flags in (plain | {"BIAS": True}, plain | {"ADD": True}, plain | {"GATE": True}, plain | {"BEST": True}):
-        compile_one(kernels.project_kernel, *product(**flags))
+        for rows in (16, *kernels.TALL_TILES):
+            compile_one(kernels.project_kernel, *product(rows, **flags))
         compile_one(kernels.vector_kernel, *vector(NORM=not flags["ADD"], **flags))
         compile_one(kernels.packed_kernel, *packed(8, **flags))
         compile_one(kernels.packed_kernel, *packed(4, **flags))

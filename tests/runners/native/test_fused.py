@@ -27,17 +27,15 @@ LENGTHS = (150, 17)  # one text has a full chunk of context and one begins, the 
 TREES = (([5, 6, 7, 8], [-1, 0, 0, 2]), ([9, 10, 11], [-1, 0, 1]))
 
 
-def fused(kind: str, **changes: int) -> NativeRunner:
+def fused(kind: str, *, same_bits: bool = False, **changes: int) -> NativeRunner:
     """A runner whose narrow passes run launch by launch, on whatever there is."""
     from paceline.runners.native.fused import FusedOps
     from paceline.runners.native.narrow import NarrowPasses
     from paceline.runners.native.slots import PAGE
 
-    runner = NativeRunner.of_model(tiny(kind, **changes).to(DEVICE), kind, cache_tokens=1024)
-    ops = [
-        FusedOps(runner.shape, runner.keys, runner.values, runner.turns, PAGE, vectors=vectors)
-        for vectors in (False, True)
-    ]
+    runner = NativeRunner.of_model(tiny(kind, **changes).to(DEVICE), kind, cache_tokens=1024, same_bits=same_bits)
+    parts = (runner.shape, runner.keys, runner.values, runner.turns, PAGE)
+    ops = [FusedOps(*parts, same_bits=same_bits), FusedOps(*parts, vectors=True)]
     runner.narrow = NarrowPasses(runner, ops[0], ops[1], 16, None)
     return runner
 
@@ -59,6 +57,23 @@ def test_trees_of_a_batch_agree_with_float64(kind: str) -> None:
     assert error < 1e-5
     assert ours.best is not None
     assert torch.equal(ours.best, reference.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("nodes", [6, 14, 20])  # rows for tiles of 32 and 64, and more than one of these
+def test_wide_passes_agree_with_float64(nodes: int, same_bits: bool) -> None:
+    runner = fused("qwen2", same_bits=same_bits)
+    exact = NativeRunner.of_model(tiny("qwen2", torch.float64).to(DEVICE), "exact", cache_tokens=1024)
+    exact.narrow = None
+    rows = torch.randint(0, 101, (4, nodes))
+    said = []
+    for one in (runner, exact):
+        slots = [one.open() for _ in rows]
+        one.forward([Row.chain(slot, [7] * (3 + place)) for place, slot in enumerate(slots)], last_only=True)
+        said.append(one.forward([Row.chain(slot, row.tolist()) for slot, row in zip(slots, rows)]))
+    ours, reference = said
+    assert (ours.logits.double() - reference.logits).norm() / reference.logits.norm() < 1e-5
+    assert ours.best is not None and torch.equal(ours.best, reference.logits.argmax(-1))
 
 
 def test_a_node_is_the_same_bits_at_every_width() -> None:
@@ -89,6 +104,20 @@ def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
         for slot, prompt in zip(slots, prompts):
             runner.trim(slot, len(prompt))
     assert torch.equal(said[0], said[1])
+
+
+def test_prompts_are_read_apart_where_the_same_bits_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = fused("llama", same_bits=True)
+    together: list[int] = []
+    plain_pass = runner._plain_pass
+    monkeypatch.setattr(runner, "_plain_pass", lambda rows, last: together.append(len(rows)) or plain_pass(rows, last))
+    runner.prompts = None
+    prompts = [torch.randint(0, 101, (length,)) for length in (90, 17, 40)]
+    slots = [runner.open() for _ in prompts]
+    said = runner.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
+    assert together == [1, 1, 1] and said.sizes == [1, 1, 1]
+    for prompt, ours in zip(prompts, said):
+        assert torch.equal(ours.logits, runner.forward([Row.chain(runner.open(), prompt)], last_only=True).logits)
 
 
 def test_a_loop_drafts_what_steps_would() -> None:
@@ -212,18 +241,32 @@ def test_steps_asked_for_often_get_a_loop_of_their_own() -> None:
     assert len(passes._loops) == MOST_LOOPS and five not in passes._loops.values()
 
 
+def test_one_text_does_not_wait_for_the_loop_of_eight() -> None:
+    passes = fused("llama").narrow
+    assert passes is not None
+    eight, three, one = (passes.fits(texts, 2, 100) for texts in (8, 3, 1))
+    assert eight is not None and three is not None and one is not None
+    many = passes.loop(eight, 2, False)
+    assert passes.loop(three, 2, False) is many  # the end of a batch
+    assert passes.loop(one, 2, False) is not many  # multiplied in another way, twice as fast
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_passes_are_bit_equal_over_widths_in_bfloat16() -> None:
-    runner = NativeRunner.of_model(tiny("llama", torch.bfloat16).to("cuda"), "tiny", cache_tokens=2048)
-    prompt = torch.randint(0, 101, (300,))
-    slot = runner.open()
-    runner.forward([Row.chain(slot, prompt)], last_only=True)
+@pytest.mark.parametrize("texts", [1, 4, 8, 10])  # rows for tiles of 16, 32 and 64, and more than one of these
+def test_captured_passes_are_bit_equal_over_widths_and_batches_in_bfloat16(texts: int) -> None:
+    """What is read among guesses and other texts, against every token read by itself."""
+    wide = {"hidden_size": 2112, "intermediate_size": 2304, "vocab_size": 20000}  # long rows are cut in other ways
+    model = tiny("llama", torch.bfloat16, **wide).to("cuda")
+    runner = NativeRunner.of_model(model, "tiny", cache_tokens=8192, same_bits=True)
+    prompts = [torch.randint(0, 101, (length,)) for length in range(300, 300 + texts)]
+    slots = [runner.open() for _ in prompts]
+    runner.forward([Row.chain(slot, prompt) for slot, prompt in zip(slots, prompts)], last_only=True)
     tokens = [3, 4, 5, 6, 7, 8]
-    together = runner.forward([Row.chain(slot, tokens)]).logits.clone()
-    runner.trim(slot, 300)
-    alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
-    assert torch.equal(together, alone)
+    together = runner.forward([Row.chain(slot, tokens) for slot in slots]).logits.view(texts, len(tokens), -1).clone()
+    for slot, prompt, ours in zip(slots, prompts, together):
+        runner.trim(slot, len(prompt))
+        alone = torch.cat([runner.forward([Row.chain(slot, [token])]).logits.clone() for token in tokens])
+        assert torch.equal(ours, alone)
 
 
 @pytest.mark.gpu

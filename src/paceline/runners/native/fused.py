@@ -2,15 +2,16 @@
 
 Four ways to multiply, by what a product waits for:
   vector  a small matrix and a row or two (a draft's loop): project, norm and all in one launch without a loop
-  tile    up to 16 rows: always computed on 16, so that a row's result does not depend on how many others there are
-  packed  a matrix of few bits and up to 16 rows, each by itself
-  wide    more rows: cuBLAS
+  tile    up to 16 rows, by a kernel whose sums do not depend on how many others there are
+  packed  the same for a matrix of few bits
+  wide    more rows: cuBLAS, which is faster; `same_bits` takes more tiles, larger ones, instead
 Attention always reads pages by itself, so a pass can be captured as a graph once and replayed for every text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from paceline.runners.native.kernels import (
     CHUNK,
+    TALL_TILES,
     TILE_ROWS,
     attend_kernel,
     best_kernel,
@@ -56,15 +58,42 @@ class Tiling:
     step: int
     stages: int
     warps: int
+    rows: int = TILE_ROWS
+
+    @property
+    def tall(self) -> bool:
+        return self.rows > TILE_ROWS
 
 
-def tiling(columns: int, inner: int, gate: bool) -> Tiling:
-    """Found by measuring on an H200 (docs/log.md): many bytes in flight for long rows, many programs for short ones."""
+def tiling(columns: int, inner: int, gate: bool, rows: int = TILE_ROWS) -> Tiling:
+    """Found by measuring on an H200 (docs/log.md): many bytes in flight for long rows, many programs for short ones.
+
+    rows: of a tile.
+    """
+    if rows > TILE_ROWS:
+        return _tall_tiling(columns, inner, gate, rows)
     if inner < 2048:
         return Tiling(16, 128, 4, 2)
     if gate or columns >= 16384:
         return Tiling(64, 64, 4, 4) if gate else Tiling(64, 128, 4, 4)
     return Tiling(32, 128, 6, 4)
+
+
+def _tall_tiling(columns: int, inner: int, gate: bool, rows: int) -> Tiling:
+    """Every program reads all of x, so more columns a program mean less to read, but too few programs read slowly."""
+    if inner < 2048:
+        return Tiling(32, 64, 4, 4, rows)
+    if gate:
+        return Tiling(64, 64, 4, 4, rows)
+    return Tiling(64, 128, 3, 4, rows) if columns * rows >= 64 * 6144 else Tiling(32, 128, 4, 4, rows)
+
+
+class Way(Enum):
+    """How a product is made."""
+
+    VECTOR = auto()
+    TILE = auto()
+    WIDE = auto()
 
 
 def starts_early(device: torch.device) -> bool:
@@ -125,15 +154,21 @@ class FusedOps:
     """Fused kernels over the flat cache [layers, tokens, key heads, head size].
 
     vectors: allow vector_kernel. Right for a draft, whose numbers may depend on how many rows there are.
+    same_bits: a row's numbers never do, in the largest batch neither.
     """
 
     def __init__(
-        self, shape: Shape, keys: Tensor, values: Tensor, turns: Tensor, page: int, *, vectors: bool = False
+        self, shape: Shape, keys: Tensor, values: Tensor, turns: Tensor, page: int, *,
+        vectors: bool = False, same_bits: bool = False,
     ) -> None:
         self.shape, self.keys, self.values, self.turns, self.page = shape, keys, values, turns, page
         self.vectors = vectors
         self.early = starts_early(keys.device)
         self.at_once = programs_at_once(keys.device)
+        self._most_rows = MOST_TEXTS * MOST_NODES if same_bits else TILE_ROWS  # that our own kernels multiply
+        # Tall tiles of four bytes a number would not fit the shared memory of every card.
+        tall = keys.element_size() == 2 or keys.device.type == "cpu"
+        self._tiles = (TILE_ROWS, *TALL_TILES) if tall else (TILE_ROWS,)
         self._launch = {"launch_pdl": True} if self.early else {}
         self._arrived = torch.zeros(MOST_TEXTS * MOST_NODES * shape.kv_heads, dtype=torch.int32, device=keys.device)
         self._nothing = torch.zeros(1, dtype=keys.dtype, device=keys.device)
@@ -157,7 +192,7 @@ class FusedOps:
 
     def best(self, x: Tensor, norm: Tensor, head: Matrix) -> Best:
         """Logits in float32, and where each row has its best: found in the same pass over the head."""
-        if x.shape[0] > TILE_ROWS:
+        if x.shape[0] > self._most_rows:
             logits = apply_matrix(head, self.norm(x, norm), None).float()
             return Best(logits, logits.argmax(dim=-1), None, None)
         blocks = triton.cdiv(head.shape[0], self._head_columns(x, head))
@@ -188,7 +223,18 @@ class FusedOps:
         """Columns of the head that one program looks at for the best."""
         if isinstance(head, PackedMatrix) or self._fits_vector(x):
             return VECTOR_HEAD_COLUMNS
-        return tiling(head.shape[0], head.shape[1], False).columns
+        return tiling(head.shape[0], head.shape[1], False, self._tile_for(x.shape[0])).columns
+
+    def _tile_for(self, rows: int) -> int:
+        """Rows of the tile that so many rows are cut into: the least that holds them all, or the largest."""
+        return next((tile for tile in self._tiles if tile >= rows), self._tiles[-1])
+
+    def way(self, rows: int) -> Way:
+        """How so many rows are multiplied. Work captured for one way does not stand in for another: its numbers are
+        others, or its time is."""
+        if self.vectors and rows <= VECTOR_ROWS:
+            return Way.VECTOR
+        return Way.TILE if rows <= self._most_rows else Way.WIDE
 
     def _fits_vector(self, x: Tensor) -> bool:
         return self.vectors and x.shape[0] <= VECTOR_ROWS and x.shape[1] <= VECTOR_INNER
@@ -198,7 +244,7 @@ class FusedOps:
         if self._fits_vector(x) and not packed:
             return self._by_vector(x, weight, extras)
         ready = x if extras.norm is None else self.norm(x, extras.norm)
-        if x.shape[0] > TILE_ROWS:
+        if x.shape[0] > self._most_rows:
             return self._wide(ready, weight.whole(x.dtype) if packed else weight, extras)
         return self._by_packed(ready, weight, extras) if packed else self._by_tile(ready, weight, extras)
 
@@ -242,22 +288,26 @@ class FusedOps:
 
     def _by_tile(self, x: Tensor, weight: Tensor, extras: Extras) -> Tensor:
         columns, inner = weight.shape[0] // (2 if extras.gate else 1), x.shape[1]
-        cut = tiling(columns, inner, extras.gate)
+        cut = tiling(columns, inner, extras.gate, self._tile_for(x.shape[0]))
         out, value, index = self._results(x, columns, extras)
         none = self._nothing
-        project_kernel[(triton.cdiv(columns, cut.columns),)](
+        project_kernel[(triton.cdiv(columns, cut.columns), triton.cdiv(x.shape[0], cut.rows))](
             x, weight, _or(extras.bias, none), _or(extras.residual, none), out, value, index,
             x.shape[0], columns, inner,
-            EVEN=inner % cut.step == 0, ROWS=TILE_ROWS, COLUMNS=cut.columns, STEP=cut.step,
-            num_warps=cut.warps, num_stages=cut.stages, **self._switches(extras),
+            EVEN=inner % cut.step == 0, TALL=cut.tall, ROWS=cut.rows, COLUMNS=cut.columns, STEP=cut.step,
+            num_warps=cut.warps, num_stages=cut.stages, **self._switches(extras, early=not cut.tall),
         )
         return out
 
-    def _switches(self, extras: Extras) -> dict[str, Any]:
-        """What every product kernel is told of its extras, and how it is launched."""
+    def _switches(self, extras: Extras, *, early: bool = True) -> dict[str, Any]:
+        """What every product kernel is told of its extras, and how it is launched.
+
+        early: it may start before the kernel ahead has ended. Tall tiles fill half a multiprocessor each, so two of
+        them would be packed where one was to be.
+        """
         wanted = {"BIAS": extras.bias, "ADD": extras.residual, "BEST": extras.best}
-        told = {name: extra is not None for name, extra in wanted.items()}
-        return {**told, "GATE": extras.gate, "EARLY": self.early, **self._launch}
+        told = {name: extra is not None for name, extra in wanted.items()} | {"GATE": extras.gate}
+        return told | ({"EARLY": self.early, **self._launch} if early else {"EARLY": False})
 
     def _results(self, x: Tensor, columns: int, extras: Extras) -> tuple[Tensor, Tensor, Tensor]:
         """Where a product writes: its result, and the values and places of the best, if asked for."""

@@ -1,9 +1,10 @@
-"""Triton kernels of a narrow pass: up to 16 tokens a product, any number of texts in attention.
+"""Triton kernels of a narrow pass: few tokens a product, any number of texts in attention.
 
 A pass over a few tokens is bound by reading the weights, so each kernel reads its weights once, in long rows, and does
 everything else on the side: the gate inside a product, the residual after it, the argmax of the head. Rows of a pass
-never mix, sums run in an order that depends only on absolute positions, and a product always works on a tile of 16
-rows: so a token's numbers are the same bits whether it is read alone or among guesses.
+never mix, and sums run in an order that depends only on absolute positions: in attention by chunks of context, in a
+product from the first column to the last, whatever the tile. So a token's numbers are the same bits whether it is read
+alone, among guesses or among other texts.
 
 Every kernel has a plain twin in plain.py; tests/runners/native hold them together, on a CPU through Triton's
 interpreter.
@@ -19,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # then waits. It lets its own successor start only after that wait, so two kernels at most are under way at once, and
 # whatever was written two kernels ago is there.
 
-TILE_ROWS = 16
+TILE_ROWS = 16  # of x in a tile of project_kernel
+TALL_TILES = (32, 64)  # the same where weights take the long side of the product
 CHUNK = 128  # tokens of context that `attend_kernel` sums up by themselves
 
 
@@ -57,23 +59,33 @@ def _within(place, count):
 
 
 @triton.jit
+def _summed(part, weights, total, TALL: tl.constexpr):
+    """total + part · weightsᵀ; TALL: + weights · partᵀ. Each sum runs over the columns in order, either way."""
+    if TALL:
+        return tl.dot(weights, tl.trans(part), total, input_precision="ieee")
+    else:
+        return tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+
+
+@triton.jit
 def project_kernel(
     x, weight, bias, residual, out, best_value, best_index, rows, columns, inner,
     EARLY: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, BEST: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, TALL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):
     """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the best column found.
 
     GATE: weight holds gate and up, [2 · columns, inner]. BEST: each program also leaves its best column and its value.
+    TALL: the tile stands on its side while it is summed, which suits more than 16 rows.
     """
     block = tl.program_id(0)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, STEP)
     row_ok = row < rows
     column_ok = column < columns
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    total_up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    total = tl.zeros((COLUMNS, ROWS) if TALL else (ROWS, COLUMNS), dtype=tl.float32)
+    total_up = tl.zeros((COLUMNS, ROWS) if TALL else (ROWS, COLUMNS), dtype=tl.float32)
     x_at = x + row[:, None] * inner + step[None, :]
     weight_at = weight + column[:, None].to(tl.int64) * inner + step[None, :]
     up_at = weight_at + columns.to(tl.int64) * inner
@@ -86,19 +98,22 @@ def project_kernel(
         gdc_wait()
         gdc_launch_dependents()
     part = tl.load(x_at, mask=row_ok[:, None] & inside, other=0.0)
-    total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+    total = _summed(part, weights, total, TALL)
     if GATE:
-        total_up = tl.dot(part, tl.trans(ups), total_up, input_precision="ieee")
+        total_up = _summed(part, ups, total_up, TALL)
     for start in range(STEP, inner, STEP):
         inside = (start + step < inner)[None, :]
         x_ok = row_ok[:, None] if EVEN else row_ok[:, None] & inside
         w_ok = column_ok[:, None] if EVEN else column_ok[:, None] & inside
         part = tl.load(x_at + start, mask=x_ok, other=0.0)
         weights = tl.load(weight_at + start, mask=w_ok, other=0.0)
-        total = tl.dot(part, tl.trans(weights), total, input_precision="ieee")
+        total = _summed(part, weights, total, TALL)
         if GATE:
             ups = tl.load(up_at + start, mask=w_ok, other=0.0)
-            total_up = tl.dot(part, tl.trans(ups), total_up, input_precision="ieee")
+            total_up = _summed(part, ups, total_up, TALL)
+    if TALL:
+        total = tl.trans(total)
+        total_up = tl.trans(total_up)
     if BIAS:
         total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if GATE:

@@ -46,6 +46,14 @@ def sights(parents: list[int]) -> list[int]:
     return seen
 
 
+def _does_for(captured: Size, size: Size, ops: FusedOps) -> bool:
+    """Whether work captured for one size does for another: not much larger, or after a single long text all others
+    would launch its empty chunks; and multiplied in the same way."""
+    if not captured.holds(size) or captured.chunks > 2 * size.chunks or captured.rows > max(TILE_ROWS, 2 * size.rows):
+        return False
+    return ops.way(captured.rows) == ops.way(size.rows)
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     """What a graph is captured for."""
@@ -202,17 +210,8 @@ class NarrowPasses:
     def _near(self, size: Size, captured: Iterable[Size]) -> Size:
         """A captured size that will do instead of a new one: the end of a text, or of a batch, needs no graphs of its
         own. One that would take another way to multiply would change the numbers, and is not near."""
-        near = [other for other in captured if self._holds(other, size)]
+        near = [other for other in captured if _does_for(other, size, self._check_ops)]
         return min(near, key=lambda other: (other.rows, other.chunks), default=size)
-
-    def _holds(self, captured: Size, size: Size) -> bool:
-        """Whether a captured size does for another: not much larger, or after a single long text all others would
-        launch its empty chunks; and multiplied in the same way."""
-        if not captured.holds(size) or captured.chunks > 2 * size.chunks:
-            return False
-        if captured.rows > max(TILE_ROWS, 2 * size.rows):
-            return False
-        return (captured.rows <= TILE_ROWS) == (size.rows <= TILE_ROWS)
 
     def check(self, size: Size) -> Check:
         """The captured check of this size, or of one near it; made if there is none."""
@@ -240,7 +239,8 @@ class NarrowPasses:
     def loop(self, size: Size, steps: int, sampled: bool) -> _Loop:
         """The captured loop of these steps; made if there is none. One of a few more steps will do for the end of a
         text, but every step costs time: what is asked for again and again gets a loop of its own."""
-        usable = [key for key in self._loops if key[2] == sampled and steps <= key[1] and self._holds(key[0], size)]
+        alike = [key for key in self._loops if key[2] == sampled and _does_for(key[0], size, self._loop_ops)]
+        usable = [key for key in alike if steps <= key[1]]
         best = min(usable, key=lambda key: (key[1], key[0].rows, key[0].chunks), default=None)
         self._asked[steps, sampled] += 1
         if best is not None and (best[1] == steps or self._asked[steps, sampled] < OFTEN):

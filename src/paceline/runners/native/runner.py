@@ -42,9 +42,22 @@ LEAD_TOKENS = 2  # what a drafting loop reads of a text; narrow.LEAD, known here
 
 
 class NativeRunner:
-    """A Llama-like model behind `Runner`. See `load` and `of_model` for how to get one."""
+    """A Llama-like model behind `Runner`. See `load` and `of_model` for how to get one.
 
-    def __init__(self, shape: Shape, weights: Weights, config: Any, card: ModelCard, cache_tokens: int) -> None:
+    same_bits: on CUDA, a token's logits do not depend on what else is in the pass, in the largest batch neither.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights,
+        config: Any,
+        card: ModelCard,
+        cache_tokens: int,
+        *,
+        same_bits: bool = False,
+    ) -> None:
+        self.same_bits = same_bits
         self.shape, self.weights, self.card = shape, weights, card
         self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
         self.device = torch.device(card.device)
@@ -72,7 +85,16 @@ class NativeRunner:
     # --- making one ---------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, folder: Path, name: str, dtype: str, device: str, cache_tokens: int | None = None) -> NativeRunner:
+    def load(
+        cls,
+        folder: Path,
+        name: str,
+        dtype: str,
+        device: str,
+        cache_tokens: int | None = None,
+        *,
+        same_bits: bool = False,
+    ) -> NativeRunner:
         """Read a Hugging Face directory. dtype: float32, bfloat16, float16, int8 or int4."""
         config = config_of(folder, name)
         shape = shape_of(config)
@@ -82,10 +104,12 @@ class NativeRunner:
         if dtype in quantized.WORDS:
             weights = pack_weights(weights, dtype)
         card = card_of(name, shape, end_tokens_in(folder, config), device, dtype)
-        return cls(shape, weights, config, card, cache_tokens or default_cache_tokens(shape))
+        return cls(shape, weights, config, card, cache_tokens or default_cache_tokens(shape), same_bits=same_bits)
 
     @classmethod
-    def of_model(cls, model: Any, name: str, cache_tokens: int | None = None) -> NativeRunner:
+    def of_model(
+        cls, model: Any, name: str, cache_tokens: int | None = None, *, same_bits: bool = False
+    ) -> NativeRunner:
         """Run a loaded transformers model of the family."""
         from paceline.runners.loading import end_tokens_of
 
@@ -95,7 +119,8 @@ class NativeRunner:
         card = card_of(name, shape, end_tokens_of(model), str(first.device), word)
         with torch.no_grad():
             weights = weights_of(model, shape)
-        return cls(shape, weights, model.config, card, cache_tokens or default_cache_tokens(shape))
+        room = cache_tokens or default_cache_tokens(shape)
+        return cls(shape, weights, model.config, card, room, same_bits=same_bits)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
@@ -155,6 +180,8 @@ class NativeRunner:
             return self._narrow_pass(rows, size, last_only)
         if last_only and self.prompts is not None and all(map(self._is_first_read, rows)):
             return self._first_reads(rows, self.prompts)
+        if self.same_bits and len(rows) > 1:  # the library's products round by how many rows there are
+            return Outputs.of([self._pass([row], last_only)[0].copied() for row in rows])
         return self._plain_pass(rows, last_only)
 
     def _is_first_read(self, row: Row) -> bool:
@@ -258,7 +285,7 @@ class NativeRunner:
         from paceline.runners.native.narrow import NarrowPasses
 
         longest = min(self.shape.longest_text, self.pages.pages * PAGE) + SLACK
-        checks = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE)
+        checks = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, same_bits=self.same_bits)
         loops = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, vectors=True)
         return NarrowPasses(self, checks, loops, -(-longest // PAGE), new_pool())
 

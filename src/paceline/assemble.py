@@ -336,6 +336,12 @@ OFFERED = ("none", "ngram", "suffix", "lookahead")  # methods that need no weigh
 
 def engine(options: DecoderOptions, settings: EngineSettings | None = None) -> LocalEngine:
     """An engine that writes many texts at a time; each request may choose its own method and k."""
+    from paceline.engines.apart import apart
+
+    return apart(partial(_engine, options, settings))
+
+
+def _engine(options: DecoderOptions, settings: EngineSettings | None) -> LocalEngine:
     from paceline.drafting.by_text import PREDICTION, ByText
     from paceline.drafting.prediction import Prediction
     from paceline.engines.local import LocalEngine

@@ -33,6 +33,7 @@ from paceline.runners.native.kernels import (
 )
 from paceline.runners.native.quantized import PackedMatrix, apply_matrix
 from paceline.runners.native.shape import Shape
+from paceline.runners.native.tiles import tiling
 from paceline.runners.native.weights import LayerWeights, Matrix
 
 VECTOR_INNER = 2048  # longest row of a matrix that vector_kernel takes whole
@@ -45,47 +46,9 @@ PACKED_STEP = 512
 ATTENTION_ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
 ATTENTION_WARPS = 4
 ATTENTION_STAGES = 2  # with one, Triton 3.6 makes code for four warps that reads past its shared memory
-HANDS_ON_SHARE = 4
+HANDS_ON_SHARE = 4  # attention of fewer than a fourth of the programs that run at once lets the next kernel in early
 MOST_TEXTS = 64
 MOST_NODES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How project_kernel cuts a product."""
-
-    columns: int
-    step: int
-    stages: int
-    warps: int
-    rows: int = TILE_ROWS
-
-    @property
-    def tall(self) -> bool:
-        return self.rows > TILE_ROWS
-
-
-def tiling(columns: int, inner: int, gate: bool, rows: int = TILE_ROWS) -> Tiling:
-    """Found by measuring on an H200 (docs/log.md): many bytes in flight for long rows, many programs for short ones.
-
-    rows: of a tile.
-    """
-    if rows > TILE_ROWS:
-        return _tall_tiling(columns, inner, gate, rows)
-    if inner < 2048:
-        return Tiling(16, 128, 4, 2)
-    if gate or columns >= 16384:
-        return Tiling(64, 64, 4, 4) if gate else Tiling(64, 128, 4, 4)
-    return Tiling(32, 128, 6, 4)
-
-
-def _tall_tiling(columns: int, inner: int, gate: bool, rows: int) -> Tiling:
-    """Every program reads all of x, so more columns a program mean less to read, but too few programs read slowly."""
-    if inner < 2048:
-        return Tiling(32, 64, 4, 4, rows)
-    if gate:
-        return Tiling(64, 64, 4, 4, rows)
-    return Tiling(64, 128, 3, 4, rows) if columns * rows >= 64 * 6144 else Tiling(32, 128, 4, 4, rows)
 
 
 class Way(Enum):

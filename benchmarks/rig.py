@@ -265,11 +265,14 @@ class Rig:
 
     def head(self) -> None:
         length = self.args.length
-        plain = next((line for line in self.lines if line.name == "plain" and line.batch == 1), None)
-        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 1, length), plain)
+        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 1, length), self.greedy_plain(1))
         self.add(measure("eagle k=5", self.eagle, self.prompts[::3], 0.7, 1, length))
-        plain = next((line for line in self.lines if line.name == "plain" and line.batch == 8), None)
-        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 8, length), plain)
+        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 8, length), self.greedy_plain(8))
+
+    def greedy_plain(self, batch: int) -> Line | None:
+        """The plain texts to compare with, if that part has run."""
+        alike = (line for line in self.lines if line.name == "plain" and line.batch == batch)
+        return next((line for line in alike if line.temperature == 0), None)
 
     def launches(self) -> None:
         """What capturing chains brings, on two prompts."""

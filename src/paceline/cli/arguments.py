@@ -14,19 +14,14 @@ if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
 
 DEFAULT_NEW_TOKENS = 128
-SAME_BITS = "on cuda: a batch writes, bit for bit, what its texts are alone; slower"
+RUNNING = ("target", "device", "dtype", "draft_dtype", "runner", "same_bits")  # what add_running_arguments takes
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models, and how guesses are made."""
     models = parser.add_argument_group("models")
-    models.add_argument("--target", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf")
+    add_running_arguments(models)
     models.add_argument("--draft", metavar="MODEL", help="a smaller model of the same vocabulary that guesses")
-    models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N; default: cuda if there is one")
-    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4; default: by device")
-    models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
-    models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
-    models.add_argument("--same-bits", action="store_true", help=SAME_BITS)
     models.add_argument("--cache-tokens", type=int, metavar="N", help="tokens whose cache is kept, over all texts")
     guessing = parser.add_argument_group("guessing")
     guessing.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}")
@@ -35,6 +30,24 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     guessing.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the method: nodes=24, layer=12"
     )
+
+
+def add_running_arguments(models: argparse._ArgumentGroup) -> None:
+    """Which target, and how models run: for every word that opens one."""
+    models.add_argument("--target", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf")
+    models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N; default: cuda if there is one")
+    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4; default: by device")
+    models.add_argument("--draft-dtype", metavar="T", help="of the draft; its errors cost guesses, never the text")
+    models.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf: who runs the target")
+    models.add_argument(
+        "--same-bits", action="store_true",
+        help="on cuda: a batch writes what its texts are alone, bit for bit; slower"
+    )
+
+
+def running_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of add_running_arguments, as DecoderOptions takes them."""
+    return {name: getattr(args, name) for name in RUNNING}
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,18 +68,13 @@ def decoder_options(args: argparse.Namespace, *, otherwise: str = "none", advise
     """
     method = args.method or (otherwise if args.draft is None else None)
     options = DecoderOptions(
-        target=args.target,
         draft=args.draft,
         method=method,
         draft_tokens=args.draft_tokens,
-        dtype=args.dtype,
-        draft_dtype=args.draft_dtype,
-        device=args.device,
         acceptance=args.acceptance,
-        runner=args.runner,
-        same_bits=args.same_bits,
         cache_tokens=args.cache_tokens,
         method_options=dict(method_option(word) for word in args.option),
+        **running_options(args),
     )
     chosen = bool(args.method or args.draft or args.option)
     return adopted(options, chosen=chosen or not advised)

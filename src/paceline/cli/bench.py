@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import SAME_BITS
+from paceline.cli.arguments import add_running_arguments, quiet_transformers, running_options
 from paceline.errors import MissingExtra, OptionError, PacelineError
-from paceline.options import AUTO, DecoderOptions
+from paceline.options import DecoderOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,14 +59,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     """Which models and methods; shared by bench, audit and tune."""
     models = parser.add_argument_group("models")
-    models.add_argument("--target", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf")
+    add_running_arguments(models)
     models.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses, or the head of a method named")
     models.add_argument("--methods", default="all", metavar="M", help="all that work here, or words with commas")
-    models.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N")
-    models.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4")
-    models.add_argument("--draft-dtype", metavar="T", help="of the draft")
-    models.add_argument("--runner", default=AUTO, metavar="R", help="auto, native or hf")
-    models.add_argument("--same-bits", action="store_true", help=SAME_BITS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -99,20 +94,12 @@ def open_subject(args: argparse.Namespace) -> Subject:
     """Load the target once and make every method that works with it. The command's only way to assembly."""
     from paceline.assemble import DRAFTERS, chosen_device, open_runner, open_tokenizer
     from paceline.bench.subject import PLAIN, Subject
-    from paceline.cli.arguments import quiet_transformers
     from paceline.decode.step import check_abilities
     from paceline.decode.text import Codec
 
     wanted = _wanted(args, list(DRAFTERS))
     quiet_transformers()
-    options = DecoderOptions(
-        target=args.target,
-        dtype=args.dtype,
-        device=args.device,
-        draft_dtype=args.draft_dtype,
-        runner=args.runner,
-        same_bits=args.same_bits,
-    )
+    options = DecoderOptions(**running_options(args))
     device = chosen_device(options.device)
     target = open_runner(options.target, options, device)
     codec = Codec(open_tokenizer(options.target, None, options))

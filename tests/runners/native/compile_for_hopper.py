@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.runners.native import kernels
+from paceline.runners.native.tiles import TALL_TILES, TILE_ROWS
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "EARLY": True, "HANDS_ON": True}
@@ -32,7 +33,8 @@ def product(rows: int, **flags: bool) -> tuple[dict[str, str], dict[str, object]
     signature = dict.fromkeys(("x", "weight", "bias", "residual"), HALF)
     signature |= {"out": FLOAT if flags["BEST"] else HALF, "best_value": FLOAT, "best_index": INT}
     signature |= {"rows": "i32", "columns": "i32", "inner": "i32"}
-    cut = {"TALL": rows > 16, "ROWS": rows, "COLUMNS": 64 if rows > 16 else 32, "STEP": 64}
+    tall = rows > TILE_ROWS
+    cut = {"TALL": tall, "ROWS": rows, "COLUMNS": 64 if tall else 32, "STEP": 64}
     return signature, flags | cut | {"EARLY": True, "EVEN": False}
 
 
@@ -61,7 +63,7 @@ def compile_one(kernel: object, signature: dict[str, str], fixed: dict[str, obje
 def main() -> int:
     plain = {"BIAS": False, "ADD": False, "GATE": False, "BEST": False}
     for flags in (plain | {"BIAS": True}, plain | {"ADD": True}, plain | {"GATE": True}, plain | {"BEST": True}):
-        for rows in (16, *kernels.TALL_TILES):
+        for rows in (TILE_ROWS, *TALL_TILES):
             compile_one(kernels.project_kernel, *product(rows, **flags))
         compile_one(kernels.vector_kernel, *vector(NORM=not flags["ADD"], **flags))
         compile_one(kernels.packed_kernel, *packed(8, **flags))

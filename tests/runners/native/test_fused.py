@@ -90,6 +90,8 @@ def test_a_node_is_the_same_bits_at_every_width() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
+    from paceline.runners.native.fused import ATTENTION_PROGRAMS
+
     runner = fused("llama")
     prompts = [torch.randint(0, 101, (length,)) for length in (300, 129)]  # three chunks, and two
     slots = [runner.open() for _ in prompts]
@@ -99,7 +101,7 @@ def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
     heads = len(prompts) * runner.shape.kv_heads
     assert runner.narrow is not None
     for programs in (4 * heads, lanes * heads):  # one for each chunk a graph has room for, and fewer
-        runner.narrow._check_ops.at_once = programs
+        runner.narrow._check_ops.multiprocessors = programs // ATTENTION_PROGRAMS
         said.append(runner.forward(rows).logits.clone())
         for slot, prompt in zip(slots, prompts):
             runner.trim(slot, len(prompt))

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from paceline.runners.native.kernels import (
     CHUNK,
-    TALL_TILES,
-    TILE_ROWS,
     attend_kernel,
     best_kernel,
     gate_kernel,
@@ -33,7 +31,7 @@ from paceline.runners.native.kernels import (
 )
 from paceline.runners.native.quantized import PackedMatrix, apply_matrix
 from paceline.runners.native.shape import Shape
-from paceline.runners.native.tiles import tiling
+from paceline.runners.native.tiles import TALL_TILES, TILE_ROWS, tiling
 from paceline.runners.native.weights import LayerWeights, Matrix
 
 VECTOR_INNER = 2048  # longest row of a matrix that vector_kernel takes whole
@@ -46,7 +44,7 @@ PACKED_STEP = 512
 ATTENTION_ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
 ATTENTION_WARPS = 4
 ATTENTION_STAGES = 2  # with one, Triton 3.6 makes code for four warps that reads past its shared memory
-HANDS_ON_SHARE = 4  # attention of fewer than a fourth of the programs that run at once lets the next kernel in early
+ATTENTION_PROGRAMS = 2  # a multiprocessor
 MOST_TEXTS = 64
 MOST_NODES = 64
 
@@ -64,9 +62,9 @@ def starts_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def programs_at_once(device: torch.device) -> int:
-    """Programs of attention that are worth having: two a multiprocessor."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def multiprocessors_of(device: torch.device) -> int:
+    """As many programs have a place of their own. Without a card, where they run one by one, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +125,7 @@ class FusedOps:
         self.shape, self.keys, self.values, self.turns, self.page = shape, keys, values, turns, page
         self.vectors = vectors
         self.early = starts_early(keys.device)
-        self.at_once = programs_at_once(keys.device)
+        self.multiprocessors = multiprocessors_of(keys.device)
         self._most_rows = MOST_TEXTS * MOST_NODES if same_bits else TILE_ROWS  # that our own kernels multiply
         # Tall tiles of four bytes a number would not fit the shared memory of every card.
         tall = keys.element_size() == 2 or keys.device.type == "cpu"
@@ -284,15 +282,15 @@ class FusedOps:
         rows = max(ATTENTION_ROWS, triton.next_power_of_2(shape.group))
         parts = triton.cdiv(batch.nodes, rows // shape.group)
         heads = batch.texts * parts * shape.kv_heads
-        lanes = min(batch.chunks, triton.cdiv(self.at_once, heads))
+        lanes = min(batch.chunks, triton.cdiv(ATTENTION_PROGRAMS * self.multiprocessors, heads))
         out = torch.empty(batch.texts * batch.nodes, shape.query_width, dtype=qkv.dtype, device=qkv.device)
         sums = torch.empty(heads * batch.chunks, shape.head_size, rows, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         head_norm = weights.query_norm is not None
         fresh = MOST_NODES if head_norm and not self.vectors else triton.next_power_of_2(batch.nodes)
         # Programs end at different times, and a product let in early would be packed onto the multiprocessors that are
-        # free first, and wait for those. Only where most of them have nothing to do is early better.
-        hands_on = HANDS_ON_SHARE * heads * lanes <= self.at_once
+        # free first, and wait for those. Only where half of them have nothing to do is early better.
+        hands_on = 2 * heads * lanes <= self.multiprocessors
         attend_kernel[(batch.texts * parts, shape.kv_heads, lanes)](
             qkv, self.keys, self.values, self.turns,
             _or(weights.query_norm, self._nothing), _or(weights.key_norm, self._nothing),

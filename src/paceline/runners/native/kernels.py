@@ -20,8 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 # then waits. It lets its own successor start only after that wait, so two kernels at most are under way at once, and
 # whatever was written two kernels ago is there.
 
-TILE_ROWS = 16  # of x in a tile of project_kernel
-TALL_TILES = (32, 64)  # the same where weights take the long side of the product
 CHUNK = 128  # tokens of context that `attend_kernel` sums up by themselves
 
 

@@ -23,8 +23,9 @@ from paceline.core.protocols import Outputs, Row
 from paceline.core.scratch import Scratch
 from paceline.core.tree import depths
 from paceline.runners.native.fused import FusedBatch, FusedOps, Picked
-from paceline.runners.native.kernels import CHUNK, TILE_ROWS
+from paceline.runners.native.kernels import CHUNK
 from paceline.runners.native.model import run_layers
+from paceline.runners.native.tiles import TILE_ROWS
 from paceline.runners.native.weights import Weights
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by the bits of an int64

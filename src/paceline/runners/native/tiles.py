@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.runners.native.kernels import TILE_ROWS
+TILE_ROWS = 16  # of x in a tile
+TALL_TILES = (32, 64)  # the same where weights take the long side of the product
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,26 @@ def test_out_of_pages_is_clear_and_leaves_the_slots_as_they_were() -> None:
     assert runner.pages.free == runner.pages.pages
 
 
+def test_a_cache_that_does_not_fit_names_the_knob_and_another_one_can_be_had() -> None:
+    with pytest.raises(OutOfMemory, match="--cache-tokens"):
+        NativeRunner.of_model(tiny(), "tiny", cache_tokens=1 << 48)
+    assert NativeRunner.of_model(tiny(), "tiny", cache_tokens=128).room() == 128
+
+
+def test_a_pass_that_does_not_fit_is_clear_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    runner = NativeRunner.of_model(tiny(), "tiny", cache_tokens=128)
+    slot = runner.open()
+    with monkeypatch.context() as broken, pytest.raises(OutOfMemory, match="fewer texts"):
+        broken.setattr(runner, "_pass", full)
+        runner.forward([Row.chain(slot, [1] * 20)], last_only=True)
+    assert slot.length == 0
+    runner.forward([Row.chain(slot, [1] * 20)], last_only=True)
+    assert slot.length == 20
+
+
 def test_loads_a_directory_and_names_what_is_missing(tmp_path: Path) -> None:
     model = tiny("qwen2")
     model.save_pretrained(tmp_path)

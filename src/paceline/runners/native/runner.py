@@ -61,14 +61,15 @@ class NativeRunner:
         self.shape, self.weights, self.card = shape, weights, card
         self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
         self.device = torch.device(card.device)
-        self.pages = PagePool(max(1, -(-cache_tokens // PAGE)), PAGE)
+        pages = max(1, -(-cache_tokens // PAGE))
         kept = weights.embedding.dtype
-        self.scratch = self.pages.pages * PAGE  # behind the last page, on a page of its own: what pads a prompt
+        self.scratch = pages * PAGE  # behind the last page, on a page of its own: what pads a prompt
         size = (shape.layers, self.scratch + PAGE, shape.kv_heads, shape.head_size)
         try:
             self.keys, self.values = (empty_pages(size, kept, self.device) for _ in range(2))
         except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
             raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
+        self.pages = PagePool(pages, PAGE)  # last: of a cache that does not fit not even the list may
         self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
         by_node = quantized.rounds_inputs(weights.head)
         self.plain = PlainOps(shape, self.keys, self.values, node_by_node=by_node)

@@ -88,14 +88,14 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from paceline import SpeculativeDecoder
-    from paceline.decode.text import Codec
-    from paceline.models import locate
+    from paceline.hub import locate
+    from paceline.hub.tokenizer import Tokenizer
 
     folder = locate(args.target).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    codec = Codec(AutoTokenizer.from_pretrained(folder))
+    tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder))
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts_of(args.prompts, args.limit)]
-    prompts = [codec.encode(chat) for chat in chats]
+    prompts = [tokenizer.encode(chat) for chat in chats]
     theirs = [_their_text(model, prompt, args.new_tokens) for prompt in prompts]
     draft = rounded_copy(model, bits=4)
     ways: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"draft": "ngram"}, "draft": {"draft": draft}}
@@ -105,9 +105,9 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
         for batch in BATCHES:
             decoder = SpeculativeDecoder(
                 model,
-                draft_tokens=GUESSES,
-                tokenizer=codec.tokenizer,
-                largest_batch=batch,
+                num_draft_tokens=GUESSES,
+                tokenizer=tokenizer.hf_tokenizer,
+                max_num_seqs=batch,
                 runner=args.runner,
                 **ways[method],
             )
@@ -119,23 +119,23 @@ def _report(args: argparse.Namespace) -> dict[str, Any]:
 
 def _their_text(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     whole = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
-    said: list[int] = whole[0, len(prompt) :].tolist()
-    return said
+    output: list[int] = whole[0, len(prompt) :].tolist()
+    return output
 
 
 def _row(
     decoder: Any, model: Any, prompts: list[list[int]], theirs: list[list[int]], new_tokens: int
 ) -> dict[str, Any]:
-    from paceline.core.tally import Tally
+    from paceline.core.stats import SpecStats
 
-    total, found = Tally(), []
-    for prompt, said, result in zip(prompts, theirs, decoder.generate(prompts, max_new_tokens=new_tokens)):
+    total, found = SpecStats(), []
+    for prompt, output, result in zip(prompts, theirs, decoder.generate(prompts, max_new_tokens=new_tokens)):
         total.add(result.stats)
-        found += compared(model, prompt, said, result.token_ids)
+        found += compared(model, prompt, output, result.token_ids)
     near = sum(difference.near_tie for difference in found)
     return {
         "method": decoder.options.method,
-        "batch": decoder.options.largest_batch,
+        "batch": decoder.options.max_num_seqs,
         "texts": len(prompts),
         "equal": len(prompts) - len(found),
         "near_ties": near,

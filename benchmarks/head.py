@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline import SpeculativeDecoder
-from paceline.core import Tally
+from paceline.core import SpecStats
 
 
 def by_category(
     decoder: SpeculativeDecoder, prompts: list[dict[str, str]], chat: bool, length: int
-) -> dict[str, Tally]:
-    found: dict[str, Tally] = defaultdict(Tally)
+) -> dict[str, SpecStats]:
+    found: dict[str, SpecStats] = defaultdict(SpecStats)
     given: Any = [[{"role": "user", "content": one["prompt"]}] if chat else one["prompt"] for one in prompts]
     for one, result in zip(prompts, decoder.generate(given, max_new_tokens=length)):
         found[one["category"]].add(result.stats)
@@ -47,12 +47,12 @@ def main() -> int:
     shapes = {"chain": (args.chain, {})} | ({"tree": (args.tree, {"nodes": args.tree})} if args.tree else {})
     for name, (k, options) in shapes.items():
         decoder = SpeculativeDecoder(
-            args.target, args.draft, method=args.method, draft_tokens=k, method_options=options, largest_batch=8
+            args.target, args.draft, method=args.method, num_draft_tokens=k, method_options=options, max_num_seqs=8
         )
-        for category, tally in by_category(decoder, prompts, args.chat, args.length).items():
-            positions = " ".join(f"{rate:.3f}" for rate in tally.acceptance_by_position)
-            print(f"{name} {k:3} {category:10} tau {tally.tokens_per_step:.3f}  by position {positions}", flush=True)
-            record[f"{name} {category}"] = tally.as_dict()
+        for category, stats in by_category(decoder, prompts, args.chat, args.length).items():
+            positions = " ".join(f"{rate:.3f}" for rate in stats.acceptance_by_position)
+            print(f"{name} {k:3} {category:10} tau {stats.tokens_per_step:.3f}  by position {positions}", flush=True)
+            record[f"{name} {category}"] = stats.as_dict()
     print(json.dumps(record))
     return 0
 

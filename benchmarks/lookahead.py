@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import SpeculativeDecoder
-from paceline.core.tally import Tally
+from paceline.core.stats import SpecStats
 
 BUILT_IN = [
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -32,13 +32,13 @@ def read_prompts(path: Path | None, used: int) -> list[str]:
     return [json.loads(line)["prompt"] for line in path.read_text().splitlines()][:used]
 
 
-def measure(prompts: list[str], model: str, k: int, new_tokens: int, options: dict[str, Any]) -> Tally:
+def measure(prompts: list[str], model: str, k: int, new_tokens: int, options: dict[str, Any]) -> SpecStats:
     """Write every answer; all counts added up."""
-    decoder = SpeculativeDecoder(model, method="lookahead", draft_tokens=k, method_options=options)
-    total = Tally()
+    decoder = SpeculativeDecoder(model, method="lookahead", num_draft_tokens=k, method_options=options)
+    total = SpecStats()
     for prompt in prompts:
-        said = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
-        total.add(said.stats)
+        output = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
+        total.add(output.stats)
     return total
 
 
@@ -57,8 +57,8 @@ def main() -> None:
     prompts = read_prompts(args.prompts, args.prompts_used)
     taus: dict[str, float] = {}
     for name, window in (("lookahead", True), ("text_only", False)):
-        tally = measure(prompts, args.model, args.k, args.new_tokens, {**options, "window": window})
-        taus[name] = round(tally.tokens_per_step, 3)
+        stats = measure(prompts, args.model, args.k, args.new_tokens, {**options, "window": window})
+        taus[name] = round(stats.tokens_per_step, 3)
         print(f"{name:10} {taus[name]:.2f} tokens a step", flush=True)
     print(json.dumps({**options, "k": args.k, "prompts": len(prompts), "tokens_per_step": taus}))
 

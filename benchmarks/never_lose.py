@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import cli
-from paceline.models import locate
+from paceline.hub import locate
 
 RANDOM_PROMPTS = 4
 RANDOM_LENGTH = 48

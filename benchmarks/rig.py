@@ -29,20 +29,20 @@ from rig_models import in_transformers, inflated, inflated_head, large_config, n
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from paceline.bench.candidates import Subject
 from paceline.bench.measure import Length
-from paceline.bench.subject import Subject
 from paceline.bench.tune import TunePlan, tune
-from paceline.core import AdaptiveBudget, FixedBudget, Row, SamplingParams, Sequence, StopRules
-from paceline.core.budget import Budget
-from paceline.core.protocols import Lead
-from paceline.decode.calibrate import measure_costs
-from paceline.decode.generate import Progress, run
-from paceline.decode.judge import Judge
-from paceline.decode.step import Machinery
+from paceline.core import AdaptiveDraftLength, FixedDraftLength, Row, SamplingParams, Sequence, StopRules
+from paceline.core.draft_length import DraftLengthPolicy
+from paceline.core.types import DraftInput
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.ngram import Ngram
-from paceline.drafting.nothing import Nothing
+from paceline.drafting.no_draft import NoDraft
+from paceline.engines.local.generate import Progress, run
+from paceline.engines.local.step import EngineParts
+from paceline.engines.local.verifier import Verifier
+from paceline.engines.local.warmup import measure_costs
 from paceline.heads.shipped import shipped_head
 from paceline.runners.native.runner import NativeRunner
 from paceline.runners.native.weights import matrices
@@ -84,22 +84,22 @@ def texts_for(prompts: list[list[int]], ends: frozenset[int], temperature: float
 
 
 def measure(
-    name: str, make: Callable[[], Machinery], prompts: list[list[int]], temperature: float, batch: int, length: int
+    name: str, make: Callable[[], EngineParts], prompts: list[list[int]], temperature: float, batch: int, length: int
 ) -> Line:
     """Decode all prompts, prefill included. The same run goes before: captures and compilations happen there."""
-    machinery = make()
-    ends = machinery.target.card.end_tokens
-    for _ in run(texts_for(prompts, ends, temperature, length), machinery, largest_batch=batch):
+    parts = make()
+    ends = parts.target.info.eos_token_ids
+    for _ in run(texts_for(prompts, ends, temperature, length), parts, max_num_seqs=batch):
         pass
     texts = texts_for(prompts, ends, temperature, length)
     torch.cuda.synchronize()
     started = time.perf_counter()
-    rounds = passes_of(run(texts, machinery, largest_batch=batch))
+    rounds = passes_of(run(texts, parts, max_num_seqs=batch))
     torch.cuda.synchronize()
     seconds = time.perf_counter() - started
     tokens = sum(text.new_tokens for text in texts)
-    steps = sum(text.tally.steps for text in texts)
-    accepted = sum(text.tally.accepted for text in texts)
+    steps = sum(text.stats.steps for text in texts)
+    accepted = sum(text.stats.accepted for text in texts)
     rate, tau = tokens / seconds, 1 + accepted / steps
     line = Line(name, batch, temperature, rate, tau, 1e3 * seconds / rounds, tokens, seconds, steps / rounds)
     line.texts = [text.written for text in texts]
@@ -114,7 +114,7 @@ def passes_of(rounds: Iterable[Progress]) -> int:
         if progress.text.number in seen:  # it is this text's turn again: a new round
             count, longest, seen = count + longest, 0, set()
         seen.add(progress.text.number)
-        longest = max(longest, 1 if progress.round.tree.guesses else len(progress.round.emitted))
+        longest = max(longest, 1 if progress.round.tree.num_draft_tokens else len(progress.round.emitted))
     return count + longest
 
 
@@ -132,30 +132,30 @@ def replay_ms(work: Callable[[], Any], repeats: int = 20) -> float:
 
 def pass_times(target: NativeRunner, widths: tuple[int, ...]) -> dict[int, float]:
     """Milliseconds of a captured pass of one text by width, at 300 tokens of context."""
-    slot = target.open()
-    target.forward([Row.chain(slot, list(range(100, 400)))], last_only=True)
+    seq_cache = target.new_cache()
+    target.forward([Row.chain(seq_cache, list(range(100, 400)))], last_only=True)
     found = {}
     assert target.narrow is not None
     for width in widths:
-        target.trim(slot, 300)
-        target.forward([Row.chain(slot, [5] * width)])
+        target.truncate(seq_cache, 300)
+        target.forward([Row.chain(seq_cache, [5] * width)])
         size = target.narrow.fits(1, width, 300 + width)
         assert size is not None
         found[width] = replay_ms(target.narrow.check(size).run)
-    target.close(slot)
+    target.free(seq_cache)
     return found
 
 
 def loop_times(draft: NativeRunner, steps: tuple[int, ...], sampled: bool = False) -> dict[int, float]:
-    slot, found = draft.open(), {}
+    seq_cache, found = draft.new_cache(), {}
     assert draft.narrow is not None
     for k in steps:
-        lead = Lead(slot, list(range(100, 400)), 0.7 if sampled else 0.0, [0.5] * k if sampled else None)
+        lead = DraftInput(seq_cache, list(range(100, 400)), 0.7 if sampled else 0.0, [0.5] * k if sampled else None)
         draft.loop([lead], k)
         size = draft.narrow.fits(1, 2, 300 + k)
         assert size is not None
         found[k] = replay_ms(draft.narrow.loop(size, k, sampled).run)
-    draft.close(slot)
+    draft.free(seq_cache)
     return found
 
 
@@ -181,10 +181,10 @@ class Rig:
         self.large = inflated(state, small, self.config)
         self.small_state, self.small_config = rounded(state, 4), small
         before = torch.cuda.memory_allocated()
-        self.target = native(self.large, self.config, "rig", args.cache_tokens, same_bits=args.same_bits)
+        self.target = native(self.large, self.config, "rig", args.kv_cache_tokens, batch_invariant=args.batch_invariant)
         self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
         self.facts["target_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
-        self.draft = native(self.small_state, small, "draft", args.cache_tokens)
+        self.draft = native(self.small_state, small, "draft", args.kv_cache_tokens)
         self.loaded = torch.cuda.memory_allocated()
         self.prompts = self._prompts(Path(args.prompts))
         say(f"built: {self.facts['target_bytes'] / 1e9:.2f} GB a pass; {len(self.prompts)} prompts")
@@ -196,18 +196,18 @@ class Rig:
         made = []
         for one in chosen:
             messages = [{"role": "user", "content": one["prompt"]}]
-            said = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            made.append([int(token) for token in said["input_ids"]])
+            output = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            made.append([int(token) for token in output["input_ids"]])
         return made
 
-    def plain(self) -> Machinery:
-        return Machinery(self.target, Nothing(), FixedBudget(0), Judge())
+    def plain(self) -> EngineParts:
+        return EngineParts(self.target, NoDraft(), FixedDraftLength(0), Verifier())
 
-    def drafted(self, k: int) -> Machinery:
-        return Machinery(self.target, DraftModel(self.draft, self.target.card.vocab_size), FixedBudget(k), Judge())
+    def drafted(self, k: int) -> EngineParts:
+        return EngineParts(self.target, DraftModel(self.draft, self.target.info.vocab_size), FixedDraftLength(k), Verifier())
 
-    def ngram(self, k: int) -> Machinery:
-        return Machinery(self.target, Ngram(), FixedBudget(k), Judge())
+    def ngram(self, k: int) -> EngineParts:
+        return EngineParts(self.target, Ngram(), FixedDraftLength(k), Verifier())
 
     def add(self, line: Line, reference: Line | None = None) -> Line:
         if reference is not None:
@@ -256,12 +256,12 @@ class Rig:
             self.add(measure("plain", self.plain, prompts, 0.7, batch, length))
             self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.7, batch, length))
 
-    def eagle(self, *, captured: bool = True) -> Machinery:
+    def eagle(self, *, captured: bool = True) -> EngineParts:
         """The shipped EAGLE head; its chains captured whole, or launch by launch."""
         small = self.small_state["model.embed_tokens.weight"]
         drafter = Eagle(inflated_head(self.args.head, small, self.config.hidden_size), self.target)
         drafter.loop = drafter.loop if captured else None
-        return Machinery(self.target, drafter, FixedBudget(5), Judge())
+        return EngineParts(self.target, drafter, FixedDraftLength(5), Verifier())
 
     def head(self) -> None:
         length = self.args.length
@@ -304,10 +304,10 @@ class Rig:
 
     def round_wall(self, name: str) -> float:
         """Median milliseconds of a round in the middle of a text, prefill not included."""
-        machinery = self.plain() if name == "plain" else self.drafted(5)
+        parts = self.plain() if name == "plain" else self.drafted(5)
         text = texts_for([self.prompts[0]], frozenset(), 0.0, 256)[0]
         taken, before = [], time.perf_counter()
-        for progress in run([text], machinery):
+        for progress in run([text], parts):
             now = time.perf_counter()
             passes = 1 if name != "plain" else len(progress.round.emitted)
             taken.append(1e3 * (now - before) / passes)
@@ -316,14 +316,14 @@ class Rig:
 
     def long_prompt(self) -> None:
         ids = torch.randint(100, 40000, (4096,))
-        slot = self.target.open()
+        seq_cache = self.target.new_cache()
 
         def ours() -> None:
-            self.target.trim(slot, 0)
-            self.target.forward([Row.chain(slot, ids)], last_only=True)
+            self.target.truncate(seq_cache, 0)
+            self.target.forward([Row.chain(seq_cache, ids)], last_only=True)
 
         self.facts["prefill_4096_ms"] = prefill_ms(ours)
-        self.target.close(slot)
+        self.target.free(seq_cache)
         model = in_transformers(self.large, self.config)
         batch = ids[None].cuda()
         with torch.inference_mode():
@@ -342,8 +342,8 @@ class Rig:
                 if extra:
                     draft.generation_config.num_assistant_tokens = 5
                 settings = {"max_new_tokens": 96 if number else 8, "do_sample": False, "pad_token_id": 2} | extra
-                said = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-                tokens += said.shape[1] - ids.shape[1]
+                output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+                tokens += output.shape[1] - ids.shape[1]
             torch.cuda.synchronize()
             seconds = time.perf_counter() - started
             self.add(Line(name, 1, 0.0, tokens / seconds, 0.0, 0.0, tokens, seconds))
@@ -351,8 +351,8 @@ class Rig:
     def auto(self) -> None:
         """The never-lose budget with the same pair."""
         costs = measure_costs(self.target, self.draft)
-        drafter = DraftModel(self.draft, self.target.card.vocab_size)
-        made = Machinery(self.target, drafter, AdaptiveBudget(costs), Judge())
+        drafter = DraftModel(self.draft, self.target.info.vocab_size)
+        made = EngineParts(self.target, drafter, AdaptiveDraftLength(costs), Verifier())
         self.add(measure("draft k=auto", lambda: made, self.prompts[::3], 0.0, 1, self.args.length))
 
     def save(self, folder: Path) -> None:
@@ -363,18 +363,18 @@ class Rig:
 
     def tune(self) -> None:
         """What `paceline tune` would advise here, predicted and measured."""
-        drafters = {"none": Nothing(), "draft": self.drafted(1).drafter, "ngram": Ngram()}
+        drafters = {"none": NoDraft(), "draft": self.drafted(1).drafter, "ngram": Ngram()}
 
-        def budget(method: str, k: int | str) -> Budget:
+        def budget(method: str, k: int | str) -> DraftLengthPolicy:
             if isinstance(k, int):
-                return FixedBudget(k)
-            return AdaptiveBudget(measure_costs(self.target, self.draft if method == "draft" else None))
+                return FixedDraftLength(k)
+            return AdaptiveDraftLength(measure_costs(self.target, self.draft if method == "draft" else None))
 
-        subject = Subject(self.target, None, drafters, make_budget=budget)
+        subject = Subject(self.target, None, drafters, make_draft_length=budget)
         found = tune(subject, TunePlan(self.prompts[::4], Length(128)))
         self.facts["tune"] = [asdict(one) for one in found.confirmed]
         for one in found.confirmed:
-            say(f"tune: {one.method} k={one.draft_tokens} predicted {one.predicted} measured {one.measured:.3f}")
+            say(f"tune: {one.method} k={one.num_draft_tokens} predicted {one.predicted} measured {one.measured:.3f}")
         say(found.advice.sentence)
 
     def all(self) -> None:

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
-from paceline.core import ModelCard
+from paceline.core import ModelInfo
 from paceline.heads.eagle import EagleHead
 from paceline.heads.files import load_eagle
+from paceline.runners.native.config import shape_of
 from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.shape import shape_of
 from paceline.runners.native.weights import gather
 
 LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
@@ -86,13 +86,13 @@ def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> EagleHead
 
 
 def native(
-    state: dict[str, Tensor], config: Any, name: str, cache_tokens: int, *, same_bits: bool = False
+    state: dict[str, Tensor], config: Any, name: str, kv_cache_tokens: int, *, batch_invariant: bool = False
 ) -> NativeRunner:
     shape = shape_of(config)
     weights = gather(state.get, shape, torch.bfloat16, "cuda")
     ends = frozenset([config.eos_token_id])
-    card = ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, "cuda", "bfloat16")
-    return NativeRunner(shape, weights, config, card, cache_tokens, same_bits=same_bits)
+    info = ModelInfo(name, shape.vocab, ends, shape.max_seq_len, shape.layers, shape.width, "cuda", "bfloat16")
+    return NativeRunner(shape, weights, config, info, kv_cache_tokens, batch_invariant=batch_invariant)
 
 
 def in_transformers(state: dict[str, Tensor], config: Any) -> Any:

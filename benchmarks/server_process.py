@@ -24,7 +24,7 @@ class Server:
     process: subprocess.Popen[str]
 
     def megabytes(self) -> float:
-        """Memory the process holds now."""
+        """KVManager the process holds now."""
         with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:
             found = re.search(r"VmRSS:\s+(\d+) kB", status.read())
         return int(found.group(1)) / 1024 if found else 0.0
@@ -44,10 +44,10 @@ def server(arguments: list[str]) -> Iterator[Server]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        found = re.search(r"(http://\S+)/v1", said)
+        output = process.stdout.readline()
+        found = re.search(r"(http://\S+)/v1", output)
         if found is None:
-            raise SystemExit(f"the server did not start: {said}")
+            raise SystemExit(f"the server did not start: {output}")
         yield Server(found.group(1), process)
     finally:
         process.send_signal(signal.SIGTERM)

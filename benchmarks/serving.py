@@ -63,7 +63,7 @@ def body(cell: Cell, number: int, tokens: int, before: dict[int, str]) -> dict[s
     words = QUESTIONS[number % len(QUESTIONS)]
     if cell.workload == "edits":
         words = f"Rename the function mean to average_{number} and repeat the whole file:\n{CODE}"
-    asked |= {"messages": [{"role": "user", "content": words}], "speculative": {"draft_tokens": k}}
+    asked |= {"messages": [{"role": "user", "content": words}], "speculative": {"num_draft_tokens": k}}
     if number in before and cell.side == "auto":
         asked["prediction"] = {"type": "content", "content": before[number]}
     return asked
@@ -74,8 +74,8 @@ async def texts_before(served: Server, clients: int, tokens: int) -> dict[int, s
 
     async def answer(number: int) -> str:
         async with httpx.AsyncClient(base_url=served.url, timeout=600) as line:
-            said = await line.post(PATH, json=body(Cell("edits", clients, "off"), number, tokens, {}))
-            found: str = said.json()["choices"][0]["message"]["content"]
+            output = await line.post(PATH, json=body(Cell("edits", clients, "off"), number, tokens, {}))
+            found: str = output.json()["choices"][0]["message"]["content"]
             return found
 
     found = await asyncio.gather(*(answer(number) for number in range(clients)))

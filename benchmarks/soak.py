@@ -64,10 +64,10 @@ async def alone(served: Server, tokens: int) -> dict[str, str]:
 async def one_client(
     served: Server, number: int, tokens: int, until: float, expected: dict[str, str], findings: Findings
 ) -> None:
-    chance = random.Random(number)
+    uniforms = random.Random(number)
     while time.monotonic() < until:
-        prompt = chance.choice(PROMPTS)
-        leaves_after = chance.randrange(1, tokens) if chance.random() < 1 / 3 else None
+        prompt = uniforms.choice(PROMPTS)
+        leaves_after = uniforms.randrange(1, tokens) if uniforms.random() < 1 / 3 else None
         try:
             await one_text(served, prompt, tokens, leaves_after, expected[prompt], findings)
         except (httpx.HTTPError, RuntimeError) as error:

@@ -25,8 +25,8 @@ PROMPT = "def add(a, b):\n    return a + b\ndef sub(a, b):\n    return a - b\nde
 
 def paceline(*words: str) -> dict[str, Any]:
     """The last line that a word of the command line prints."""
-    done = subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run([sys.executable, "-m", "paceline", *words], capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
 
 
@@ -73,7 +73,7 @@ def main() -> int:
         first = benched(args, Path(place))
         outside = {method: watched(args, method) for method in args.methods.split(",")}
         second = benched(args, Path(place))
-    print(f"{'method':<10}{'bench':>8}{'again':>8}{'stopwatch':>11}{'apart':>8}{'runs apart':>12}")
+    print(f"{'method':<10}{'bench':>8}{'again':>8}{'stopwatch':>11}{'run_in_load_thread':>8}{'runs run_in_load_thread':>12}")
     rows = []
     for method, rate in outside.items():
         mean = (first[method] + second[method]) / 2
@@ -82,7 +82,7 @@ def main() -> int:
         rows.append(row)
         print(
             f"{method:<10}{first[method]:>8.2f}{second[method]:>8.2f}{rate:>11.2f}"
-            f"{row['apart']:>+8.1%}{row['runs_apart']:>+12.1%}",
+            f"{row['run_in_load_thread']:>+8.1%}{row['runs_apart']:>+12.1%}",
             flush=True,
         )
     print(json.dumps({"dtype": args.dtype, "tokens": args.tokens, "k": args.k, "rows": rows}))

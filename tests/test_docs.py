@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from paceline.core.budget import FixedBudget
-from paceline.core.distribution import SamplingParams
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.decode.generate import run
-from paceline.decode.judge import Judge
-from paceline.decode.step import Machinery
-from paceline.drafting.nothing import Nothing
+from paceline.drafting.no_draft import NoDraft
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts
+from paceline.engines.local.verifier import Verifier
 from paceline.runners.table import TableRunner
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +28,7 @@ def blocks(document: Path) -> list[str]:
 
 def written(drafter: Any) -> list[int]:
     text = Sequence([1, 1, 2], SamplingParams(), StopRules(20))
-    for _ in run([text], Machinery(TableRunner(), drafter, FixedBudget(3), Judge())):
+    for _ in run([text], EngineParts(TableRunner(), drafter, FixedDraftLength(3), Verifier())):
         pass
     return text.written
 
@@ -36,7 +36,7 @@ def written(drafter: Any) -> list[int]:
 def test_the_drafter_of_the_page_is_a_drafter() -> None:
     names: dict[str, Any] = {}
     exec(blocks(ROOT / "docs" / "writing-a-drafter.md")[0], names)
-    assert written(names["RepeatLast"]()) == written(Nothing())
+    assert written(names["RepeatLast"]()) == written(NoDraft())
 
 
 def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,4 +54,4 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_no_figure_is_left_to_be_filled_in(document: Path) -> None:
     """A document was once committed with marks where its tables should have been."""
-    assert "@@" not in document.read_text()
+    assert "" not in document.read_text()

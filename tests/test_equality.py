@@ -34,11 +34,11 @@ def prompts(default_tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def theirs(default_model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    said = []
+    output = []
     for prompt in prompts:
         whole = default_model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        said.append(whole[0, len(prompt) :].tolist())
-    return said
+        output.append(whole[0, len(prompt) :].tolist())
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_text_is_transformers_own(
     theirs: list[list[int]],
     draft: Any,
 ) -> None:
-    options = {"draft": draft, "draft_tokens": 4} if method == "draft" else {"draft": method, "draft_tokens": 4}
+    options = {"draft": draft, "num_draft_tokens": 4} if method == "draft" else {"draft": method, "num_draft_tokens": 4}
     decoder = default_decoder(**({} if method == "none" else options))
     found: list[Difference] = []
     for batch in (prompts, prompts[-1:]):

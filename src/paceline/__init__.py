@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
-    from paceline.core.distribution import SamplingParams
+    from paceline.core.sampling import SamplingParams
     from paceline.decoder import Result, SpeculativeDecoder
-    from paceline.hugging_face_bridge import hf_generate
+    from paceline.integrations.transformers import hf_generate
 
 __version__ = "0.1.0"
 __all__ = ["PacelineError", "Result", "SamplingParams", "SpeculativeDecoder", "hf_generate"]
@@ -23,8 +23,8 @@ __all__ = ["PacelineError", "Result", "SamplingParams", "SpeculativeDecoder", "h
 _HOMES = {
     "SpeculativeDecoder": "paceline.decoder",
     "Result": "paceline.decoder",
-    "hf_generate": "paceline.hugging_face_bridge",
-    "SamplingParams": "paceline.core.distribution",
+    "hf_generate": "paceline.integrations.transformers",
+    "SamplingParams": "paceline.core.sampling",
 }
 
 

@@ -7,7 +7,7 @@ PacelineError                 catch this to catch all of them
 │   ├── ModelNotFound         no such name, directory or file
 │   ├── FetchError            it exists, but could not be obtained
 │   ├── WeightsError          files are there and are damaged, incomplete or unsafe to open
-│   └── AbilityError          the model cannot do what the method needs
+│   └── CapabilityError          the model cannot do what the method needs
 ├── PairError                 target and draft do not fit together
 ├── OutOfMemory               names the knob that makes it smaller
 ├── MissingExtra              an optional package is needed; the message is the exact pip line
@@ -49,7 +49,7 @@ class WeightsError(ModelError):
     """Weights are there, but damaged, incomplete or unsafe to open."""
 
 
-class AbilityError(ModelError):
+class CapabilityError(ModelError):
     """The model cannot do what the chosen method needs."""
 
 
@@ -58,7 +58,7 @@ class PairError(PacelineError):
 
 
 class OutOfMemory(PacelineError, MemoryError):
-    """Memory ran out; the message names the knob."""
+    """KVManager ran out; the message names the knob."""
 
 
 class RoundFailed(PacelineError, RuntimeError):

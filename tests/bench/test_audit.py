@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from paceline.bench.audit import Audit, AuditPlan, Check, Outcome, audit, judged
-from paceline.bench.draws import Effort, Laboratory, sampling_for
-from paceline.bench.lossless import Kind, compare, rounding
+from paceline.bench.candidates import Setting, Subject
 from paceline.bench.measure import Length
-from paceline.bench.remembering import RememberingRunner
-from paceline.bench.subject import Setting, Subject
-from paceline.core.distribution import SamplingParams
-from paceline.core.protocols import Outputs, Row
-from paceline.decode.judge import Judge
+from paceline.bench.memoized_runner import MemoizedRunner
+from paceline.bench.near_ties import Kind, compare, rounding
+from paceline.bench.sampling_test import Effort, SamplingAudit, sampling_for
+from paceline.core.sampling import SamplingParams
+from paceline.core.types import ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.layerskip import LayerSkip
-from paceline.drafting.nothing import Nothing
+from paceline.drafting.no_draft import NoDraft
+from paceline.engines.local.verifier import Verifier
 from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
-from tests.bench.toys import CONTEXT, Anticipating, PlantedJudge, WrongQ, toy_subject
 from tests.runners.native.models import tiny
+from tests.support.bench_toys import CONTEXT, Anticipating, PlantedJudge, WrongQ, toy_subject
 
 
 def plan(**changes: object) -> AuditPlan:
@@ -80,7 +80,7 @@ def test_the_false_alarm_rate_is_the_one_stated() -> None:
     """200 audits at alpha = 0.05 of a subject that is exact: 10 alarms expected, standard deviation 3.1. Fewer than 1
     or more than 21 happen by chance with probability below 0.001."""
     alarms = 0
-    laboratory = Laboratory(toy_subject())
+    laboratory = SamplingAudit(toy_subject())
     for seed in range(200):
         setting = Setting("draft", 2, 1.0, ("token", "block")[seed % 2])
         evidence = laboratory.fit(setting, CONTEXT, Effort(draws=64), seed=1000 * seed)
@@ -90,10 +90,10 @@ def test_the_false_alarm_rate_is_the_one_stated() -> None:
 
 
 def test_texts_are_drawn_as_the_exact_distribution_says() -> None:
-    laboratory = Laboratory(toy_subject())
+    laboratory = SamplingAudit(toy_subject())
     exact = laboratory.exact(laboratory.desk("draft", CONTEXT), SamplingParams(temperature=1.0), 2)
     table = TableRunner(vocab_size=5, seed=3).exact(CONTEXT, 2, SamplingParams(temperature=1.0))
-    assert exact == pytest.approx({path: chance for path, chance in table.items() if chance > 0}, abs=1e-6)
+    assert exact == pytest.approx({path: uniforms for path, uniforms in table.items() if uniforms > 0}, abs=1e-6)
 
 
 def test_a_large_vocabulary_is_narrowed_and_a_small_one_is_not() -> None:
@@ -103,24 +103,24 @@ def test_a_large_vocabulary_is_narrowed_and_a_small_one_is_not() -> None:
 
 
 def test_the_remembering_runner_says_what_the_real_one_says() -> None:
-    real, remembering = TableRunner(seed=5), RememberingRunner(TableRunner(seed=5))
-    slots = real.open(), remembering.open()
+    real, remembering = TableRunner(seed=5), MemoizedRunner(TableRunner(seed=5))
+    seq_caches = real.open(), remembering.open()
     for tokens, parents, kept in (
         ([1, 2, 3], [-1, 0, 1], [0, 1, 2]),
         ([4, 0, 2], [-1, 0, 0], [0, 2]),
         ([1], [-1], [0]),
     ):
-        said = []
-        for runner, slot in zip((real, remembering), slots):
-            out = runner.forward([Row(slot, torch.tensor(tokens), parents)])
-            runner.keep(slot, kept)
-            said.append(out.logits)
-        assert said[0].equal(said[1])
-        assert slots[0].length == slots[1].length
-    real.trim(slots[0], 3)
-    remembering.trim(slots[1], 3)
-    assert slots[1].tokens == [1, 2, 3]
-    twin = remembering.fork(slots[1], 2)
+        output = []
+        for runner, seq_cache in zip((real, remembering), seq_caches):
+            out = runner.forward([Row(seq_cache, torch.tensor(tokens), parents)])
+            runner.commit(seq_cache, kept)
+            output.append(out.logits)
+        assert output[0].equal(output[1])
+        assert seq_caches[0].length == seq_caches[1].length
+    real.trim(seq_caches[0], 3)
+    remembering.trim(seq_caches[1], 3)
+    assert seq_caches[1].tokens == [1, 2, 3]
+    twin = remembering.fork(seq_caches[1], 2)
     assert (twin.tokens, twin.length) == ([1, 2], 2)
     passes = remembering.passes
     remembering.forward([Row.chain(twin, [3])])
@@ -128,19 +128,19 @@ def test_the_remembering_runner_says_what_the_real_one_says() -> None:
 
 
 def test_remembered_states_are_the_real_ones() -> None:
-    runner = NativeRunner.of_model(tiny("llama"), "tiny", cache_tokens=1024)
+    runner = NativeRunner.of_model(tiny("llama"), "tiny", kv_cache_tokens=1024)
     runner.expose(hidden=True, features=(1,))
-    remembering = RememberingRunner(runner, states=True)
+    remembering = MemoizedRunner(runner, states=True)
     prompts, tree = [[3, 1, 4, 1, 5], [9, 2, 6]], ([5, 6, 7], [-1, 0, 0])
     for _ in range(2):  # the second time from memory
-        said = []
+        output = []
         for one in (runner, remembering):
-            slots = [one.open() for _ in prompts]
-            read = one.forward([Row.chain(slot, ids) for slot, ids in zip(slots, prompts)], last_only=True)
-            for slot, ids in zip(slots, prompts):
-                one.keep(slot, list(range(len(ids))))
-            said.append((read, one.forward([Row(slot, torch.tensor(tree[0]), tree[1]) for slot in slots])))
-        for real, remembered in zip(*said):
+            seq_caches = [one.open() for _ in prompts]
+            read = one.forward([Row.chain(seq_cache, ids) for seq_cache, ids in zip(seq_caches, prompts)], last_only=True)
+            for seq_cache, ids in zip(seq_caches, prompts):
+                one.keep(seq_cache, list(range(len(ids))))
+            output.append((read, one.forward([Row(seq_cache, torch.tensor(tree[0]), tree[1]) for seq_cache in seq_caches])))
+        for real, remembered in zip(*output):
             assert (real.sizes, real.read or real.sizes) == (remembered.sizes, remembered.read)
             for part in ("logits", "hidden", "features"):
                 torch.testing.assert_close(getattr(remembered, part), getattr(real, part), rtol=1e-4, atol=1e-5)
@@ -149,8 +149,8 @@ def test_remembered_states_are_the_real_ones() -> None:
 
 def test_a_drafter_that_looks_into_the_target_gets_as_many_draws_as_any() -> None:
     """The chance of a false alarm is the audit's alpha, 0.001."""
-    runner = NativeRunner.of_model(tiny("llama"), "tiny", cache_tokens=1024)
-    subject = Subject(runner, None, {"none": Nothing(), "layerskip": LayerSkip(runner, 1)})
+    runner = NativeRunner.of_model(tiny("llama"), "tiny", kv_cache_tokens=1024)
+    subject = Subject(runner, None, {"none": NoDraft(), "layerskip": LayerSkip(runner, 1)})
     checks = list(audit(subject, plan(contexts=[[5, 90, 17, 5]], prompts=[], draws=400, methods=["layerskip"])))
     assert {(check.outcome, check.draws) for check in checks} == {(Outcome.PASSED, 400)}
 
@@ -158,20 +158,20 @@ def test_a_drafter_that_looks_into_the_target_gets_as_many_draws_as_any() -> Non
 def test_a_confined_runner_is_the_model_without_its_other_tokens() -> None:
     """Numbers are the part's own; texts read and logits said are the inner model's at those tokens."""
     inner, part = TableRunner(vocab_size=9, seed=2), [7, 3, 0, 4]
-    confined = RememberingRunner(inner, part)
-    slot, real = confined.open(), inner.open()
-    said = confined.forward([Row.chain(slot, [1, 0, 3])]).logits
-    assert said.equal(inner.forward([Row.chain(real, [3, 7, 4])]).logits[:, part])
-    assert (confined.card.vocab_size, confined.card.end_tokens) == (4, frozenset())
+    confined = MemoizedRunner(inner, part)
+    seq_cache, real = confined.open(), inner.new_cache()
+    output = confined.forward([Row.chain(seq_cache, [1, 0, 3])]).logits
+    assert output.equal(inner.forward([Row.chain(real, [3, 7, 4])]).logits[:, part])
+    assert (confined.info.vocab_size, confined.info.eos_token_ids) == (4, frozenset())
 
 
 def test_a_large_vocabulary_is_confined_for_drafters_that_need_only_what_the_target_says() -> None:
     target, twin = TableRunner(vocab_size=300, order=1, seed=3), TableRunner(vocab_size=300, order=1, seed=3, blur=0.4)
     subject = replace(toy_subject(draft=DraftModel(twin, 300)), target=target)
     context = [5, 290, 17, 5, 290]
-    laboratory = Laboratory(subject)
+    laboratory = SamplingAudit(subject)
     desk = laboratory.desk("draft", context)
-    assert 4 <= desk.target.card.vocab_size < 300
+    assert 4 <= desk.target.info.vocab_size < 300
     assert desk.real(tuple(desk.context)) == context
     checks = {check.name: check for check in audit(subject, plan(contexts=[context], prompts=[], draws=200))}
     assert checks["sampled draft k=2 T=1"].outcome is Outcome.PASSED
@@ -199,9 +199,9 @@ def test_two_tokens_within_the_rounding_are_a_near_tie() -> None:
 class ReadsPromptsOtherwise(TableRunner):
     """Bit-equal at every width, but a prompt goes through kernels that round in another way."""
 
-    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
-        said = super().forward(rows, last_only=last_only)
-        return replace(said, logits=said.logits + 0.02 * torch.eye(5)[0]) if last_only else said
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+        output = super().forward(rows, last_only=last_only)
+        return replace(output, logits=output.logits + 0.02 * torch.eye(5)[0]) if last_only else output
 
 
 @pytest.mark.parametrize("gap, kind", [(0.05, Kind.NEAR_TIE), (0.2, Kind.BUG)])
@@ -217,5 +217,5 @@ def test_an_unknown_rule_is_refused() -> None:
     from paceline.errors import OptionError
 
     with pytest.raises(OptionError, match="acceptance"):
-        toy_subject().machinery(Setting("draft", 2, 1.0, "sloppy"))
-    assert Judge("token").rule == "token"
+        toy_subject().parts(Setting("draft", 2, 1.0, "sloppy"))
+    assert Verifier("token").rule == "token"

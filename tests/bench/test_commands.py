@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from paceline.cli import main
-from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.files import save_exit
-from paceline.profile import read_profile
+from paceline.tuned import read_profile
 from tests.bench.test_sweep import SCHEMA
 
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu"]
@@ -24,7 +24,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def output(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The JSON document on the last line of stdout."""
     found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return found
@@ -39,7 +39,7 @@ def test_bench_measures_saves_and_reports(tiny_folder: Path, capsys: pytest.Capt
         bench(tiny_folder, "--draft", str(tiny_folder), "--methods", "ngram,draft", "-k", "2,auto", "--peers", "hf")
         == 0
     )
-    found = said(capsys)
+    found = output(capsys)
     assert {one["name"] for one in found["settings"]} >= {"plain", "draft k=2", "draft k=auto", "transformers"}
     assert all(one["lossless"] for one in found["settings"])
     document = json.loads(Path("results.json").read_text())
@@ -65,7 +65,7 @@ def test_an_interrupted_bench_keeps_what_it_measured(
 
     monkeypatch.setattr(room, "sweep", stopped)
     assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none") == 130
-    assert said(capsys)["complete"] is False
+    assert output(capsys)["complete"] is False
     document = json.loads(Path("results.json").read_text())
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     assert document["runs"][0]["complete"] is False
@@ -94,9 +94,9 @@ def test_bench_says_what_is_wrong(
 def test_audit_proves_the_table_lossless_and_catches_the_lossy_rule(capsys: pytest.CaptureFixture[str]) -> None:
     table = ["audit", "--target", "table", "--methods", "ngram", "--quick", "--draws", "300"]
     assert main([*table, "--acceptance", "token", "--json"]) == 0
-    assert said(capsys)["lossless"] is True
+    assert output(capsys)["lossless"] is True
     assert main([*table, "--acceptance", "lossy-typical", "--json"]) == 1
-    found = said(capsys)
+    found = output(capsys)
     assert found["failed"] == ["sampled ngram k=2 T=1 lossy-typical"]
 
 
@@ -113,7 +113,7 @@ def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The large vocabulary and real logits, with few draws; the whole audit is a command of docs/measuring.md."""
     arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "64", "--quick", "--device", "cpu"]
     assert main(["audit", *arguments, "--json"]) == 0
-    found = said(capsys)
+    found = output(capsys)
     assert [check["outcome"] for check in found["checks"]] == ["passed"] * 3
 
 
@@ -141,10 +141,10 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
     assert profile.target == str(tiny_folder)
     assert profile.pass_seconds[1] > 0
     assert main(["tune", "--target", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
-    assert {"sentence", "predictions", "confirmed"} <= set(said(capsys))
+    assert {"sentence", "predictions", "confirmed"} <= set(output(capsys))
 
 
 def test_a_head_is_named_like_a_draft(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_exit(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
     assert bench(tiny_folder, "--draft", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
-    assert [one["name"] for one in said(capsys)["settings"]] == ["plain", "layerskip k=2"]
+    assert [one["name"] for one in output(capsys)["settings"]] == ["plain", "layerskip k=2"]

@@ -34,8 +34,8 @@ def server(words: list[float], greedy: str = "yes and no", gap: float = 3.0) -> 
                 top = {"logprobs": {"top_logprobs": [{"yes": -0.1, "no": -0.1 - gap}]}} if "logprobs" in asked else {}
                 self._say({"choices": [{"text": greedy, **top}]})
                 return
-            said = random.Random(asked["seed"]).choices(["a", "b", "c"], words)[0]
-            self._say({"choices": [{"text": said}]})
+            output = random.Random(asked["seed"]).choices(["a", "b", "c"], words)[0]
+            self._say({"choices": [{"text": output}]})
 
         def _say(self, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()

@@ -11,7 +11,7 @@ import pytest
 from paceline.bench.report import build_report, headline
 from paceline.bench.sweep import grid
 from tests.bench.test_sweep import toy_plan, toy_run
-from tests.bench.toys import toy_subject
+from tests.support.bench_toys import toy_subject
 
 
 @pytest.fixture(scope="module")

@@ -51,12 +51,12 @@ def test_the_stated_distance_is_found_as_often_as_stated() -> None:
 
 def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     """Kolmogorov-Smirnov over 400 runs; fails by chance with probability 1e-4."""
-    chances = [0.4, 0.3, 0.15, 0.1, 0.03, 0.01, 0.005, 0.005]
+    uniforms = [0.4, 0.3, 0.15, 0.1, 0.03, 0.01, 0.005, 0.005]
     dice = np.random.default_rng(6)
     values = [
         against_exact(
-            Counter({c: n for c, n in enumerate(dice.multinomial(600, chances).tolist()) if n}),
-            dict(enumerate(chances)),
+            Counter({c: n for c, n in enumerate(dice.multinomial(600, uniforms).tolist()) if n}),
+            dict(enumerate(uniforms)),
         ).p_value
         for _ in range(400)
     ]

@@ -11,16 +11,16 @@ from typing import Any
 import jsonschema
 import pytest
 
+from paceline.bench.candidates import Setting, Subject
+from paceline.bench.environment import load_runs, new_run, save_run
 from paceline.bench.measure import Length, write
-from paceline.bench.record import load_runs, new_run, save_run
 from paceline.bench.results import Collected, LosslessCheck, setting_record
-from paceline.bench.subject import Setting, Subject
 from paceline.bench.sweep import SweepPlan, grid, parse_draft_tokens, parse_numbers, sweep, tasks_of
-from paceline.core.budget import FixedBudget
-from paceline.core.costs import CostCurve
-from paceline.decode.judge import Judge
+from paceline.core.cost_model import CostCurve
+from paceline.core.draft_length import FixedDraftLength
+from paceline.engines.local.verifier import Verifier
 from paceline.errors import OptionError
-from tests.bench.toys import CONTEXT, PlantedJudge, toy_subject
+from tests.support.bench_toys import CONTEXT, PlantedJudge, toy_subject
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "results.schema.json"
 PASSES = CostCurve({1: 0.001, 9: 0.002})
@@ -42,7 +42,7 @@ def measured(subject: Subject, plan: SweepPlan) -> Collected:
 def toy_run(subject: Subject, plan: SweepPlan, collected: Collected | None = None) -> dict[str, Any]:
     """A run as `paceline bench` records it."""
     collected = collected or measured(subject, plan)
-    run = new_run(["paceline", "bench"], subject.target.card, None)
+    run = new_run(["paceline", "bench"], subject.target.info, None)
     check = LosslessCheck(subject)
     run |= {
         "complete": True,
@@ -53,7 +53,7 @@ def toy_run(subject: Subject, plan: SweepPlan, collected: Collected | None = Non
             "prompts": 3,
             "domains": ["code", "chat"],
             "max_new_tokens": 12,
-            "ignore_end": False,
+            "ignore_eos": False,
             "batch": 1,
             "repeats": 2,
             "seed": 0,
@@ -120,15 +120,15 @@ def test_settings_take_turns_and_the_order_rotates() -> None:
 
 def test_both_sides_are_counted_alike_and_the_text_is_the_same() -> None:
     subject = toy_subject()
-    plain = write(subject, Setting("none"), [CONTEXT], Length(20), budget=FixedBudget(0))
-    guessed = write(subject, Setting("draft", 3), [CONTEXT], Length(20), budget=FixedBudget(3))
+    plain = write(subject, Setting("none"), [CONTEXT], Length(20), budget=FixedDraftLength(0))
+    guessed = write(subject, Setting("draft", 3), [CONTEXT], Length(20), budget=FixedDraftLength(3))
     assert plain.answers == guessed.answers
-    assert plain.tally.new_tokens == guessed.tally.new_tokens == 20
-    assert plain.tally.steps == 20
-    assert guessed.tally.steps + guessed.tally.accepted == 20
-    assert sum(mark.accepted for mark in guessed.marks) == guessed.tally.accepted
+    assert plain.stats.new_tokens == guessed.stats.new_tokens == 20
+    assert plain.stats.steps == 20
+    assert guessed.stats.steps + guessed.stats.accepted == 20
+    assert sum(mark.accepted for mark in guessed.marks) == guessed.stats.accepted
     spent = guessed.draft_seconds + guessed.verify_seconds + guessed.other_seconds
-    assert spent == pytest.approx(guessed.tally.seconds)
+    assert spent == pytest.approx(guessed.stats.seconds)
 
 
 def test_a_run_fits_the_schema() -> None:
@@ -142,11 +142,11 @@ def test_a_run_fits_the_schema() -> None:
     assert "exact distribution" in by_name["draft k=2 T=1"]["lossless"]["detail"]
 
 
-class OffByOne(Judge):
+class OffByOne(Verifier):
     """Says another token than the target's whenever guesses were offered."""
 
-    def verdicts(self, texts: Any, trees: Any, outputs: Any) -> Any:
-        good = super().verdicts(texts, trees, outputs)
+    def verified_rows(self, texts: Any, trees: Any, outputs: Any) -> Any:
+        good = super().verified_rows(texts, trees, outputs)
         return [
             replace(one, path=[], token=(one.token + 1) % 5) if len(tree) else one for one, tree in zip(good, trees)
         ]

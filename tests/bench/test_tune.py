@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.bench.candidates import Setting
 from paceline.bench.measure import Length, Mark, Written, write
-from paceline.bench.subject import Setting
-from paceline.bench.theory import Answers, Habits, conditional_rates, habits_of, observed_curve
+from paceline.bench.speedup_model import Answers, Habits, conditional_rates, habits_of, observed_curve
 from paceline.bench.tune import Confirmed, Known, Prediction, TunePlan, advise, chosen, predictions, promising, tune
-from paceline.core.budget import FixedBudget
-from paceline.core.costs import CostCurve, Timing
-from paceline.core.tally import Tally
+from paceline.core.cost_model import CostCurve, StepTiming
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.stats import SpecStats
 from paceline.plan.predict import speedup
-from tests.bench.toys import CONTEXT, toy_subject
+from tests.support.bench_toys import CONTEXT, toy_subject
 
 FLAT = CostCurve({1: 1.0, 17: 1.0})
 
@@ -48,17 +48,17 @@ def test_tokens_per_step_predicted_from_one_run_are_those_of_another() -> None:
     subject, prompts = toy_subject(), [CONTEXT, [1, 2, 3, 4], [3, 3, 0, 1], [2, 4, 1, 0]]
     length = Length(300)
     runs = {
-        k: [write(subject, Setting("draft", k, 1.0), [ids], length, budget=FixedBudget(k), seed=5) for ids in prompts]
+        k: [write(subject, Setting("draft", k, 1.0), [ids], length, budget=FixedDraftLength(k), seed=5) for ids in prompts]
         for k in (2, 6)
     }
     predicted = habits_of(runs[6], 6, FLAT).tokens_per_step(2)
-    seen = sum(run.tally.new_tokens for run in runs[2]) / sum(run.tally.steps for run in runs[2])
+    seen = sum(run.stats.new_tokens for run in runs[2]) / sum(run.stats.steps for run in runs[2])
     assert predicted == pytest.approx(seen, rel=0.15)
 
 
 def test_a_curve_is_put_right_by_what_real_passes_took() -> None:
     subject = toy_subject()
-    runs = [write(subject, Setting("none"), [CONTEXT], Length(30), budget=FixedBudget(0))]
+    runs = [write(subject, Setting("none"), [CONTEXT], Length(30), budget=FixedDraftLength(0))]
     fixed = observed_curve(CostCurve({1: 100.0, 5: 200.0}), runs)
     assert fixed.at(1) < 1.0
     assert fixed.at(5) == pytest.approx(2 * fixed.at(1))
@@ -66,10 +66,10 @@ def test_a_curve_is_put_right_by_what_real_passes_took() -> None:
 
 
 def test_drafting_that_the_host_does_not_see_is_what_a_round_takes_beyond_a_pass() -> None:
-    rounds = [Timing(0.1, 5.0, 4, 3, 1), Timing(0.1, 3.0, 4, 3, 1), Timing(0.1, 3.0, 4, 3, 1)]
+    rounds = [StepTiming(0.1, 5.0, 4, 3, 1), StepTiming(0.1, 3.0, 4, 3, 1), StepTiming(0.1, 3.0, 4, 3, 1)]
     passes = CostCurve({1: 1.0, 4: 1.0})
-    seen = habits_of([Written([], Tally(), rounds, [])], 3, passes)
-    unseen = habits_of([Written([], Tally(), rounds, [], drafts_unseen=True)], 3, passes)
+    seen = habits_of([Written([], SpecStats(), rounds, [])], 3, passes)
+    unseen = habits_of([Written([], SpecStats(), rounds, [], drafts_unseen=True)], 3, passes)
     assert (seen.draft, seen.once) == (pytest.approx(0.1), pytest.approx(0.0))
     assert (unseen.draft, unseen.once) == (pytest.approx(2.1), pytest.approx(2.0))
 
@@ -84,9 +84,9 @@ def test_what_a_draft_costs_once_sets_the_shortest_answer_worth_it() -> None:
 
 def test_settings_far_behind_plain_decoding_are_not_run_to_the_end() -> None:
     def runs(tokens: int, seconds: float) -> list[Written]:
-        tally = Tally()
-        tally.new_tokens, tally.seconds = tokens, seconds
-        return [Written([], tally, [], [])] * 2
+        stats = SpecStats()
+        stats.new_tokens, stats.seconds = tokens, seconds
+        return [Written([], stats, [], [])] * 2
 
     plain, good, near, far = runs(64, 2.0), runs(64, 1.5), runs(40, 2.0), runs(64, 3.5)
     found = {("none", 0): plain, ("good", 3): good, ("near", 3): near, ("far", 8): far}
@@ -105,8 +105,8 @@ def advice_for(measured: float, once: float = 0.0) -> tuple[str, str]:
     known = {"draft": Known({3: habits([0.8] * 3, once=once)})}
     answers = Answers(100.0, 0.0, FLAT)
     found = [Prediction("draft", 3, 2.9, 0.8 if measured < 1 else 1.6)]
-    said = advise(found, [Confirmed("draft", 3, found[0].speedup, measured)], known, answers)
-    return said.sentence, said.method
+    output = advise(found, [Confirmed("draft", 3, found[0].speedup, measured)], known, answers)
+    return output.sentence, output.method
 
 
 def test_advice_says_when_not_to_speculate() -> None:
@@ -124,21 +124,21 @@ def test_advice_says_what_to_use_and_for_which_answers() -> None:
 
 
 def test_without_any_method_the_advice_is_to_decode_plainly() -> None:
-    said = advise([], [], {}, Answers(10.0, 0.0, FLAT))
-    assert (said.method, said.draft_tokens) == ("none", 0)
+    output = advise([], [], {}, Answers(10.0, 0.0, FLAT))
+    assert (output.method, output.num_draft_tokens) == ("none", 0)
 
 
 def test_tuning_runs_from_end_to_end() -> None:
     from dataclasses import replace
 
-    from paceline.core.budget import AdaptiveBudget
-    from paceline.core.costs import Costs
+    from paceline.core.cost_model import CostModel
+    from paceline.core.draft_length import AdaptiveDraftLength
 
-    def budget(method: str, k: int | str) -> FixedBudget | AdaptiveBudget:
-        return FixedBudget(k) if isinstance(k, int) else AdaptiveBudget(Costs(FLAT.copy()))
+    def budget(method: str, k: int | str) -> FixedDraftLength | AdaptiveDraftLength:
+        return FixedDraftLength(k) if isinstance(k, int) else AdaptiveDraftLength(CostModel(FLAT.copy()))
 
-    tuning = tune(replace(toy_subject(), make_budget=budget), TunePlan([CONTEXT, [1, 2, 3]], Length(16), repeats=1))
+    tuning = tune(replace(toy_subject(), make_draft_length=budget), TunePlan([CONTEXT, [1, 2, 3]], Length(16), repeats=1))
     assert {one.method for one in tuning.predictions} == {"draft", "ngram"}
-    assert [one.draft_tokens for one in tuning.confirmed][-1] == "auto"
+    assert [one.num_draft_tokens for one in tuning.confirmed][-1] == "auto"
     assert tuning.advice.sentence.endswith(".")
     assert tuning.verify.at(1) > 0

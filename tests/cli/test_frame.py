@@ -28,8 +28,8 @@ def spoken(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> int:
 
 def test_help_lists_the_words_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"\n  {word} " in said for word in cli.words())
+    output = capsys.readouterr().out
+    assert all(f"\n  {word} " in output for word in cli.words())
     assert {"demo", "generate", "chat", "check", "fetch"} <= set(cli.words())
 
 
@@ -42,8 +42,8 @@ def test_a_word_without_a_module_is_not_listed(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("word", cli.words())
 def test_every_word_explains_itself(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([word, "--help"]) == 0
-    said = capsys.readouterr().out
-    assert f"paceline {word}" in said and len(said) > 300
+    output = capsys.readouterr().out
+    assert f"paceline {word}" in output and len(output) > 300
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +80,9 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     fastest = 99.0
     for _ in range(3):  # the fastest of three: a busy machine must not fail this
         started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         fastest = min(fastest, time.perf_counter() - started)
-    assert done.stderr.strip() == "False"
+    assert result.stderr.strip() == "False"
     assert fastest < 0.3 or os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
@@ -91,6 +91,6 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read().decode()
+    output = process.stderr.read().decode()
     assert process.wait(timeout=60) == cli.BROKEN_PIPE
-    assert said == ""
+    assert output == ""

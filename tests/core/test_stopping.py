@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.core.distribution import SamplingParams
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import Stop, StopRules
 
@@ -42,15 +42,15 @@ def text(**rules: object) -> Sequence:
 
 
 def test_extend_keeps_what_belongs_to_the_text() -> None:
-    one = text(end_tokens=frozenset({7}))
+    one = text(eos_token_ids=frozenset({7}))
     assert one.extend([3, 7, 4], accepted=2) == [3, 7]
-    assert (one.finish_reason, one.ids, one.guessed) == ("stop", [0, 1, 3, 7], [True, True])
+    assert (one.finish_reason, one.ids, one.from_draft) == ("stop", [0, 1, 3, 7], [True, True])
 
 
 def test_room_is_what_may_still_be_written() -> None:
     one = text()
     one.extend([3, 4], accepted=1)
-    assert (one.room, one.new_tokens, one.written, one.guessed) == (7, 2, [3, 4], [True, False])
+    assert (one.room, one.new_tokens, one.written, one.from_draft) == (7, 2, [3, 4], [True, False])
 
 
 def test_a_text_without_a_seed_leaves_torchs_generator_in_charge() -> None:

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
-from paceline.core.protocols import Output, Round, Verdict
+from paceline.core.draft_tree import DraftTree, path_to
 from paceline.core.sequence import Sequence
-from paceline.core.tree import DraftTree, path_to
-from paceline.drafting import eagle_loop
+from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
-from paceline.drafting.eagle_loop import ChainLoop
+from paceline.drafting.eagle_graph import EagleGraphs
 from paceline.errors import OptionError, PairError
 from paceline.heads.attention import causal_mask
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead
 from paceline.heads.files import load_eagle
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.drafting import states as states_of_toys
-from tests.drafting.exactness import check_greedy, toy
-from tests.drafting.states import assert_unchanged, begin, check_sampled_with_states, settle, shown, texts_of
 from tests.heads import checkpoints
+from tests.support import drafter_states as states_of_toys
+from tests.support.drafter_exactness import check_greedy, toy
+from tests.support.drafter_states import assert_unchanged, begin, check_sampled_with_states, settle, shown, texts_of
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "loop": {}, "tree": {"nodes": 8, "branches": 3, "depth": 4}}
@@ -46,7 +46,7 @@ def toy_head(kind: str = EAGLE_3, seed: int = 0, vocab: int = 4) -> EagleHead:
 
 def looping(drafter: Eagle) -> Eagle:
     """The drafter with chains made as on CUDA, whole, but called instead of captured."""
-    drafter.loop = ChainLoop(drafter._head, drafter._buffers, drafter._vocab, capture=lambda work: work)
+    drafter.loop = EagleGraphs(drafter._head, drafter._buffers, drafter._vocab, capture=lambda work: work)
     return drafter
 
 
@@ -66,7 +66,7 @@ def target(tiny_model: Any) -> HuggingFaceRunner:
 
 def token_oracle(target: TableRunner) -> EagleHead:
     """For a toy that looks one token back: its next state stands in its table under the token t + 1."""
-    size = target.card.vocab_size
+    size = target.info.vocab_size
     head = EagleHead(EagleConfig(EAGLE_1, size, 4, 1, 1, 2, size, size, size)).requires_grad_(False)
     _silence(head)
     head.fc.weight.copy_(torch.cat([target.table[:size].T, torch.zeros(size, size)], dim=1))
@@ -78,7 +78,7 @@ def state_oracle(target: TableRunner) -> EagleHead:
 
     Random features of every possible pair, and the one layer that turns them into the right answer, by least squares.
     """
-    size = target.card.vocab_size
+    size = target.info.vocab_size
     generator = torch.Generator().manual_seed(3)
     head = EagleHead(EagleConfig(EAGLE_1, size, 1500, 1, 1, 2, size, size, size)).requires_grad_(False)
     _silence(head)
@@ -110,17 +110,17 @@ def test_an_oracle_is_always_right(order: int, shape: str) -> None:
     head = token_oracle(target) if order == 1 else state_oracle(target)
     drafter = made(shape, head, target, nodes=30, depth=5)
     k = 30 if shape == "tree" else 5
-    done = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0], [2, 2, 2, 2, 1]], 61, k)
+    result = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0], [2, 2, 2, 2, 1]], 61, k)
     # A tree of the likeliest paths may leave out the one that is likeliest step by step, but not its beginning.
     sure = 1 if shape == "tree" else 5
-    assert done.acceptance_by_position[:sure] == [1.0] * sure
-    assert done.tokens_per_step > 3
+    assert result.acceptance_by_position[:sure] == [1.0] * sure
+    assert result.tokens_per_step > 3
 
 
 def test_a_text_of_one_token_is_guessed_for_from_its_second_round_on() -> None:
     target = TableRunner(vocab_size=5, order=1, seed=3)
-    done = assert_unchanged(target, Eagle(token_oracle(target), target), [[3]], 31, 5)
-    assert done.steps == 1 + 5, "one plain round, then five of six tokens"
+    result = assert_unchanged(target, Eagle(token_oracle(target), target), [[3]], 31, 5)
+    assert result.steps == 1 + 5, "one plain round, then five of six tokens"
 
 
 def test_rounds_it_was_not_told_of_do_not_shift_the_pairing() -> None:
@@ -129,13 +129,13 @@ def test_rounds_it_was_not_told_of_do_not_shift_the_pairing() -> None:
     drafter = Eagle(token_oracle(target), target)
     told, observe = itertools.count(), drafter.observe
 
-    def now_and_then(texts: list[Sequence], rounds: list[Round]) -> None:
+    def now_and_then(seqs: list[Sequence], results: list[StepResult]) -> None:
         if next(told) % 3 != 1:
-            observe(texts, rounds)
+            observe(seqs, results)
 
     drafter.observe = now_and_then  # type: ignore[method-assign]
-    done = assert_unchanged(target, drafter, [[1, 2, 3]], 60, 2)
-    assert done.acceptance_by_position[1] > 0.6
+    result = assert_unchanged(target, drafter, [[1, 2, 3]], 60, 2)
+    assert result.acceptance_by_position[1] > 0.6
 
 
 # --- against a slow reference -----------------------------------------------------------------------------------------
@@ -148,20 +148,20 @@ class Recording(Eagle):
         super().__init__(*args, **options)
         self.said: list[tuple[list[int], DraftTree]] = []
 
-    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        trees = super().propose(texts, budgets)
-        self.said += [(list(text.ids), tree) for text, tree in zip(texts, trees) if len(tree)]
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = super().propose(seqs, num_draft_tokens)
+        self.said += [(list(seq.ids), tree) for seq, tree in zip(seqs, trees) if len(tree)]
         return trees
 
 
 def true_states(target: HuggingFaceRunner, ids: list[int], head: EagleHead) -> Tensor:
     """The states of a text, read at once by a fresh slot."""
-    from paceline.core.protocols import Row
+    from paceline.core.types import Row
 
-    slot = target.open()
-    said = target.forward([Row.chain(slot, ids)])
-    target.close(slot)
-    found = said.hidden if head.config.kind == EAGLE_1 else said.features
+    seq_cache = target.new_cache()
+    output = target.forward([Row.chain(seq_cache, ids)])
+    target.free(seq_cache)
+    found = output.hidden if head.config.kind == EAGLE_1 else output.features
     assert found is not None
     return found
 
@@ -242,8 +242,8 @@ def test_greedy_texts_are_unchanged(kind: str, shape: str) -> None:
 
 
 def test_chains_carry_the_q_they_were_drawn_from() -> None:
-    done = check_sampled_with_states(Eagle(toy_head(), toy()))
-    assert done.new_tokens >= 50_000
+    result = check_sampled_with_states(Eagle(toy_head(), toy()))
+    assert result.new_tokens >= 50_000
 
 
 def test_sampled_trees_are_exact() -> None:
@@ -251,61 +251,61 @@ def test_sampled_trees_are_exact() -> None:
 
 
 def test_sampled_texts_with_whole_chains_are_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states_of_toys, "COPIES", ChainLoop.MOST_TEXTS // 3)
+    monkeypatch.setattr(states_of_toys, "COPIES", EagleGraphs.MOST_TEXTS // 3)
     drafter = looping(Eagle(toy_head(), toy()))
     monkeypatch.setattr(drafter, "_step_by_step", None)  # nothing goes that way
-    done = check_sampled_with_states(drafter)
-    assert done.accepted
+    result = check_sampled_with_states(drafter)
+    assert result.accepted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts, buffers that grow on the way, and budgets that differ."""
-    monkeypatch.setattr(eagle_loop, "ROOM_ROWS", 1)
-    monkeypatch.setattr(eagle_loop, "ROOM_TOKENS", 1)
+    monkeypatch.setattr(eagle_graph, "ROOM_ROWS", 1)
+    monkeypatch.setattr(eagle_graph, "ROOM_TOKENS", 1)
     target = TableRunner(vocab_size=4, order=2, seed=5)
-    texts = [texts_of([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
+    seqs = [texts_of([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
     steps, whole = Eagle(toy_head(), target), looping(Eagle(toy_head(), target))
-    for text in texts:
-        text.acceptance = "coupled"  # the numbers it draws with depend on the place alone, so both draw alike
+    for seq in seqs:
+        seq.acceptance = "coupled"  # the numbers it draws with depend on the place alone, so both draw alike
         for drafter in (steps, whole):
-            begin(text, drafter, target)
-    guessed = 0
-    for budgets in ([3, 1], [2, 4], [0, 2], [4, 4]) * 20:
-        one, other = (drafter.propose(texts, budgets) for drafter in (steps, whole))
+            begin(seq, drafter, target)
+    from_draft = 0
+    for num_draft_tokens in ([3, 1], [2, 4], [0, 2], [4, 4]) * 20:
+        one, other = (drafter.propose(seqs, num_draft_tokens) for drafter in (steps, whole))
         for mine, theirs in zip(one, other):
             assert torch.equal(mine.tokens, theirs.tokens)
-            guessed += len(mine)
+            from_draft += len(mine)
             if mine.probs is not None:
                 torch.testing.assert_close(mine.probs, theirs.probs, rtol=1e-4, atol=1e-6)
-        rounds = [settle(text, tree, whole_verdict(tree), target.table[[2] * 5]) for text, tree in zip(texts, one)]
+        results = [settle(seq, tree, whole_verdict(tree), target.table[[2] * 5]) for seq, tree in zip(seqs, one)]
         for drafter in (steps, whole):
-            drafter.observe(texts, rounds)
-    assert guessed > 300 and whole._buffers.version >= 2
+            drafter.observe(seqs, results)
+    assert from_draft > 300 and whole._buffers.version >= 2
 
 
 def test_ordinary_texts_do_not_move_what_was_captured() -> None:
     drafter = looping(Eagle(toy_head(), toy()))
     before = drafter._buffers.version
     target = TableRunner(vocab_size=4, order=2, seed=5)
-    texts = texts_of([[1, 2] * 500, *([3, 0, 2] for _ in range(7))], 400)
-    for text in texts:
-        begin(text, drafter, target)
-    drafter.propose(texts, [4] * len(texts))
+    seqs = texts_of([[1, 2] * 500, *([3, 0, 2] for _ in range(7))], 400)
+    for seq in seqs:
+        begin(seq, drafter, target)
+    drafter.propose(seqs, [4] * len(seqs))
     assert drafter._buffers.version == before
 
 
-def whole_verdict(tree: DraftTree) -> Verdict:
-    return Verdict(list(range(len(tree))), 2)
+def whole_verdict(tree: DraftTree) -> VerifyResult:
+    return VerifyResult(list(range(len(tree))), 2)
 
 
 def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
     drafter = Eagle(toy_head(), toy())
-    texts = texts_of([[0, 1, 2], [2, 3]], 10, temperature=1.0, seed=1)
-    for text in texts:
-        rows = torch.randn(len(text.ids) - 1, 4)
-        drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
-    for tree, k in zip(drafter.propose(texts, [3, 2]), (3, 2)):
+    seqs = texts_of([[0, 1, 2], [2, 3]], 10, temperature=1.0, seed=1)
+    for seq in seqs:
+        rows = torch.randn(len(seq.ids) - 1, 4)
+        drafter.begin(seq, RowOutput(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    for tree, k in zip(drafter.propose(seqs, [3, 2]), (3, 2)):
         assert tree.probs is not None and tree.probs.shape == (k, 4)
         assert torch.allclose(tree.probs.sum(-1), torch.ones(k))
         assert (tree.probs[:, 1] == 0).all(), "the head cannot say token 1"
@@ -315,11 +315,11 @@ def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
 def test_tempered_greedy_settings_get_chosen_guesses() -> None:
     """Greedy with a bias is not the head's bare argmax, and still chosen: q stays one-hot."""
     drafter = Eagle(toy_head(), toy())
-    text = texts_of([[0, 1, 2]], 10)[0]
-    text.sampling = replace(text.sampling, logit_bias={3: 100.0})
+    seq = texts_of([[0, 1, 2]], 10)[0]
+    seq.sampling = replace(seq.sampling, logit_bias={3: 100.0})
     rows = torch.randn(2, 4)
-    drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
-    (tree,) = drafter.propose([text], [3])
+    drafter.begin(seq, RowOutput(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    (tree,) = drafter.propose([seq], [3])
     assert tree.probs is None and tree.tokens.tolist() == [3, 3, 3]
 
 
@@ -328,9 +328,9 @@ def test_tempered_greedy_settings_get_chosen_guesses() -> None:
 
 def begun(drafter: Eagle, ids: list[int], known: int, states: Tensor) -> Sequence:
     """A text whose first `known` tokens the target did not read now; states [places, 4] of its places."""
-    (text,) = texts_of([ids], 10)
-    drafter.begin(text, shown(states[known : len(ids) - 1]))
-    return text
+    (seq,) = texts_of([ids], 10)
+    drafter.begin(seq, shown(states[known : len(ids) - 1]))
+    return seq
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -342,12 +342,12 @@ def test_a_known_beginning_is_as_good_as_one_read_now(shape: str, over: bool) ->
     earlier = begun(going_on, first, 0, states)
     going_on.propose([earlier], [3])
     if over:
-        earlier.stays = True
+        earlier.keep_cache = True
         going_on.end(earlier)
-    text, whole = begun(going_on, second, 4, states), begun(anew, second, 0, states)
-    (found,), (expected,) = going_on.propose([text], [4]), anew.propose([whole], [4])
+    seq, whole = begun(going_on, second, 4, states), begun(anew, second, 0, states)
+    (found,), (expected,) = going_on.propose([seq], [4]), anew.propose([whole], [4])
     assert (found.tokens.tolist(), found.parents) == (expected.tokens.tolist(), expected.parents)
-    mine, theirs = (one._memories[who.number] for one, who in ((going_on, text), (anew, whole)))
+    mine, theirs = (one._memories[who.seq_id] for one, who in ((going_on, seq), (anew, whole)))
     assert (mine.start, mine.length) == (theirs.start, theirs.length) == (0, 8)
     torch.testing.assert_close(mine.out, theirs.out)
 
@@ -357,7 +357,7 @@ def test_texts_that_have_only_begun_lend_nothing() -> None:
     states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
     for _ in range(3):
         begun(drafter, [0, 2, 1, 3, 0], 0, states)
-    memory = drafter._memories[begun(drafter, [0, 2, 1, 3, 0, 2], 4, states).number]
+    memory = drafter._memories[begun(drafter, [0, 2, 1, 3, 0, 2], 4, states).seq_id]
     assert (memory.start, memory.length) == (4, 0)
 
 
@@ -373,9 +373,9 @@ def test_an_entry_made_with_another_next_token_is_not_taken_over() -> None:
     states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
     earlier = begun(drafter, [0, 2, 1, 3, 0], 0, states)
     drafter.propose([earlier], [3])
-    memory = drafter._memories[begun(drafter, [0, 2, 1, 2, 0, 3], 3, states).number]
+    memory = drafter._memories[begun(drafter, [0, 2, 1, 2, 0, 3], 3, states).seq_id]
     assert (memory.start, memory.length) == (1, 2), "of three shared tokens the last stood before another one"
-    stranger = drafter._memories[begun(drafter, [3, 2, 1, 2, 0, 3], 3, states).number]
+    stranger = drafter._memories[begun(drafter, [3, 2, 1, 2, 0, 3], 3, states).seq_id]
     assert (stranger.start, stranger.length) == (3, 0)
 
 
@@ -384,17 +384,17 @@ def test_an_entry_made_with_another_next_token_is_not_taken_over() -> None:
 
 def test_budgets_are_kept_and_asking_twice_is_harmless() -> None:
     drafter = Eagle(toy_head(), toy(), nodes=6, branches=2, depth=3)
-    texts = texts_of([[0, 1, 2], [2, 3], [1, 1]], 10)
-    for text in texts:
-        rows = torch.randn(len(text.ids) - 1, 4)
-        drafter.begin(text, Output(rows, rows, torch.cat([rows] * 3, dim=-1)))
-    first, second = drafter.propose(texts, [3, 0, 20]), drafter.propose(texts, [3, 0, 20])
+    seqs = texts_of([[0, 1, 2], [2, 3], [1, 1]], 10)
+    for seq in seqs:
+        rows = torch.randn(len(seq.ids) - 1, 4)
+        drafter.begin(seq, RowOutput(rows, rows, torch.cat([rows] * 3, dim=-1)))
+    first, second = drafter.propose(seqs, [3, 0, 20]), drafter.propose(seqs, [3, 0, 20])
     assert [len(tree) for tree in first] == [3, 0, 6]
     for one, other in zip(first, second):
         assert one.tokens.tolist() == other.tokens.tolist() and one.parents == other.parents
-    drafter.end(texts[0])
-    assert len(drafter.propose(texts[:1], [3])[0]) == 0
-    drafter.end(texts[0])
+    drafter.end(seqs[0])
+    assert len(drafter.propose(seqs[:1], [3])[0]) == 0
+    drafter.end(seqs[0])
 
 
 def test_texts_come_and_go_without_leaving_anything() -> None:
@@ -426,10 +426,10 @@ def test_published_heads_draft_through_the_python_face(
 ) -> None:
     folder = checkpoints.write(tmp_path, layout)
     decoder = SpeculativeDecoder(
-        str(tiny_folder), draft=str(folder), method="eagle", draft_tokens=6, method_options=options
+        str(tiny_folder), draft=str(folder), method="eagle", num_draft_tokens=6, method_options=options
     )
-    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=24, ignore_end=True)
-    drafted = decoder.generate("Once upon", max_new_tokens=24, ignore_end=True)
+    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=24, ignore_eos=True)
+    drafted = decoder.generate("Once upon", max_new_tokens=24, ignore_eos=True)
     assert drafted.token_ids == plain.token_ids
     assert drafted.stats.drafted > 0
 
@@ -447,5 +447,5 @@ def test_no_guess_is_made_twice_after_the_same_path() -> None:
     assert_unchanged(toy(), drafter, [[1, 2, 3], [0, 3]], 20, 12)
     assert drafter.said
     for _, tree in drafter.said:
-        guesses = list(zip(tree.parents, tree.tokens.tolist()))
-        assert len(set(guesses)) == len(guesses)
+        draft_tokens = list(zip(tree.parents, tree.tokens.tolist()))
+        assert len(set(draft_tokens)) == len(draft_tokens)

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
-from paceline.core.protocols import Adapter, Row, Slot
-from paceline.core.tree import DraftTree
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Adapter
+from paceline.core.types import Row, SequenceCache
 from paceline.drafting.layerskip import LayerSkip
 from paceline.errors import OptionError, PairError
-from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.files import save_exit
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.drafting.exactness import check_greedy, toy
-from tests.drafting.states import assert_unchanged, check_sampled_with_states, greedy_run
-from tests.tiny import tiny_llama
+from tests.support.drafter_exactness import check_greedy, toy
+from tests.support.drafter_states import assert_unchanged, check_sampled_with_states, greedy_run
+from tests.support.tiny import tiny_llama
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
 
@@ -44,14 +45,14 @@ def test_an_exit_before_layers_that_do_nothing_is_always_right() -> None:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             torch.nn.init.zeros_(part.weight)
     target = HuggingFaceRunner(model, "tiny")
-    done = assert_unchanged(target, LayerSkip(target, 2), PROMPTS, 31, 4)
-    assert done.acceptance_by_position == [1.0] * 4
+    result = assert_unchanged(target, LayerSkip(target, 2), PROMPTS, 31, 4)
+    assert result.acceptance_by_position == [1.0] * 4
 
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_greedy_texts_of_a_model_are_unchanged(adapted: bool, target: HuggingFaceRunner) -> None:
-    done = assert_unchanged(target, LayerSkip(target, 1, adapter_for(32) if adapted else None), PROMPTS, 24, 3)
-    assert done.drafted > 0
+    result = assert_unchanged(target, LayerSkip(target, 1, adapter_for(32) if adapted else None), PROMPTS, 24, 3)
+    assert result.drafted > 0
 
 
 def test_greedy_texts_of_the_toy_are_unchanged() -> None:
@@ -67,32 +68,32 @@ def test_sampled_texts_are_exact() -> None:
 
 def test_slots_are_given_back_as_they_were(target: HuggingFaceRunner) -> None:
     drafter = LayerSkip(target, 1)
-    texts = greedy_run(target, drafter, PROMPTS[:2], 4, 2)
-    for text in texts:
-        text.slot = target.open()
-        target.forward([Row.chain(text.slot, text.ids[:-1])])
-        target.keep(text.slot, list(range(len(text.ids) - 1)))
-        text.finish_reason = None
-    before = [text.slot.length for text in texts if text.slot is not None]
-    trees = drafter.propose(texts, [3, 0])
+    seqs = greedy_run(target, drafter, PROMPTS[:2], 4, 2)
+    for seq in seqs:
+        seq.seq_cache = target.new_cache()
+        target.forward([Row.chain(seq.seq_cache, seq.ids[:-1])])
+        target.commit(seq.seq_cache, list(range(len(seq.ids) - 1)))
+        seq.finish_reason = None
+    before = [seq.seq_cache.length for seq in seqs if seq.seq_cache is not None]
+    trees = drafter.propose(seqs, [3, 0])
     assert [len(tree) for tree in trees] == [3, 0]
-    assert [text.slot.length for text in texts if text.slot is not None] == before
-    for text in texts:
-        assert text.slot is not None
-        target.close(text.slot)
+    assert [seq.seq_cache.length for seq in seqs if seq.seq_cache is not None] == before
+    for seq in seqs:
+        assert seq.seq_cache is not None
+        target.free(seq.seq_cache)
 
 
 def test_a_runner_that_can_go_on_from_the_exit_is_asked_to() -> None:
     handed: list[int] = []
 
     class Resumable(TableRunner):
-        def exit_at(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
-            short = Resumable(self.card.vocab_size, self.order, self.seed, blur=0.3)
+        def early_exit(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
+            short = Resumable(self.info.vocab_size, self.order, self.seed, blur=0.3)
             return short
 
-        def hand_over(self, slot: Slot, length: int) -> None:
+        def rollback_draft(self, seq_cache: SequenceCache, length: int) -> None:
             handed.append(length)
-            self.trim(slot, length)
+            self.truncate(seq_cache, length)
 
     target = Resumable(4, 2, 5)
     assert_unchanged(target, LayerSkip(target, 1), [[0, 1, 2]], 12, 2)
@@ -100,14 +101,14 @@ def test_a_runner_that_can_go_on_from_the_exit_is_asked_to() -> None:
 
 
 def test_an_adapter_changes_the_guesses(target: HuggingFaceRunner) -> None:
-    def guesses(drafter: LayerSkip) -> list[DraftTree]:
-        said: list[DraftTree] = []
+    def draft_tokens(drafter: LayerSkip) -> list[DraftTree]:
+        output: list[DraftTree] = []
         propose = drafter.propose
-        drafter.propose = lambda *asked: said.extend(found := propose(*asked)) or found  # type: ignore[method-assign]
+        drafter.propose = lambda *asked: output.extend(found := propose(*asked)) or found  # type: ignore[method-assign]
         greedy_run(target, drafter, PROMPTS[:1], 6, 3)
-        return said
+        return output
 
-    bare, adapted = guesses(LayerSkip(target, 1)), guesses(LayerSkip(target, 1, adapter_for(32)))
+    bare, adapted = draft_tokens(LayerSkip(target, 1)), draft_tokens(LayerSkip(target, 1, adapter_for(32)))
     assert [tree.tokens.tolist() for tree in bare] != [tree.tokens.tolist() for tree in adapted]
 
 
@@ -124,12 +125,12 @@ def test_what_does_not_fit_is_refused(target: HuggingFaceRunner) -> None:
 
 def test_the_python_face(tiny_folder: Path, tmp_path: Path) -> None:
     save_exit(adapter_for(32), tmp_path)
-    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_end=True)
+    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_eos=True)
     ways: tuple[dict[str, Any], ...] = (
         {"draft": str(tmp_path)},
         {"method_options": {"adapter": str(tmp_path)}},
         {"method_options": {"layer": 2}},
     )
     for options in ways:
-        decoder = SpeculativeDecoder(str(tiny_folder), method="layerskip", draft_tokens=3, **options)
-        assert decoder.generate("Once upon", max_new_tokens=16, ignore_end=True).token_ids == plain.token_ids
+        decoder = SpeculativeDecoder(str(tiny_folder), method="layerskip", num_draft_tokens=3, **options)
+        assert decoder.generate("Once upon", max_new_tokens=16, ignore_eos=True).token_ids == plain.token_ids

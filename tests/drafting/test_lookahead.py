@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.core.budget import FixedBudget
-from paceline.core.distribution import SamplingParams
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.draft_tree import path_to
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.tree import path_to
-from paceline.decode.generate import run
-from paceline.decode.judge import Judge
-from paceline.decode.step import Machinery
 from paceline.drafting.lookahead import Lookahead, Pool
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts
+from paceline.engines.local.verifier import Verifier
 from paceline.errors import OptionError
 from paceline.runners.table import TableRunner
-from tests.drafting.exactness import check_greedy, check_sampled
+from tests.support.drafter_exactness import check_greedy, check_sampled
 
 
 def text_of(ids: list[int], room: int = 200) -> Sequence:
@@ -26,39 +26,39 @@ def text_of(ids: list[int], room: int = 200) -> Sequence:
 
 
 def test_the_window_is_a_chain_of_heads_from_which_columns_hang() -> None:
-    drafter, text = Lookahead(columns=3, run=4), text_of([5, 6, 7])
-    tree = drafter.propose([text], [2])[0]
-    assert tree.guesses == 0 and tree.probes == drafter.probes == 8, (
+    drafter, seq = Lookahead(columns=3, run=4), text_of([5, 6, 7])
+    tree = drafter.propose([seq], [2])[0]
+    assert tree.num_draft_tokens == 0 and tree.probes == drafter.probes == 8, (
         "2 below the text's last token, then 3 in each further column"
     )
     assert tree.parents == [-1, 0, -1, 2, 3, 2, 5, 6]
-    columns = drafter._texts[text.number].columns
+    columns = drafter._texts[seq.seq_id].columns
     assert columns[0][0] == 7
     assert tree.tokens.tolist() == columns[0][1:] + columns[1] + columns[2]
     assert columns[1][0] == columns[0][1], "a head stands where the column before it has its second token"
 
 
 def test_guesses_come_first_and_count_against_the_budget() -> None:
-    drafter, text = Lookahead(columns=3, run=3), text_of([1, 2, 3, 1, 2, 4, 1])
-    tree = drafter.propose([text], [3])[0]
-    assert tree.guesses == 3 and tree.tokens.tolist()[:3] == [2, 4, 3]
+    drafter, seq = Lookahead(columns=3, run=3), text_of([1, 2, 3, 1, 2, 4, 1])
+    tree = drafter.propose([seq], [3])[0]
+    assert tree.num_draft_tokens == 3 and tree.tokens.tolist()[:3] == [2, 4, 3]
     assert tree.probes == 3 * 2 - 1
-    assert all(parent == -1 or parent >= tree.guesses for parent in tree.parents[tree.guesses :])
+    assert all(parent == -1 or parent >= tree.num_draft_tokens for parent in tree.parents[tree.num_draft_tokens :])
 
 
 def test_what_the_target_answers_below_a_column_is_learnt() -> None:
     """Every answer must be the target's word after exactly the tokens of that column's path: a wrong parent or row
     would break this."""
-    target, drafter, text = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), text_of([1, 2, 3])
-    machinery = Machinery(target, drafter, FixedBudget(4), Judge())
+    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), text_of([1, 2, 3])
+    parts = EngineParts(target, drafter, FixedDraftLength(4), Verifier())
     learnt: list[list[int]] = []
-    for progress in run([text], machinery):
-        tree, ahead = progress.round.tree, drafter._texts.get(text.number)
+    for progress in run([seq], parts):
+        tree, ahead = progress.round.tree, drafter._texts.get(seq.seq_id)
         if ahead is None or not tree.probes:
             continue
-        before = text.ids[: len(text.ids) - len(progress.round.emitted)]
+        before = seq.ids[: len(seq.ids) - len(progress.round.emitted)]
         tokens = tree.tokens.tolist()
-        ends = [node for node in range(tree.guesses, len(tree)) if node not in tree.parents]
+        ends = [node for node in range(tree.num_draft_tokens, len(tree)) if node not in tree.parents]
         for end in ends[len(progress.round.emitted) - 1 :]:
             path = before + [tokens[node] for node in path_to(tree.parents, end)]
             learnt.append([*path[-2:], int(target.table[target._context(path)].argmax())])
@@ -71,11 +71,11 @@ def test_the_window_finds_what_the_text_has_not_said_yet() -> None:
     taus = {True: 0.0, False: 0.0}
     for window in taus:
         for seed in range(8):
-            target, text = TableRunner(1000, order=1, seed=seed), text_of([1, 2, 3, 4], 60)
+            target, seq = TableRunner(1000, order=1, seed=seed), text_of([1, 2, 3, 4], 60)
             drafter = Lookahead(columns=8, run=4, window=window)
-            for _ in run([text], Machinery(target, drafter, FixedBudget(6), Judge())):
+            for _ in run([seq], EngineParts(target, drafter, FixedDraftLength(6), Verifier())):
                 pass
-            taus[window] += text.tally.tokens_per_step / 8
+            taus[window] += seq.stats.tokens_per_step / 8
     assert taus[True] > taus[False] + 0.15
 
 
@@ -88,20 +88,20 @@ def test_a_pool_keeps_the_latest_runs_and_each_once() -> None:
 
 
 def test_near_the_end_there_is_no_window() -> None:
-    drafter, text = Lookahead(columns=6, run=4), text_of([1, 2, 3], room=9)
-    assert drafter.propose([text], [3])[0].probes == 0
+    drafter, seq = Lookahead(columns=6, run=4), text_of([1, 2, 3], room=9)
+    assert drafter.propose([seq], [3])[0].probes == 0
 
 
 def test_rounds_without_the_window_move_it_on() -> None:
     """A budget of 0 in between: the columns stay where they were in the text, so the first ones fall off."""
-    target, drafter, text = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), text_of([1, 2, 3])
-    for number, _ in enumerate(run([text], Machinery(target, drafter, FixedBudget(3), Judge()))):
-        text.draft_tokens = 0 if number % 3 == 1 else 3
-        if number == 1:
-            assert len(drafter._texts[text.number].columns) <= 5
-        if number == 2:
-            assert len(drafter._texts[text.number].columns) <= 4
-    assert text.finished
+    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), text_of([1, 2, 3])
+    for seq_id, _ in enumerate(run([seq], EngineParts(target, drafter, FixedDraftLength(3), Verifier()))):
+        seq.num_draft_tokens = 0 if seq_id % 3 == 1 else 3
+        if seq_id == 1:
+            assert len(drafter._texts[seq.seq_id].columns) <= 5
+        if seq_id == 2:
+            assert len(drafter._texts[seq.seq_id].columns) <= 4
+    assert seq.finished
 
 
 @pytest.mark.parametrize("wrong", [{"columns": 0}, {"run": 2}, {"kept": 0}])
@@ -120,9 +120,9 @@ def test_sampled_texts_have_the_right_distribution() -> None:
 
 def test_a_transformers_model_reads_window_and_guesses(tiny_folder: Path) -> None:
     prompt = "to be or not to be, to be or not, to be or"
-    said = [
-        SpeculativeDecoder(str(tiny_folder), method=method, draft_tokens=6).generate(prompt, max_new_tokens=80)
+    output = [
+        SpeculativeDecoder(str(tiny_folder), method=method, num_draft_tokens=6).generate(prompt, max_new_tokens=80)
         for method in ("none", "lookahead")
     ]
-    assert said[0].token_ids == said[1].token_ids
-    assert said[1].stats.accepted > 0
+    assert output[0].token_ids == output[1].token_ids
+    assert output[1].stats.accepted > 0

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
-from paceline.core.protocols import Output
-from paceline.core.tree import path_to
+from paceline.core.draft_tree import path_to
+from paceline.core.types import RowOutput
 from paceline.drafting.medusa import Medusa, grown
 from paceline.errors import OptionError, PairError
 from paceline.heads.files import load_medusa
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.drafting.exactness import check_greedy, toy
-from tests.drafting.states import assert_unchanged, check_sampled_with_states, texts_of
 from tests.heads import checkpoints
+from tests.support.drafter_exactness import check_greedy, toy
+from tests.support.drafter_states import assert_unchanged, check_sampled_with_states, texts_of
 
 
 def toy_heads(heads: int = 3, reduced: bool = False) -> MedusaHeads:
@@ -54,9 +54,9 @@ def test_an_oracle_is_always_right(branches: int) -> None:
     """Head h speaks of the place h after the text's next; one place off and nothing would stand."""
     target = circle()
     drafter = Medusa(counting_heads(), target, branches=branches)
-    done = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0, 1], [2, 3]], 41, 3 if branches == 1 else 40)
-    assert done.acceptance_by_position == [1.0] * 3
-    assert done.steps == 3 * 11, "forty tokens in tens of four, and one more round for the last"
+    result = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0, 1], [2, 3]], 41, 3 if branches == 1 else 40)
+    assert result.acceptance_by_position == [1.0] * 3
+    assert result.steps == 3 * 11, "forty tokens in tens of four, and one more round for the last"
 
 
 def test_trees_hold_the_likeliest_combinations() -> None:
@@ -72,8 +72,8 @@ def test_trees_hold_the_likeliest_combinations() -> None:
     best = sorted(every.values(), reverse=True)
     for limit in (1, 4, 9, 25, 39, 100):
         tree = grown(scores, tokens, limit)
-        said = tree.tokens.tolist()
-        paths = {tuple(said[step] for step in path_to(tree.parents, node)) for node in range(len(tree))}
+        output = tree.tokens.tolist()
+        paths = {tuple(output[step] for step in path_to(tree.parents, node)) for node in range(len(tree))}
         assert len(paths) == len(tree) == min(limit, 39)
         assert sorted((every[path] for path in paths), reverse=True) == pytest.approx(best[: len(tree)])
 
@@ -89,14 +89,14 @@ def test_sampled_texts_are_exact() -> None:
 
 def test_budgets_and_ends_are_kept() -> None:
     drafter = Medusa(toy_heads(), toy(), nodes=5)
-    texts = texts_of([[0, 1, 2], [2, 3], [1]], 10)
-    for text in texts:
-        rows = torch.randn(len(text.ids) - 1, 4)
-        drafter.begin(text, Output(rows, rows) if len(rows) else None)
-    assert [len(tree) for tree in drafter.propose(texts, [3, 0, 2])] == [3, 0, 0], "nothing is known of the third yet"
-    assert len(drafter.propose(texts, [40, 0, 0])[0]) == 5
-    for text in texts:
-        drafter.end(text)
+    seqs = texts_of([[0, 1, 2], [2, 3], [1]], 10)
+    for seq in seqs:
+        rows = torch.randn(len(seq.ids) - 1, 4)
+        drafter.begin(seq, RowOutput(rows, rows) if len(rows) else None)
+    assert [len(tree) for tree in drafter.propose(seqs, [3, 0, 2])] == [3, 0, 0], "nothing is known of the third yet"
+    assert len(drafter.propose(seqs, [40, 0, 0])[0]) == 5
+    for seq in seqs:
+        drafter.end(seq)
     assert not drafter._states
 
 
@@ -115,12 +115,12 @@ def test_heads_for_another_target_are_refused() -> None:
 def test_published_heads_draft(layout: str, tiny_model: object, tmp_path: Path) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")  # type: ignore[arg-type]
     drafter = Medusa(load_medusa(checkpoints.write(tmp_path, layout)), target)
-    done = assert_unchanged(target, drafter, [[5, 7, 9, 11], [250], [3, 3, 8, 3]], 20, 6)
-    assert done.drafted > 0
+    result = assert_unchanged(target, drafter, [[5, 7, 9, 11], [250], [3, 3, 8, 3]], 20, 6)
+    assert result.drafted > 0
 
 
 def test_the_python_face(tiny_folder: Path, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, "medusa")
-    decoder = SpeculativeDecoder(str(tiny_folder), draft=str(folder), method="medusa", draft_tokens=6)
-    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_end=True)
-    assert decoder.generate("Once upon", max_new_tokens=16, ignore_end=True).token_ids == plain.token_ids
+    decoder = SpeculativeDecoder(str(tiny_folder), draft=str(folder), method="medusa", num_draft_tokens=6)
+    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_eos=True)
+    assert decoder.generate("Once upon", max_new_tokens=16, ignore_eos=True).token_ids == plain.token_ids

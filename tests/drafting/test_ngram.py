@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.distribution import SamplingParams
+from paceline.core.draft_tree import DraftTree
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.tree import DraftTree
 from paceline.drafting.ngram import Ngram
 from paceline.errors import OptionError
 
 
-def text(ids: list[int]) -> Sequence:
+def seq(ids: list[int]) -> Sequence:
     return Sequence(ids, SamplingParams(), StopRules(100))
 
 
 def guess(ids: list[int], budget: int, **options: int) -> DraftTree:
-    drafter, one = Ngram(**options), text(ids)
+    drafter, one = Ngram(**options), seq(ids)
     drafter.begin(one, None)
     return drafter.propose([one], [budget])[0]
 
@@ -45,7 +45,7 @@ def test_branches_become_a_tree() -> None:
 
 
 def test_the_index_grows_with_the_text() -> None:
-    drafter, one = Ngram(), text([1, 2, 3])
+    drafter, one = Ngram(), seq([1, 2, 3])
     drafter.begin(one, None)
     assert len(drafter.propose([one], [2])[0]) == 0
     one.extend([9, 1, 2], accepted=0)

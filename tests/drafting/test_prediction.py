@@ -4,75 +4,75 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.distribution import SamplingParams
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.drafting.prediction import Prediction, PredictionCount, prediction_count
 from paceline.errors import OptionError
-from tests.drafting.exactness import check_greedy, check_sampled, written_by
+from tests.support.drafter_exactness import check_greedy, check_sampled, written_by
 
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
-    text = Sequence([1, 2], SamplingParams(), StopRules(100))
-    text.prediction = prediction
-    drafter.begin(text, None)
-    return text
+    seq = Sequence([1, 2], SamplingParams(), StopRules(100))
+    seq.prediction = prediction
+    drafter.begin(seq, None)
+    return seq
 
 
-def guesses(drafter: Prediction, text: Sequence, budget: int = 3) -> list[int]:
-    return list(drafter.propose([text], [budget])[0].tokens.tolist())
+def draft_tokens(drafter: Prediction, seq: Sequence, budget: int = 3) -> list[int]:
+    return list(drafter.propose([seq], [budget])[0].tokens.tolist())
 
 
 def test_the_prediction_is_guessed_from_its_beginning_to_its_end() -> None:
     drafter = Prediction()
-    text = begun(drafter, [10, 11, 12, 13, 14])
-    assert guesses(drafter, text) == [10, 11, 12]
-    text.ids += [10, 11, 12, 13]
-    assert guesses(drafter, text) == [14]
-    text.ids += [14]
-    assert guesses(drafter, text) == []
-    text.ids += [15, 16]
-    assert guesses(drafter, text) == []
+    seq = begun(drafter, [10, 11, 12, 13, 14])
+    assert draft_tokens(drafter, seq) == [10, 11, 12]
+    seq.ids += [10, 11, 12, 13]
+    assert draft_tokens(drafter, seq) == [14]
+    seq.ids += [14]
+    assert draft_tokens(drafter, seq) == []
+    seq.ids += [15, 16]
+    assert draft_tokens(drafter, seq) == []
 
 
 def test_after_a_replaced_token_the_thread_is_found_again() -> None:
     drafter = Prediction()
-    text = begun(drafter, [10, 11, 12, 13, 14, 15, 16])
-    text.ids += [10, 99]
-    assert guesses(drafter, text) == []
-    text.ids += [12]
-    assert guesses(drafter, text) == [], "one token could be chance"
-    text.ids += [13]
-    assert guesses(drafter, text) == [14, 15, 16]
+    seq = begun(drafter, [10, 11, 12, 13, 14, 15, 16])
+    seq.ids += [10, 99]
+    assert draft_tokens(drafter, seq) == []
+    seq.ids += [12]
+    assert draft_tokens(drafter, seq) == [], "one token could be chance"
+    seq.ids += [13]
+    assert draft_tokens(drafter, seq) == [14, 15, 16]
 
 
 def test_of_several_places_the_first_one_ahead_counts() -> None:
     drafter = Prediction()
-    text = begun(drafter, [10, 11, 20, 30, 31, 40, 10, 11, 21, 10, 11, 22])
-    text.ids += [10, 11, 20, 30, 31, 99]
-    assert guesses(drafter, text) == []
-    text.ids += [10, 11]
-    assert guesses(drafter, text, 1) == [21]
+    seq = begun(drafter, [10, 11, 20, 30, 31, 40, 10, 11, 21, 10, 11, 22])
+    seq.ids += [10, 11, 20, 30, 31, 99]
+    assert draft_tokens(drafter, seq) == []
+    seq.ids += [10, 11]
+    assert draft_tokens(drafter, seq, 1) == [21]
 
 
 def test_an_answer_that_begins_with_something_else_joins_later() -> None:
     drafter = Prediction()
-    text = begun(drafter, [10, 11, 12, 13])
-    text.ids += [50, 51, 10, 11]
-    assert guesses(drafter, text) == [12, 13]
+    seq = begun(drafter, [10, 11, 12, 13])
+    seq.ids += [50, 51, 10, 11]
+    assert draft_tokens(drafter, seq) == [12, 13]
 
 
 def test_a_text_without_a_prediction_is_not_guessed_for() -> None:
     drafter = Prediction()
-    assert guesses(drafter, begun(drafter, None)) == []
-    assert guesses(drafter, begun(drafter, [])) == []
+    assert draft_tokens(drafter, begun(drafter, None)) == []
+    assert draft_tokens(drafter, begun(drafter, [])) == []
 
 
 def test_accepted_and_rejected_tokens_are_counted() -> None:
     plain = written_by(Prediction())[0].written
     followed = written_by(Prediction(), prediction=plain)[0]
     assert prediction_count(followed).rejected == 0
-    assert prediction_count(followed).accepted == followed.tally.accepted > 30
+    assert prediction_count(followed).accepted == followed.stats.accepted > 30
     wrong = [(token + 1) % 4 for token in plain]
     refused = written_by(Prediction(), prediction=wrong)[0]
     assert prediction_count(refused).rejected > 0

@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.core.distribution import SamplingParams
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.drafting.automaton import Context, SuffixAutomaton
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.suffix import MEGABYTE, Store, Suffix
+from paceline.drafting.suffix_automaton import Context, SuffixAutomaton
 from paceline.errors import OptionError
-from tests.drafting.exactness import check_greedy, check_sampled
+from tests.support.drafter_exactness import check_greedy, check_sampled
 
 
-def automaton_over(*texts: list[int]) -> SuffixAutomaton:
+def automaton_over(*seqs: list[int]) -> SuffixAutomaton:
     automaton = SuffixAutomaton()
-    for text in texts:
+    for seq in seqs:
         automaton.start_text()
-        for token in text:
+        for token in seq:
             automaton.append(token)
     return automaton
 
@@ -33,8 +33,8 @@ def random_text(seed: int, length: int, alphabet: int) -> list[int]:
     return [rng.randrange(alphabet) for _ in range(length)]
 
 
-def occurrences(text: list[int], run: list[int]) -> int:
-    return sum(text[at : at + len(run)] == run for at in range(len(text) - len(run) + 1))
+def occurrences(seq: list[int], run: list[int]) -> int:
+    return sum(seq[at : at + len(run)] == run for at in range(len(seq) - len(run) + 1))
 
 
 def text_of(ids: list[int]) -> Sequence:
@@ -43,53 +43,53 @@ def text_of(ids: list[int]) -> Sequence:
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8])
 def test_the_longest_repeated_run_is_found_after_every_token(alphabet: int) -> None:
-    text = random_text(alphabet, 120, alphabet)
+    seq = random_text(alphabet, 120, alphabet)
     automaton = SuffixAutomaton()
-    for end, token in enumerate(text, start=1):
+    for end, token in enumerate(seq, start=1):
         automaton.append(token)
-        seen = text[:end]
+        seen = seq[:end]
         longest = max(size for size in range(end) if size == 0 or occurrences(seen, seen[end - size :]) > 1)
         assert automaton.repeated().length == longest
 
 
 def test_counts_are_the_numbers_of_occurrences() -> None:
-    text = random_text(0, 300, 3)
-    automaton = automaton_over(text)
+    seq = random_text(0, 300, 3)
+    automaton = automaton_over(seq)
     for length in (1, 2, 3, 4):
-        for at in range(0, len(text) - length, 7):
-            run = text[at : at + length]
+        for at in range(0, len(seq) - length, 7):
+            run = seq[at : at + length]
             context = Context()
             for token in run:
                 context = automaton.follow(context, token)
             assert context.length == length
-            assert automaton._count[context.state] == occurrences(text, run)
+            assert automaton._count[context.state] == occurrences(seq, run)
 
 
 def test_a_place_in_the_store_is_the_longest_run_the_store_knows() -> None:
     stored = [random_text(1, 80, 3), random_text(2, 80, 3)]
-    automaton, context, text = automaton_over(stored[0]), Context(), random_text(3, 160, 3)
-    for end, token in enumerate(text, start=1):
+    automaton, context, seq = automaton_over(stored[0]), Context(), random_text(3, 160, 3)
+    for end, token in enumerate(seq, start=1):
         if end == 80:  # the store grows while a text has its place in it
             automaton.start_text()
             for other in stored[1]:
                 automaton.append(other)
         context = automaton.follow(context, token)
         known = stored if end >= 80 else stored[:1]
-        longest = max(size for size in range(end + 1) if any(occurrences(one, text[end - size : end]) for one in known))
+        longest = max(size for size in range(end + 1) if any(occurrences(one, seq[end - size : end]) for one in known))
         assert context.length <= longest
         if end < 80 or context.length < end - 80:  # a run longer than the old store knew is met by new tokens only
             assert context.length == longest
 
 
 def test_reading_takes_at_most_two_states_a_token() -> None:
-    for text in (random_text(4, 2000, 2), [7] * 2000, list(range(2000)), [0, 1] * 1000):
-        assert len(automaton_over(text)._next) <= 2 * len(text) + 1
+    for seq in (random_text(4, 2000, 2), [7] * 2000, list(range(2000)), [0, 1] * 1000):
+        assert len(automaton_over(seq)._next) <= 2 * len(seq) + 1
 
 
 def test_memory_is_told_as_it_is() -> None:
-    text = random_text(5, 4000, 500)
+    seq = random_text(5, 4000, 500)
     tracemalloc.start()
-    automaton = automaton_over(text)
+    automaton = automaton_over(seq)
     used = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert 0.5 * used < automaton.memory < 2 * used
@@ -133,8 +133,8 @@ def test_texts_know_nothing_of_each_other_unless_asked_to_remember() -> None:
 
 def test_the_store_keeps_its_limit_and_its_latest_texts() -> None:
     store = Store(MEGABYTE // 4)
-    for number in range(40):
-        store.add(random_text(number, 200, 1000))
+    for seq_id in range(40):
+        store.add(random_text(seq_id, 200, 1000))
         assert store.memory <= MEGABYTE // 4 + 1000
     assert len(store.automata) == 2
     assert known_of(store, random_text(39, 200, 1000)[150:]) == 50
@@ -153,11 +153,11 @@ def known_of(store: Store, run: list[int]) -> int:
 
 
 def test_ending_twice_or_never_begun_is_harmless() -> None:
-    drafter, text = Suffix(remember=1), text_of([1])
-    drafter.end(text)
-    drafter.begin(text, None)
-    drafter.end(text)
-    drafter.end(text)
+    drafter, seq = Suffix(remember=1), text_of([1])
+    drafter.end(seq)
+    drafter.begin(seq, None)
+    drafter.end(seq)
+    drafter.end(seq)
 
 
 @pytest.mark.parametrize("wrong", [{"least": 0.0}, {"least": 1.0}, {"remember": -1}])
@@ -184,15 +184,15 @@ def test_more_is_found_than_by_ngrams() -> None:
     written = [token if rng.random() < 0.95 else rng.randrange(60) for token in prompt]
     taus = []
     for drafter in (Ngram(), Suffix()):
-        text, at, steps = text_of(prompt), 0, 0
-        drafter.begin(text, None)
+        seq, at, steps = text_of(prompt), 0, 0
+        drafter.begin(seq, None)
         while at < len(written):
-            guessed, node = drafter.propose([text], [8])[0], -1
-            for child, (token, parent) in enumerate(zip(guessed.tokens.tolist(), guessed.parents)):
+            from_draft, node = drafter.propose([seq], [8])[0], -1
+            for child, (token, parent) in enumerate(zip(from_draft.tokens.tolist(), from_draft.parents)):
                 if parent == node and at < len(written) and token == written[at]:
-                    text.ids.append(token)
+                    seq.ids.append(token)
                     node, at = child, at + 1
-            text.ids += written[at : at + 1]
+            seq.ids += written[at : at + 1]
             at, steps = at + 1, steps + 1
         taus.append(len(written) / steps)
     assert taus[1] > 1.15 * taus[0]
@@ -200,9 +200,9 @@ def test_more_is_found_than_by_ngrams() -> None:
 
 def test_a_transformers_model_reads_the_trees(tiny_folder: Path) -> None:
     prompt = "to be or not to be, to be or not, to be or"
-    said = [
-        SpeculativeDecoder(str(tiny_folder), method=method, draft_tokens=6).generate(prompt, max_new_tokens=80)
+    output = [
+        SpeculativeDecoder(str(tiny_folder), method=method, num_draft_tokens=6).generate(prompt, max_new_tokens=80)
         for method in ("none", "suffix")
     ]
-    assert said[0].token_ids == said[1].token_ids
-    assert said[1].stats.accepted > 0
+    assert output[0].token_ids == output[1].token_ids
+    assert output[1].stats.accepted > 0

@@ -55,8 +55,8 @@ def eagle1() -> dict[str, Tensor]:
 
 def eagle3(prefix: str = "midlayer.") -> dict[str, Tensor]:
     ids = torch.arange(REDUCED) * 4 + 1
-    said = torch.zeros(VOCABULARY, dtype=torch.bool)
-    said[ids] = True
+    output = torch.zeros(VOCABULARY, dtype=torch.bool)
+    output[ids] = True
     return {
         **layer(prefix, 2 * WIDTH),
         f"{prefix}hidden_norm.weight": torch.ones(WIDTH),
@@ -65,7 +65,7 @@ def eagle3(prefix: str = "midlayer.") -> dict[str, Tensor]:
         "norm.weight": torch.ones(WIDTH),
         "lm_head.weight": random(REDUCED, WIDTH),
         "d2t": ids - torch.arange(REDUCED),
-        "t2d": said,
+        "t2d": output,
     }
 
 

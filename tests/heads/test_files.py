@@ -12,7 +12,7 @@ import torch
 
 from paceline.errors import ModelNotFound, OptionError, WeightsError
 from paceline.heads.eagle import EagleHead
-from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.files import (
     load_eagle,
     load_exit,
@@ -34,7 +34,7 @@ MEDUSAS = ("medusa", "medusa_vllm")
 def test_published_eagle_heads_load(layout: str, tmp_path: Path) -> None:
     head = load_eagle(write(tmp_path, layout))
     config = head.config
-    assert (config.heads, config.kv_heads, config.head_dim) == (4, 2, 8)
+    assert (config.heads, config.num_kv_heads, config.head_dim) == (4, 2, 8)
     assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (WIDTH, 48, VOCABULARY)
     assert config.kind == ("eagle1" if layout == "eagle1" else "eagle3")
     assert config.draft_vocab_size == (VOCABULARY if layout == "eagle1" else REDUCED)

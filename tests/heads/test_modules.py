@@ -13,7 +13,7 @@ from paceline.errors import OptionError
 from paceline.heads.attention import Attention, AttentionSettings, JoinedKeys, RotarySettings, causal_mask
 from paceline.heads.cache import KeyBuffers
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead, usual_feature_layers
-from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 
 ONE = EagleConfig(EAGLE_1, 16, 24, 4, 2, 4, 20, 20, 16, fc_bias=True)
@@ -183,7 +183,7 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(OptionError, match="eagle1, eagle3"):
         replace(ONE, kind="eagle9")
     with pytest.raises(OptionError, match="evenly"):
-        replace(ONE, kv_heads=3)
+        replace(ONE, num_kv_heads=3)
     with pytest.raises(OptionError, match="as wide as its target"):
         replace(ONE, target_hidden_size=99)
     with pytest.raises(OptionError, match="1 head"):

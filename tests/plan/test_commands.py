@@ -145,5 +145,5 @@ def test_planning_never_imports_torch(word, words):
         "sys.exit(f'imported {sorted(heavy)}' if heavy else code)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    assert result.returncode == 0, result.stderr

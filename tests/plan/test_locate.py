@@ -11,7 +11,7 @@ from paceline.errors import ModelNotFound, OptionError, WeightsError
 from paceline.plan.locate import find_shape
 from paceline.plan.precision import find_precision, weight_bytes
 
-from .test_shapes import SMOLLM2_135M
+from .test_model_sizes import SMOLLM2_135M
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_truncated_safetensors_file_is_named(tmp_path):
 
 def test_a_gguf_header_gives_shape_bytes_and_type(tmp_path):
     shape = find_shape(str(write_gguf(tmp_path / "tiny.gguf")))
-    assert (shape.layers, shape.width, shape.vocab, shape.kv_heads, shape.tied) == (1, 32, 48, 2, True)
+    assert (shape.layers, shape.width, shape.vocab, shape.num_kv_heads, shape.tied) == (1, 32, 48, 2, True)
     assert shape.stored_bytes == 2 * shape.parameters
     assert weight_bytes(shape, find_precision("F16")) == shape.stored_bytes
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import OptionError
-from paceline.plan.cards import GIB, Card, CardKind, cards, find_card, nameless_card
 from paceline.plan.catalogue import find_model
+from paceline.plan.fit import Outcome, longest_context, verifier
+from paceline.plan.hardware import GIB, Card, CardKind, cards, find_card, nameless_card
 from paceline.plan.memory import Method, Setting, plan_memory
 from paceline.plan.precision import find_precision
-from paceline.plan.verdict import Outcome, judge, longest_context
 
 BF16 = find_precision("bf16")
 
@@ -39,7 +39,7 @@ def test_llama_3_1_8b_keeps_128_kib_of_cache_per_token():
 
 
 def test_caches_grow_with_context_and_batch_and_weights_do_not():
-    small, large = sizes(setting(draft_tokens=0)), sizes(setting(draft_tokens=0, batch=4))
+    small, large = sizes(setting(num_draft_tokens=0)), sizes(setting(num_draft_tokens=0, batch=4))
     assert large["target KV cache"] == 4 * small["target KV cache"]
     assert large["draft KV cache"] == 4 * small["draft KV cache"]
     assert large["target weights"] == small["target weights"]
@@ -47,7 +47,7 @@ def test_caches_grow_with_context_and_batch_and_weights_do_not():
 
 def test_a_round_keeps_room_for_its_guesses_in_the_cache():
     per_token = 131072
-    plain, guessed = sizes(setting(draft=None)), sizes(setting(draft_tokens=5))
+    plain, guessed = sizes(setting(draft=None)), sizes(setting(num_draft_tokens=5))
     assert guessed["target KV cache"] - plain["target KV cache"] == 6 * per_token
 
 
@@ -79,7 +79,7 @@ def test_several_gpus_divide_the_target_by_whole_layers_and_not_the_draft():
     "nonsense",
     [
         {"context": -1}, {"context": 0}, {"context": 1 << 40}, {"batch": 0}, {"gpus": 0}, {"gpus": -2},
-        {"draft_tokens": -1}, {"draft_tokens": 129}, {"tree_nodes": 2}, {"context": 2.5}, {"batch": True},
+        {"num_draft_tokens": -1}, {"num_draft_tokens": 129}, {"tree_nodes": 2}, {"context": 2.5}, {"batch": True},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_with_the_option_named(nonsense):
@@ -97,42 +97,42 @@ def test_a_draft_without_its_method_is_refused():
 def test_the_verdict_says_what_is_left():
     plan = plan_memory(setting())
     card = find_card("h100")
-    verdict = judge(plan, card)
-    assert verdict.outcome is Outcome.FITS
-    assert verdict.left_bytes == card.usable_bytes - plan.total_bytes
-    assert verdict.changes == ()
+    verified = verifier(plan, card)
+    assert verified.outcome is Outcome.FITS
+    assert verified.left_bytes == card.usable_bytes - plan.total_bytes
+    assert verified.changes == ()
 
 
 def test_a_change_that_is_offered_really_fits():
     wanted = setting(context=131072)
     card = find_card("rtx-4090")
-    verdict = judge(plan_memory(wanted), card)
-    assert verdict.outcome is Outcome.FITS_IF_CHANGED
-    assert verdict.left_bytes < 0
-    assert all(change.left_bytes >= 0 for change in verdict.changes)
-    assert {change.options.split()[0] for change in verdict.changes} >= {"--context"}
-    fitting = replace(wanted, context=verdict.longest_context)
-    assert judge(plan_memory(fitting), card).outcome is Outcome.FITS
-    longer = replace(wanted, context=verdict.longest_context + 256)
-    assert judge(plan_memory(longer), card).outcome is not Outcome.FITS
+    verified = verifier(plan_memory(wanted), card)
+    assert verified.outcome is Outcome.FITS_IF_CHANGED
+    assert verified.left_bytes < 0
+    assert all(change.left_bytes >= 0 for change in verified.changes)
+    assert {change.options.split()[0] for change in verified.changes} >= {"--context"}
+    fitting = replace(wanted, context=verified.longest_context)
+    assert verifier(plan_memory(fitting), card).outcome is Outcome.FITS
+    longer = replace(wanted, context=verified.longest_context + 256)
+    assert verifier(plan_memory(longer), card).outcome is not Outcome.FITS
 
 
 def test_a_quantisation_is_offered_where_the_weights_are_too_large():
-    verdict = judge(plan_memory(setting("qwen2.5-32b", "qwen2.5-0.5b")), find_card("rtx-5090"))
-    assert verdict.outcome is Outcome.FITS_IF_CHANGED
-    assert any(change.options == "--dtype int4" for change in verdict.changes)
+    verified = verifier(plan_memory(setting("qwen2.5-32b", "qwen2.5-0.5b")), find_card("rtx-5090"))
+    assert verified.outcome is Outcome.FITS_IF_CHANGED
+    assert any(change.options == "--dtype int4" for change in verified.changes)
 
 
 def test_too_much_for_one_card_says_how_many_it_takes():
-    verdict = judge(plan_memory(setting("llama-3.1-70b", "llama-3.2-1b")), find_card("rtx-3060"))
-    assert verdict.outcome is Outcome.DOES_NOT_FIT
-    assert verdict.changes and all("--gpus" in change.options for change in verdict.changes)
+    verified = verifier(plan_memory(setting("llama-3.1-70b", "llama-3.2-1b")), find_card("rtx-3060"))
+    assert verified.outcome is Outcome.DOES_NOT_FIT
+    assert verified.changes and all("--gpus" in change.options for change in verified.changes)
 
 
 def test_what_can_never_fit_says_so():
-    verdict = judge(plan_memory(setting("llama-3.1-405b", None)), nameless_card(8))
-    assert verdict.outcome is Outcome.DOES_NOT_FIT
-    assert verdict.changes == ()
+    verified = verifier(plan_memory(setting("llama-3.1-405b", None)), nameless_card(8))
+    assert verified.outcome is Outcome.DOES_NOT_FIT
+    assert verified.changes == ()
 
 
 def test_longest_context_stops_at_what_the_model_was_made_for():

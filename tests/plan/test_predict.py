@@ -8,8 +8,8 @@ import pytest
 
 from paceline.errors import OptionError
 from paceline.plan.advise import Question, Situation, advise, first_question, situation_of
-from paceline.plan.cards import find_card, nameless_card
 from paceline.plan.catalogue import find_model
+from paceline.plan.hardware import find_card, nameless_card
 from paceline.plan.memory import Method, Setting
 from paceline.plan.pairs import expectation_for, expectation_from_rate, pairing_note, pairs, pairs_for
 from paceline.plan.precision import find_precision

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import MambaConfig, MistralConfig, Qwen2Config, RwkvConfig, RwkvForCausalLM
 
-from paceline.core.protocols import Row
-from paceline.errors import AbilityError, OptionError, WeightsError
+from paceline.core.types import Row
+from paceline.errors import CapabilityError, OptionError, WeightsError
 from paceline.runners.huggingface import HuggingFaceRunner, refuse_what_cannot_roll_back
 from paceline.runners.loading import DTYPES, dtype_named, load_model
-from tests.tiny import write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ from tests.tiny import write_tiny_model
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else value,
 )
 def test_a_cache_that_cannot_be_cut_back_is_refused_with_the_reason(config: Any, reason: str) -> None:
-    with pytest.raises(AbilityError, match=reason):
+    with pytest.raises(CapabilityError, match=reason):
         refuse_what_cannot_roll_back(config, "that model")
 
 
 def test_a_recurrent_model_is_refused() -> None:
     sizes = {"hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    with pytest.raises(AbilityError, match="recurrent"):
+    with pytest.raises(CapabilityError, match="recurrent"):
         HuggingFaceRunner(RwkvForCausalLM(RwkvConfig(vocab_size=20, **sizes)), "rwkv")
 
 
@@ -50,8 +50,8 @@ def test_a_sliding_model_is_refused_at_assembly() -> None:
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = MistralForCausalLM(MistralConfig(vocab_size=20, num_key_value_heads=2, sliding_window=4, **sizes))
-    with pytest.raises(AbilityError, match="full attention"):
-        SpeculativeDecoder(model, draft="ngram", draft_tokens=2)
+    with pytest.raises(CapabilityError, match="full attention"):
+        SpeculativeDecoder(model, draft="ngram", num_draft_tokens=2)
 
 
 def test_dtypes_by_name() -> None:
@@ -95,16 +95,16 @@ def test_a_harmless_pickle_is_loaded(tmp_path: Path, tiny_model: Any) -> None:
 
 
 def test_a_pass_does_not_grow_with_the_text_beyond_attention(default_model: Any) -> None:
-    """Nothing is read again: a pass after 1,000 tokens takes less than twice one after 100."""
+    """NoDraft is read again: a pass after 1,000 tokens takes less than twice one after 100."""
     runner = HuggingFaceRunner(default_model, "default")
-    slots = {length: runner.open() for length in (100, 1000)}
-    taken: dict[int, list[float]] = {length: [] for length in slots}
-    for length, slot in slots.items():
-        runner.forward([Row.chain(slot, [(7 * n) % 1000 for n in range(length)])], last_only=True)
+    seq_caches = {length: runner.new_cache() for length in (100, 1000)}
+    taken: dict[int, list[float]] = {length: [] for length in seq_caches}
+    for length, seq_cache in seq_caches.items():
+        runner.forward([Row.chain(seq_cache, [(7 * n) % 1000 for n in range(length)])], last_only=True)
     for _ in range(5):  # interleaved, so that a busy machine slows both alike
-        for length, slot in slots.items():
+        for length, seq_cache in seq_caches.items():
             started = time.perf_counter()
-            runner.forward([Row.chain(slot, [11])])
+            runner.forward([Row.chain(seq_cache, [11])])
             taken[length].append(time.perf_counter() - started)
-            runner.trim(slot, length)
+            runner.truncate(seq_cache, length)
     assert median(taken[1000]) < 2 * median(taken[100])

@@ -13,15 +13,15 @@ import httpx
 import openai
 import uvicorn
 
-from paceline.assemble import engine
-from paceline.core.costs import Costs
-from paceline.engines.load import Load
-from paceline.engines.local import LocalEngine
-from paceline.engines.settings import EngineSettings
-from paceline.options import DecoderOptions
+from paceline.build import engine
+from paceline.config import DecoderOptions
+from paceline.core.cost_model import CostModel
+from paceline.engines.local.async_engine import LocalEngine
+from paceline.engines.local.settings import EngineSettings
+from paceline.engines.stats import EngineStats
 from paceline.serve.app import create_app
 from paceline.serve.run import open_socket, server_config
-from paceline.serve.settings import ServeSettings
+from paceline.serve.settings import ServerConfig
 
 NAME = "model"
 
@@ -43,26 +43,26 @@ class Running:
     def http(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
-    def quiet(self, seconds: float = 20) -> Load:
+    def quiet(self, seconds: float = 20) -> EngineStats:
         """The engine's load once nothing is in progress any more."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             load = self.engine.load()
-            if not load.running and not load.waiting and not load.pages_used:
+            if not load.running and not load.waiting and not load.blocks_used:
                 return load
             time.sleep(0.02)
         raise AssertionError(f"still busy: {load}")
 
 
 @contextmanager
-def running(target: Any, settings: ServeSettings, tokenizer: Any = None, **choices: Any) -> Iterator[Running]:
+def running(target: Any, settings: ServerConfig, tokenizer: Any = None, **choices: Any) -> Iterator[Running]:
     """Serve a model. choices: the fields of EngineSettings, and method."""
     method = choices.pop("method", "ngram")
     stall = choices.pop("opening_seconds", 30.0)
-    options = DecoderOptions(target, method=method, tokenizer=tokenizer, profile=Costs())
-    working = engine(options, EngineSettings(largest_batch=settings.batch, **choices))
+    options = DecoderOptions(target, method=method, tokenizer=tokenizer, profile=CostModel())
+    working = engine(options, EngineSettings(max_num_seqs=settings.batch, **choices))
     listening = open_socket("127.0.0.1", 0)
-    app = create_app(working, working.codec, settings)
+    app = create_app(working, working.tokenizer, settings)
     server = uvicorn.Server(server_config(app, drain_seconds=5, stall_seconds=stall))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -180,7 +180,7 @@ def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) -> None:
-    total, before = tiny.quiet(), tiny.engine.tally().new_tokens
+    total, before = tiny.quiet(), tiny.engine.stats().new_tokens
     asked = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
     with slowed(tiny, 0.01):
         if stream:
@@ -190,8 +190,8 @@ def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) 
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
         after = tiny.quiet()
-    assert tiny.engine.tally().new_tokens - before < 450, "the text must not be written to its end"
-    assert after.pages_free + after.pages_cached == total.pages_free + total.pages_cached
+    assert tiny.engine.stats().new_tokens - before < 450, "the text must not be written to its end"
+    assert after.blocks_free + after.blocks_cached == total.blocks_free + total.blocks_cached
 
 
 def test_the_name_may_be_an_alias(tiny: Running) -> None:

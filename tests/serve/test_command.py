@@ -24,10 +24,10 @@ from fastapi import FastAPI
 from paceline.cli import main
 from paceline.cli.serve import KEYS_VARIABLE, api_keys, configure, serve_settings
 from paceline.errors import OptionError
-from paceline.serve.limits import Gate
+from paceline.serve.limits import AdmissionControl
 from paceline.serve.run import DrainingServer, open_socket, server_config, welcome
 from paceline.serve.settings import Limits
-from tests.tiny import write_tiny_model
+from tests.support.tiny import write_tiny_model
 
 LONG = {"prompt": "some text", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
@@ -64,9 +64,9 @@ def process(folder: Path) -> Iterator[Process]:
     )
     try:
         assert running.stdout is not None
-        said = running.stdout.readline()
-        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", said)
-        assert found, said or (running.stderr.read() if running.stderr else "")
+        output = running.stdout.readline()
+        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", output)
+        assert found, output or (running.stderr.read() if running.stderr else "")
         yield Process(running, found.group(1))
     finally:
         if running.poll() is None:
@@ -130,7 +130,7 @@ def test_the_second_signal_ends_them(deep_folder: Path) -> None:
 
 def test_a_second_signal_counts_even_on_top_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     app = FastAPI()
-    app.state.gate = Gate(Limits(), batch=1)
+    app.state.gate = AdmissionControl(Limits(), batch=1)
     server = DrainingServer(server_config(app, drain_seconds=1, stall_seconds=1.0))
 
     def interrupted(*_: Any, **__: Any) -> None:
@@ -194,5 +194,5 @@ def test_impossible_arguments_are_refused(words: list[str], message: str) -> Non
 
 def test_what_the_arguments_say_is_what_is_served() -> None:
     settings: Any = serve_settings(arguments("-k", "3", "--served-name", "a", "--served-name", "b", "--max-body", "99"))
-    assert settings.draft_tokens == 3 and settings.names == ("a", "b") and settings.limits.body_bytes == 99
-    assert serve_settings(arguments()).draft_tokens is None
+    assert settings.num_draft_tokens == 3 and settings.names == ("a", "b") and settings.limits.body_bytes == 99
+    assert serve_settings(arguments()).num_draft_tokens is None

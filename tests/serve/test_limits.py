@@ -15,10 +15,10 @@ import openai
 import pytest
 
 from paceline.errors import OptionError
-from paceline.serve.limits import Gate, strict_json
-from paceline.serve.logs import JsonLines
-from paceline.serve.security import Keys
-from paceline.serve.settings import Limits, ServeSettings
+from paceline.serve.access_log import JsonLines
+from paceline.serve.auth import Keys
+from paceline.serve.limits import AdmissionControl, strict_json
+from paceline.serve.settings import Limits, ServerConfig
 from tests.serve.running import NAME, Running, running, slowed
 
 PLAIN = "/v1/completions"
@@ -30,8 +30,8 @@ LONG = {"prompt": "some text", "max_tokens": 450, "ignore_eos": True, "temperatu
 def guarded(tiny_folder: Path) -> Iterator[Running]:
     limits = Limits(queue=2, per_key=2, seconds=1.5, choices=4, prompt_tokens=64, new_tokens=460)
     friend = ("http://friend.example",)
-    settings = ServeSettings((NAME,), 1, keys=(SECRET, OTHER), origins=friend, log_prompts=True, limits=limits)
-    with running(str(tiny_folder), settings, cache_tokens=1024, residents=0) as served:
+    settings = ServerConfig((NAME,), 1, keys=(SECRET, OTHER), origins=friend, log_prompts=True, limits=limits)
+    with running(str(tiny_folder), settings, kv_cache_tokens=1024, residents=0) as served:
         yield served
 
 
@@ -68,7 +68,7 @@ def test_keys_look_at_every_key_and_keep_none_in_the_clear() -> None:
     assert keys.owner("Bearer \udcff") is None and keys.owner("") is None
     assert SECRET not in repr(vars(keys))
     with pytest.raises(OptionError, match="8 characters"):
-        ServeSettings((NAME,), keys=("short",))
+        ServerConfig((NAME,), keys=("short",))
 
 
 # --- how much at a time -----------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_more_than_the_queue_holds_is_told_to_come_back(guarded: Running) -> Non
 
 
 def test_the_gate_counts_texts_and_keys() -> None:
-    gate = Gate(Limits(queue=1, per_key=2), batch=2)
+    gate = AdmissionControl(Limits(queue=1, per_key=2), batch=2)
     with gate.admit("a", 2), pytest.raises(Exception, match="waiting"), gate.admit("b", 2):
         pass
     with gate.admit("a", 1), gate.admit("a", 1), pytest.raises(Exception, match="in progress"), gate.admit("a", 1):
@@ -201,7 +201,7 @@ def test_metrics_count_what_happened(tiny: Running) -> None:
     tiny.quiet()
     before = tiny.http().get("/metrics").text
     asked = {"prompt": "again and again and again and", "max_tokens": 20, "temperature": 0}
-    tiny.http().post(PLAIN, json={**asked, "speculative": {"method": "lookahead", "draft_tokens": 3}})
+    tiny.http().post(PLAIN, json={**asked, "speculative": {"method": "lookahead", "num_draft_tokens": 3}})
     tiny.quiet()
     after = tiny.http().get("/metrics").text
 

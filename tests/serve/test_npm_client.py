@@ -28,8 +28,8 @@ def node() -> str:
 
 def test_the_npm_client_is_served(node: str, tiny: Running) -> None:
     command = [node, str(SMOKE), f"{tiny.url}/v1", NAME]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["whole"] == said["streamed"] and said["usage"]["completion_tokens"] == 8
-    assert NAME in said["models"] and said["refused"] == 400
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    output = json.loads(result.stdout)
+    assert output["whole"] == output["streamed"] and output["usage"]["completion_tokens"] == 8
+    assert NAME in output["models"] and output["refused"] == 400

@@ -34,7 +34,7 @@ def complete(served: Running, **changes: Any) -> Any:
 
 
 def speculative(method: str | None = "ngram", k: int | str = 4) -> dict[str, Any]:
-    return {"x_paceline": True, "speculative": {"method": method, "draft_tokens": k}}
+    return {"x_paceline": True, "speculative": {"method": method, "num_draft_tokens": k}}
 
 
 def test_an_answer_and_its_usage(default: Running) -> None:
@@ -59,7 +59,7 @@ def test_a_stream_is_the_same_text_in_pieces(default: Running) -> None:
 @pytest.mark.parametrize("at_once", [1, 16])
 def test_token_for_token_what_the_decoder_writes(default: Running, default_decoder: Any, at_once: int) -> None:
     count = 16 if at_once > 1 else 3
-    decoder = default_decoder(draft="ngram", draft_tokens=4)
+    decoder = default_decoder(draft="ngram", num_draft_tokens=4)
     expected = [result.text for result in decoder.generate(PROMPTS[:count], max_new_tokens=8)]
 
     def one(prompt: str) -> str:
@@ -154,7 +154,7 @@ def test_a_prediction_is_used_and_reported(default: Running) -> None:
     plain = chat(default, messages=asked, max_tokens=40)
     expected = plain.choices[0].message.content
     prediction = {"type": "content", "content": expected}
-    extra = {"x_paceline": True, "speculative": {"draft_tokens": 8}}
+    extra = {"x_paceline": True, "speculative": {"num_draft_tokens": 8}}
     reply = chat(default, messages=asked, max_tokens=40, prediction=prediction, extra_body=extra)
     assert reply.choices[0].message.content == expected
     details = reply.usage.completion_tokens_details

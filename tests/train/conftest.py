@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.runners.loading import end_tokens_of
+from paceline.runners.loading import eos_token_ids_of
+from paceline.train.batch_generator import Plan, Writer
 from paceline.train.corpus import SHARD, Corpus, Text
-from paceline.train.writer import Plan, Writer
-from tests.tiny import byte_tokenizer, tiny_llama
+from tests.support.tiny import byte_tokenizer, tiny_llama
 
 TEXTS, PROMPT, LENGTH = 64, 6, 64
 SPOKEN = 32  # tokens the target ever says
@@ -68,7 +68,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def greedy_texts(model: Any, given: list[list[int]], length: int) -> list[Text]:
     """What the target says after these prompts."""
     plans = [Plan(tuple(prompt), 0, 0, (), 0.0, length, tag) for tag, prompt in enumerate(given)]
-    writer = Writer(model, end_tokens_of(model), len(plans), length)
+    writer = Writer(model, eos_token_ids_of(model), len(plans), length)
     written = sorted(writer.write(iter(plans), lambda: False), key=lambda text: text.plan.tag)
     return [Text(text.tokens, text.start, greedy=True) for text in written]
 

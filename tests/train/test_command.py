@@ -11,14 +11,14 @@ import pytest
 
 from paceline.cli.train import told
 from paceline.errors import OptionError
-from paceline.train.loop import History, Measurement, Moment
+from paceline.train.loop import History, Measurement, TrainingProgress
 from paceline.train.report import Facts, plot, write_card
 from paceline.train.run import ON_CPU, ON_GPU, TrainOptions
 from tests.train.conftest import arguments
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["eagle", "--layer", "2"], "--layer is not for eagle; it takes --width, --vocabulary, --unroll"),
         (["exit", "--vocabulary", "9"], "--vocabulary is not for exit"),
@@ -30,12 +30,12 @@ from tests.train.conftest import arguments
     ],
 )
 def test_what_cannot_be_is_said_and_exits_2(
-    words: list[str], said: str, tmp_path: Path, target_folder: Path, texts_folder: Path, train: Callable[..., Any]
+    words: list[str], output: str, tmp_path: Path, target_folder: Path, texts_folder: Path, train: Callable[..., Any]
 ) -> None:
     places = {"TARGET": str(target_folder), "TEXTS": str(texts_folder)}
     status, shown = train(*(places.get(word, word) for word in words), "--out", tmp_path / "out")
     assert status == 2
-    assert said in shown.err and shown.err.count("\n") < 6
+    assert output in shown.err and shown.err.count("\n") < 6
 
 
 def test_progress_is_told_where_there_is_no_terminal(
@@ -84,7 +84,7 @@ def test_amounts_are_filled_in_by_device_and_minutes_lift_the_limit_of_steps() -
 
 
 def test_a_line_of_progress_holds_everything() -> None:
-    line = told(Moment(12, 0.5, 1.25, 1e-3, 4096.0, 3725.0, Measurement(10, 1.9, [0.6, 0.3])))
+    line = told(TrainingProgress(12, 0.5, 1.25, 1e-3, 4096.0, 3725.0, Measurement(10, 1.9, [0.6, 0.3])))
     assert line == "step 12, loss 1.250, 4096 tokens/s, 1:02:05 left; held out 1.90 tokens a pass (60% 30%)"
 
 

@@ -67,10 +67,10 @@ def test_processes_share_a_pass_out_and_too_few_texts_are_refused() -> None:
     size = len(batches.epoch(0)) // 2
     mine = [[int(b.tokens[0, 0]) for b in itertools.islice(batches.from_step(0, part, 2), size)] for part in (0, 1)]
     assert not set(mine[0]) & set(mine[1])
-    with pytest.raises(OptionError, match="too few texts for 100 processes"):
+    with pytest.raises(OptionError, match="too few texts for 100 distributed"):
         next(batches.from_step(0, 0, 100))
 
 
 def test_the_reduced_vocabulary_holds_what_is_said_most_and_the_end() -> None:
-    said = Corpus.of([Text([7, 7, 7, 9, 9, 3], 1)])
-    assert frequent_tokens(said, 20, 3, frozenset({15})).tolist() == [7, 9, 15]
+    output = Corpus.of([Text([7, 7, 7, 9, 9, 3], 1)])
+    assert frequent_tokens(output, 20, 3, frozenset({15})).tolist() == [7, 9, 15]

@@ -11,12 +11,12 @@ import pytest
 from paceline.errors import OptionError
 from paceline.train import collect as collecting
 from paceline.train import data
+from paceline.train.batch_generator import Plan
 from paceline.train.collect import CollectOptions, collect, template_of
 from paceline.train.corpus import Corpus, Text, shards
 from paceline.train.data import Line, Reader, collect_from, read_lines
 from paceline.train.seeds import Library
-from paceline.train.writer import Plan
-from tests.tiny import byte_tokenizer
+from tests.support.tiny import byte_tokenizer
 
 OPTIONS = CollectOptions(tokens=400, rows=4, longest=96, seed=1)
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "so"}]
@@ -49,7 +49,7 @@ def test_a_conversation_without_an_answer_and_a_prompt_are_questions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "output"),
     [
         ("{not json", "line 2: not JSON"),
         ('{"question": 1}', 'line 2: an object with "messages", "text" or "prompt" is needed'),
@@ -58,10 +58,10 @@ def test_a_conversation_without_an_answer_and_a_prompt_are_questions() -> None:
         ('{"messages": "hi"}', "line 2"),
     ],
 )
-def test_a_bad_line_is_named(line: str, said: str, tmp_path: Path, target_model: Any) -> None:
+def test_a_bad_line_is_named(line: str, output: str, tmp_path: Path, target_model: Any) -> None:
     path = tmp_path / "my.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
-    with pytest.raises(OptionError, match=said):
+    with pytest.raises(OptionError, match=output):
         collect_from(path, target_model, byte_tokenizer(), tmp_path / "texts", OPTIONS)
 
 

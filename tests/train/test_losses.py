@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.train.losses import Lesson, blend, divergence, in_slices, soft_loss
+from paceline.train.losses import TeacherTargets, blend, divergence, in_slices, soft_loss
 
 
 def rows(seed: int, count: int = 7, size: int = 5) -> Tensor:
@@ -21,7 +21,7 @@ def test_the_soft_loss_is_least_where_the_drafter_says_what_the_target_says() ->
 
 
 def test_a_blend_weighs_the_distribution_and_the_likeliest_token() -> None:
-    lesson = Lesson(torch.tensor([[0.5, 0.2], [0.1, 0.3]]), torch.tensor([0, -1]))
+    lesson = TeacherTargets(torch.tensor([[0.5, 0.2], [0.1, 0.3]]), torch.tensor([0, -1]))
     wanted = blend(lesson, 0.25)
     assert torch.allclose(wanted, torch.tensor([[0.75 * 0.5 + 0.25, 0.15], [0.075, 0.225]]))
     assert torch.allclose(blend(lesson, 0.0), lesson.probs)

@@ -56,8 +56,8 @@ def test_killed_and_resumed_is_the_same_as_never_killed(
         kill_when(process, lambda: lines_written(killed) >= KILLED_AFTER)
     before = losses(killed)
     assert KILLED_AFTER <= len(before) < STEPS
-    status, said = train("eagle", "--out", killed, *words)
-    assert status == 2 and "--resume" in said.err, "a begun training is not thrown away"
+    status, output = train("eagle", "--out", killed, *words)
+    assert status == 2 and "--resume" in output.err, "a begun training is not thrown away"
     assert train("eagle", "--out", killed, "--resume")[0] == 0, "everything else is on record"
     assert train("eagle", "--out", whole, *words)[0] == 0
     assert len(losses(whole)) == STEPS
@@ -69,9 +69,9 @@ def test_a_loss_that_is_no_number_stops_with_advice(
     target_folder: Path, texts_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:
     words = [*arguments(target_folder, texts_folder, 30), "--rate", "1e30"]
-    status, said = train("exit", "--out", tmp_path / "out", *words)
+    status, output = train("exit", "--out", tmp_path / "out", *words)
     assert status == 2
-    assert "the loss became" in said.err and "smaller --rate than 1e+30" in said.err
+    assert "the loss became" in output.err and "smaller --rate than 1e+30" in output.err
     assert (tmp_path / "out" / "training" / CHECKPOINT).is_file(), "the last good weights"
 
 
@@ -96,7 +96,7 @@ class Bigram:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.tokens[:, 1:].flatten())
         return loss * float("nan") if self.calls == self._poison_at else loss
 
-    def guesses(self, batch: Any) -> torch.Tensor:
+    def draft_tokens(self, batch: Any) -> torch.Tensor:
         return following(self.module.weight[batch.tokens].argmax(dim=-1), 2)
 
     def export(self, folder: Path) -> None: ...

@@ -15,7 +15,7 @@ import torch
 
 from paceline import cli
 from paceline.core.protocols import Drafter
-from paceline.core.tally import Tally
+from paceline.core.stats import SpecStats
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
@@ -25,7 +25,7 @@ from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.train.corpus import Batches, Corpus, split
 from paceline.train.measure import accepted_lengths, measure, walk
 from paceline.train.run import TASKS, Target, TrainOptions, open_target
-from tests.drafting.states import assert_unchanged
+from tests.support.drafter_states import assert_unchanged
 from tests.train.conftest import LENGTH, PROMPT, arguments, greedy_texts, prompts
 
 STEPS = {"eagle": 40, "medusa": 40, "draft": 60, "exit": 40}
@@ -47,14 +47,14 @@ class Run:
 @pytest.fixture(scope="module")
 def trained(target_folder: Path, texts_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """Each kind is trained once."""
-    done: dict[str, Run] = {}
+    result: dict[str, Run] = {}
 
     def run(word: str) -> Run:
-        if word not in done:
+        if word not in result:
             out = tmp_path_factory.mktemp(word) / "out"
             words = [word, "--out", out, *arguments(target_folder, texts_folder, STEPS[word]), *SHAPE[word]]
-            done[word] = Run(out, said_json(words))
-        return done[word]
+            result[word] = Run(out, said_json(words))
+        return result[word]
 
     return run
 
@@ -80,9 +80,9 @@ def test_the_loss_falls_and_guesses_get_better(word: str, trained: Callable[[str
 @pytest.mark.parametrize("word", ["eagle", "medusa", "draft", "exit"])
 def test_card_and_curve_lie_beside_the_drafter(word: str, trained: Callable[[str], Run]) -> None:
     run = trained(word)
-    card = (run.folder / "README.md").read_text()
-    assert f"(`{word}`)" in card and "held out" in card and "64 texts" in card
-    assert str(run.folder) not in card, "a card says what was done, not where"
+    info = (run.folder / "README.md").read_text()
+    assert f"(`{word}`)" in info and "held out" in info and "64 texts" in info
+    assert str(run.folder) not in info, "a card says what was done, not where"
     assert (run.folder / "curve.png").stat().st_size > 1000
     assert set(run.document["files"]) >= {"README.md", "curve.png", "config.json"}
 
@@ -99,7 +99,7 @@ def drafters(word: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafte
 
     assert AutoTokenizer.from_pretrained(run.folder).chat_template, "the tokenizer lies beside it"
     draft = HuggingFaceRunner(AutoModelForCausalLM.from_pretrained(run.folder).float(), "draft")
-    return {".": DraftModel(draft, target.card.vocab_size)}
+    return {".": DraftModel(draft, target.info.vocab_size)}
 
 
 @pytest.mark.parametrize("word", ["eagle", "medusa", "draft", "exit"])
@@ -121,7 +121,7 @@ def test_every_layout_drafts_as_well_as_was_measured(
         assert found.new_tokens == expected.new_tokens
 
 
-def measured(word: str, folder: Path, run: Run, texts: list[Any]) -> Tally:
+def measured(word: str, folder: Path, run: Run, texts: list[Any]) -> SpecStats:
     """What the training's own walk says of the weights in the checkpoint."""
     recorded = json.loads((run.folder / "training" / "options.json").read_text())
     options = TrainOptions(**recorded)
@@ -135,12 +135,12 @@ def measured(word: str, folder: Path, run: Run, texts: list[Any]) -> Tally:
 
 def test_a_walk_counts_like_greedy_rounds() -> None:
     """An answer of 6 tokens from place 4 on, k = 2, in rounds of 2 + 1, 0 + 1 and 1 + 1."""
-    tally = walk([9, 9, 2, 9, 9, 0, 1, 9, 9, 9], start=4, length=10, k=2)
-    assert (tally.steps, tally.accepted, tally.new_tokens) == (3, 3, 6)
-    assert tally.offered_at == [3, 3] and tally.accepted_at == [2, 1]
+    stats = walk([9, 9, 2, 9, 9, 0, 1, 9, 9, 9], start=4, length=10, k=2)
+    assert (stats.steps, stats.accepted, stats.new_tokens) == (3, 3, 6)
+    assert stats.offered_at == [3, 3] and stats.accepted_at == [2, 1]
 
 
 def test_guesses_count_until_the_first_wrong_one() -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 5, 0]])
-    guesses = torch.tensor([[[3, 4, 5], [4, 9, 6], [9, 5, 6], [5, 6, 6], [0, 0, 0], [0, 0, 0]]])
-    assert accepted_lengths(guesses, tokens, torch.tensor([5])).tolist() == [[3, 1, 0, 0, 0, 0]]
+    draft_tokens = torch.tensor([[[3, 4, 5], [4, 9, 6], [9, 5, 6], [5, 6, 6], [0, 0, 0], [0, 0, 0]]])
+    assert accepted_lengths(draft_tokens, tokens, torch.tensor([5])).tolist() == [[3, 1, 0, 0, 0, 0]]

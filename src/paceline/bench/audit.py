@@ -16,13 +16,13 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from paceline.bench.draws import Effort, Evidence, Laboratory, slow_to_draw
-from paceline.bench.lossless import Kind, compare
+from paceline.bench.candidates import PLAIN, Setting, Subject
 from paceline.bench.measure import Length, write
+from paceline.bench.near_ties import Kind, compare
+from paceline.bench.sampling_test import Effort, Evidence, SamplingAudit, slow_to_draw
 from paceline.bench.statistics import visible_distance
-from paceline.bench.subject import PLAIN, Setting, Subject
-from paceline.core.acceptance import COUPLED, LOSSLESS_RULES
-from paceline.core.budget import FixedBudget
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.verify import COUPLED, LOSSLESS_RULES
 
 DEFAULT_RULES = (*LOSSLESS_RULES, COUPLED)
 DEFAULT_ALPHA = 0.001
@@ -61,7 +61,7 @@ class AuditPlan:
     methods: list[str]
     rules: tuple[str, ...] = DEFAULT_RULES
     temperatures: tuple[float, ...] = (0.7, 1.0)
-    draft_tokens: int = 2
+    num_draft_tokens: int = 2
     length: Length = field(default_factory=Length)
     alpha: float = DEFAULT_ALPHA
     draws: int = 2000
@@ -77,7 +77,7 @@ class AuditPlan:
         if not self.every_pair:
             pairs = [(m, r) for m, r in pairs if m == self.methods[0] or r == self.rules[0]]
         warm = [temperature for temperature in self.temperatures if temperature > 0]
-        return [Setting(method, self.draft_tokens, heat, rule) for heat in warm for method, rule in pairs]
+        return [Setting(method, self.num_draft_tokens, heat, rule) for heat in warm for method, rule in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +121,12 @@ def greedy_checks(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
     if plan.reference is not None:
         yield _compared(subject, plan, plain, "plain = transformers", partial(plan.reference, length=plan.length))
     for method in plan.methods:
-        answer = partial(_greedy, subject, Setting(method, plan.draft_tokens), length=plan.length)
+        answer = partial(_greedy, subject, Setting(method, plan.num_draft_tokens), length=plan.length)
         yield _compared(subject, plan, plain, f"greedy {method} = plain", answer)
 
 
 def _greedy(subject: Subject, setting: Setting, ids: list[int], length: Length) -> list[int]:
-    budget = FixedBudget(int(setting.draft_tokens))
+    budget = FixedDraftLength(int(setting.num_draft_tokens))
     return write(subject, setting, [ids], length, budget=budget).answers[0]
 
 
@@ -149,7 +149,7 @@ def _compared(
 
 def sampled_checks(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
     """Every setting in every context, the time divided evenly."""
-    laboratory = Laboratory(subject)
+    laboratory = SamplingAudit(subject)
     jobs = [(setting, context) for setting in plan.sampled_settings() for context in plan.contexts]
     # The cheap ones first: time that they leave over goes to those that need it.
     jobs.sort(key=lambda job: slow_to_draw(subject.drafter(job[0].method)))
@@ -170,12 +170,12 @@ def judged(name: str, evidence: Evidence, threshold: float, seconds: float) -> C
     visible = visible_distance(fit.draws, fit.freedom, threshold)
     if fit.p_value < threshold:
         outcome, detail = Outcome.FAILED, f"p = {fit.p_value:.2g}: {evidence.furthest}"
-    elif not evidence.tally.drafted:
+    elif not evidence.stats.drafted:
         outcome, detail = Outcome.UNTESTED, "the method offered no guess in this context"
     else:
         outcome = Outcome.PASSED
         detail = (
-            f"p = {fit.p_value:.2g} over {fit.draws} draws, {evidence.tally.drafted} guesses judged, "
-            f"{evidence.tally.accepted} stood; a distance of {visible:.3f} would be found with 95% certainty"
+            f"p = {fit.p_value:.2g} over {fit.draws} draws, {evidence.stats.drafted} guesses judged, "
+            f"{evidence.stats.accepted} stood; a distance of {visible:.3f} would be found with 95% certainty"
         )
     return Check(name, "sampled", outcome, detail, seconds, fit.p_value, fit.draws, visible)

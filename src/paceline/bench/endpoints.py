@@ -1,6 +1,6 @@
 """Two OpenAI-compatible servers that should say the same: one that speculates, one that does not.
 
-Nothing is known of the models but what the servers say. Greedy texts are compared as they are; where they part, the
+NoDraft is known of the models but what the servers say. Greedy texts are compared as they are; where they part, the
 reference is asked for the log-probabilities at that place. Sampled texts are drawn from both and tested for coming
 from one distribution.
 """

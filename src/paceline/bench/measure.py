@@ -8,16 +8,16 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from paceline.bench.subject import Setting, Subject
-from paceline.core.budget import Budget
-from paceline.core.costs import Timing
-from paceline.core.distribution import SamplingParams
-from paceline.core.protocols import Round
+from paceline.bench.candidates import Setting, Subject
+from paceline.core.cost_model import StepTiming
+from paceline.core.draft_length import DraftLengthPolicy
+from paceline.core.draft_tree import depths
+from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
+from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
-from paceline.core.tally import Tally
-from paceline.core.tree import depths
-from paceline.decode.generate import run
+from paceline.core.types import StepResult
+from paceline.engines.local.generate import run
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,20 @@ class Watch:
     without a second clock.
     """
 
-    inner: Budget
-    timings: list[Timing] = field(default_factory=list)
+    inner: DraftLengthPolicy
+    timings: list[StepTiming] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
     def plan(self, texts: list[Sequence]) -> list[int]:
         return self.inner.plan(texts)
 
-    def observe(self, texts: list[Sequence], rounds: list[Round], timing: Timing) -> None:
+    def observe(self, texts: list[Sequence], rounds: list[StepResult], timing: StepTiming) -> None:
         self.inner.observe(texts, rounds, timing)
         self.timings.append(timing)
-        for text, done in zip(texts, rounds):
-            began = text.new_tokens - len(done.emitted)
-            reach = max(depths(done.tree.parents[: done.tree.guesses]), default=-1) + 1
-            self.marks.append(Mark(began, done.tree.guesses, reach, done.accepted))
+        for text, result in zip(texts, rounds):
+            began = text.new_tokens - len(result.emitted)
+            reach = max(depths(result.tree.parents[: result.tree.num_draft_tokens]), default=-1) + 1
+            self.marks.append(Mark(began, result.tree.num_draft_tokens, reach, result.accepted))
 
     def forget(self, text: Sequence) -> None:
         self.inner.forget(text)
@@ -65,8 +65,8 @@ class Written:
     """
 
     answers: list[list[int]]
-    tally: Tally
-    timings: list[Timing]
+    stats: SpecStats
+    timings: list[StepTiming]
     marks: list[Mark]
     drafts_unseen: bool = False
 
@@ -81,47 +81,47 @@ class Written:
     @property
     def other_seconds(self) -> float:
         """Reading the prompt, and what is done between rounds."""
-        return max(0.0, self.tally.seconds - self.draft_seconds - self.verify_seconds)
+        return max(0.0, self.stats.seconds - self.draft_seconds - self.verify_seconds)
 
 
-def added(runs: list[Written]) -> Tally:
+def added(runs: list[Written]) -> SpecStats:
     """What several runs counted, their seconds too."""
-    total = Tally()
+    total = SpecStats()
     for written in runs:
-        total.add(written.tally)
+        total.add(written.stats)
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long answers may get. `ignore_end`: exactly this long, whatever the model says."""
+    """How long answers may get. `ignore_eos`: exactly this long, whatever the model says."""
 
     max_new_tokens: int = 64
-    ignore_end: bool = False
+    ignore_eos: bool = False
 
 
 def write(
-    subject: Subject, setting: Setting, prompts: list[list[int]], length: Length, *, budget: Budget, seed: int = 0
+    subject: Subject, setting: Setting, prompts: list[list[int]], length: Length, *, budget: DraftLengthPolicy, seed: int = 0
 ) -> Written:
     """Write the answers to `prompts` together, under the stopwatch."""
     texts = [_text(subject, setting, ids, length, seed + number) for number, ids in enumerate(prompts)]
     watch = Watch(budget)
-    machinery = subject.machinery(setting, watch)
+    parts = subject.parts(setting, watch)
     started = time.perf_counter()
-    for _ in run(texts, machinery, largest_batch=len(texts)):
+    for _ in run(texts, parts, max_num_seqs=len(texts)):
         pass
     seconds = time.perf_counter() - started
-    total = Tally()
+    total = SpecStats()
     for text in texts:
-        total.add(text.tally)
+        total.add(text.stats)
     total.seconds = seconds
-    unseen = subject.target.card.device != "cpu"
+    unseen = subject.target.info.device != "cpu"
     return Written([text.written for text in texts], total, watch.timings, watch.marks, unseen)
 
 
 def _text(subject: Subject, setting: Setting, ids: list[int], length: Length, seed: int) -> Sequence:
     sampling = SamplingParams(temperature=setting.temperature, seed=seed)
-    card = subject.target.card
-    ends: frozenset[int] = frozenset() if length.ignore_end else card.end_tokens
-    room = max(1, min(length.max_new_tokens, card.longest_text - len(ids)))
+    info = subject.target.info
+    ends: frozenset[int] = frozenset() if length.ignore_eos else info.eos_token_ids
+    room = max(1, min(length.max_new_tokens, info.max_seq_len - len(ids)))
     return Sequence(ids, sampling, StopRules(room, ends))

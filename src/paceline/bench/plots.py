@@ -70,10 +70,10 @@ def _groups(run: Record) -> dict[str, list[Record]]:
     """Fixed-k settings by method and temperature, by rising k."""
     found: dict[str, list[Record]] = {}
     for one in _guessing(run):
-        if isinstance(one["draft_tokens"], int):
+        if isinstance(one["num_draft_tokens"], int):
             warm = f" T={one['temperature']:g}" if one["temperature"] else ""
             found.setdefault(one["method"] + warm, []).append(one)
-    return {name: sorted(rows, key=lambda row: row["draft_tokens"]) for name, rows in list(found.items())[:MOST_LINES]}
+    return {name: sorted(rows, key=lambda row: row["num_draft_tokens"]) for name, rows in list(found.items())[:MOST_LINES]}
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def _acceptance_against_k(figure: Any, run: Record) -> bool:
     groups = _groups(run)
     axes = figure.subplots()
     for number, (name, rows) in enumerate(groups.items()):
-        ks = [row["draft_tokens"] for row in rows]
+        ks = [row["num_draft_tokens"] for row in rows]
         axes.plot(ks, [100 * row["tally"]["acceptance_rate"] for row in rows], label=name, **_style(number))
     axes.set(xlabel="draft tokens k", ylabel="guesses that stood, %", ylim=(0, 102))
-    _ticks(axes, [row["draft_tokens"] for rows in groups.values() for row in rows])
+    _ticks(axes, [row["num_draft_tokens"] for rows in groups.values() for row in rows])
     _legend(figure)
     return bool(groups)
 
@@ -97,7 +97,7 @@ def _speed_against_k(figure: Any, run: Record) -> bool:
     axes = figure.subplots()
     for number, (name, rows) in enumerate(groups.items()):
         speeds = [row["tokens_per_second"] for row in rows]
-        ks, middle = [row["draft_tokens"] for row in rows], [speed["median"] for speed in speeds]
+        ks, middle = [row["num_draft_tokens"] for row in rows], [speed["median"] for speed in speeds]
         axes.plot(ks, middle, label=name, **_style(number))
         low, high = [speed["low"] for speed in speeds], [speed["high"] for speed in speeds]
         axes.fill_between(ks, low, high, color=COLOURS[number % len(COLOURS)], alpha=0.15, linewidth=0)
@@ -108,7 +108,7 @@ def _speed_against_k(figure: Any, run: Record) -> bool:
             axes.axhline(speed, color="#333333", linestyle=dashes, linewidth=1.2, label=one["name"])
     axes.set(xlabel="draft tokens k", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
-    _ticks(axes, [row["draft_tokens"] for rows in groups.values() for row in rows])
+    _ticks(axes, [row["num_draft_tokens"] for rows in groups.values() for row in rows])
     _legend(figure)
     return bool(groups)
 
@@ -121,7 +121,7 @@ def _by_position(figure: Any, run: Record) -> bool:
         rates = rows[-1]["tally"]["acceptance_by_position"]
         places = range(1, len(rates) + 1)
         axes.plot(
-            places, [100 * rate for rate in rates], label=f"{name} k={rows[-1]['draft_tokens']}", **_style(number)
+            places, [100 * rate for rate in rates], label=f"{name} k={rows[-1]['num_draft_tokens']}", **_style(number)
         )
     axes.set(xlabel="position of the guess in its round", ylabel="stood, %", ylim=(0, 102))
     longest = max((len(rows[-1]["tally"]["acceptance_by_position"]) for rows in groups.values()), default=1)

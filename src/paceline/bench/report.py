@@ -81,9 +81,9 @@ def _settings_table(run: Record) -> str:
 
 
 def _row(one: Record, best: bool) -> str:
-    speed, gain, tally = one["tokens_per_second"], one["speedup"], one["tally"]
-    rate = f"{tally['acceptance_rate']:.0%}" if tally["drafted"] else "–"
-    step = f"{tally['tokens_per_step']:.2f}" if tally["steps"] else "–"
+    speed, gain, stats = one["tokens_per_second"], one["speedup"], one["tally"]
+    rate = f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else "–"
+    step = f"{stats['tokens_per_step']:.2f}" if stats["steps"] else "–"
     cells = [
         _safe(one["name"]),
         f"{speed['median']:.1f}",

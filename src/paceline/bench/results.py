@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from paceline.bench.draws import LENGTH, Effort, Laboratory
-from paceline.bench.lossless import Comparison, Kind, compare
+from paceline.bench.candidates import Setting, Subject
 from paceline.bench.measure import Written, added
+from paceline.bench.near_ties import Comparison, Kind, compare
+from paceline.bench.sampling_test import LENGTH, Effort, SamplingAudit
+from paceline.bench.speedup_model import Answers, habits_of, observed_curve
 from paceline.bench.statistics import Spread
-from paceline.bench.subject import Setting, Subject
 from paceline.bench.sweep import Measured, SweepPlan
-from paceline.bench.theory import Answers, habits_of, observed_curve
-from paceline.core.costs import CostCurve
-from paceline.core.tally import Tally
+from paceline.core.cost_model import CostCurve
+from paceline.core.stats import SpecStats
 
 RUNNING_STEP = 8  # tokens of an answer in one point of the running acceptance line
 SAMPLED_ALPHA = 1e-4
@@ -81,7 +81,7 @@ class LosslessCheck:
 
     def __init__(self, subject: Subject, effort: Effort | None = None) -> None:
         self._subject, self._effort = subject, effort or Effort(draws=400, seconds=6.0)
-        self._laboratory: Laboratory | None = None
+        self._laboratory: SamplingAudit | None = None
         self._known: dict[Setting, Lossless] = {}
 
     def __call__(self, collected: Collected, name: str) -> Lossless:
@@ -106,10 +106,10 @@ class LosslessCheck:
 
     def _sampled(self, setting: Setting, prompt: list[int]) -> Lossless:
         if self._laboratory is None:
-            self._laboratory = Laboratory(self._subject)
+            self._laboratory = SamplingAudit(self._subject)
         context = repeating(prompt[-12:])
         # The texts drawn are short: more guesses than that are never asked for.
-        k = min(setting.draft_tokens, LENGTH - 1) if isinstance(setting.draft_tokens, int) else LENGTH - 1
+        k = min(setting.num_draft_tokens, LENGTH - 1) if isinstance(setting.num_draft_tokens, int) else LENGTH - 1
         tried = Setting(setting.method, k, setting.temperature, setting.acceptance)
         if tried not in self._known:
             fit = self._laboratory.fit(tried, context, self._effort).fit
@@ -137,22 +137,22 @@ def setting_record(
 ) -> dict[str, Any]:
     """One entry of `settings` in results.json."""
     first, runs = collected.by_name[name][0], collected.writes(name)
-    setting, total, verdict = first.setting, added(runs), lossless(collected, name)
+    setting, total, verified = first.setting, added(runs), lossless(collected, name)
     baseline = collected.baseline(setting)
-    gains = [] if name == baseline or not verdict.passed else speedups(collected, name, baseline)
+    gains = [] if name == baseline or not verified.passed else speedups(collected, name, baseline)
     rates = list(rates_by_repeat(collected, name).values())
     return {
         "name": name,
         "method": setting.method,
         "peer": first.peer,
-        "draft_tokens": setting.draft_tokens,
+        "num_draft_tokens": setting.num_draft_tokens,
         "temperature": setting.temperature,
         "acceptance": setting.acceptance,
         "tokens_per_second": _spread(rates) | {"repeats": rates},
         "speedup": _spread(gains) if gains else None,
-        "lossless": {"passed": verdict.passed, "detail": verdict.detail},
+        "lossless": {"passed": verified.passed, "detail": verified.detail},
         "tally": total.as_dict(),
-        "by_domain": _by_domain(collected, name, baseline, verdict.passed),
+        "by_domain": _by_domain(collected, name, baseline, verified.passed),
         "running_acceptance": _running(runs),
         "time": _time(runs, total),
         "predicted_speedup": _predicted(collected, name, verify) if gains and not first.peer else None,
@@ -195,7 +195,7 @@ def _running(runs: list[Written]) -> list[dict[str, Any]]:
     ]
 
 
-def _time(runs: list[Written], total: Tally) -> dict[str, float]:
+def _time(runs: list[Written], total: SpecStats) -> dict[str, float]:
     """Where the seconds went: guessing, the target's passes with judging, and the rest (prompts, bookkeeping)."""
     return {
         "draft": sum(written.draft_seconds for written in runs),
@@ -208,7 +208,7 @@ def _time(runs: list[Written], total: Tally) -> dict[str, float]:
 def _predicted(collected: Collected, name: str, verify: CostCurve) -> float | None:
     """By the theory, from this setting's acceptance and the cost of passes measured beforehand; fixed k only."""
     setting, runs = collected.by_name[name][0].setting, collected.writes(name)
-    k, plain = setting.draft_tokens, collected.writes(collected.baseline(setting))
+    k, plain = setting.num_draft_tokens, collected.writes(collected.baseline(setting))
     if not isinstance(k, int) or not k:
         return None
     answers = answers_of(plain, verify)
@@ -220,7 +220,7 @@ def answers_of(plain: list[Written], verify: CostCurve) -> Answers:
     """What answers cost without guessing, from texts written plainly."""
     texts = max(len(written.answers) for written in plain)
     return Answers(
-        fmean(written.tally.new_tokens for written in plain),
+        fmean(written.stats.new_tokens for written in plain),
         fmean(written.other_seconds for written in plain),
         observed_curve(verify, plain),
         texts,

@@ -114,15 +114,15 @@ def _pooled(
     """Counts and expectations of cells that each expect enough draws; the rarest outcomes share cells."""
     seen: list[float] = []
     expected: list[float] = []
-    for outcome, chance in sorted(exact.items(), key=lambda pair: pair[1]):
-        if chance <= 0:
+    for outcome, uniforms in sorted(exact.items(), key=lambda pair: pair[1]):
+        if uniforms <= 0:
             continue
         if expected and expected[-1] < LEAST_EXPECTED:
             seen[-1] += counts.get(outcome, 0)
-            expected[-1] += chance * draws
+            expected[-1] += uniforms * draws
         else:
             seen.append(counts.get(outcome, 0))
-            expected.append(chance * draws)
+            expected.append(uniforms * draws)
     return seen, expected
 
 

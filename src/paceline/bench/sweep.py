@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from paceline.bench.baselines import Peer
+from paceline.bench.candidates import PLAIN, Setting, Subject
 from paceline.bench.measure import Length, Written, write
-from paceline.bench.peers import Peer
-from paceline.bench.subject import PLAIN, Setting, Subject
+from paceline.config import AUTO, checked_k
 from paceline.errors import OptionError
-from paceline.options import AUTO, checked_k
 
 WARM_UP = Length(8)
 MOST_SETTINGS = 200
@@ -57,7 +57,7 @@ class Measured:
 
 def sweep(subject: Subject, plan: SweepPlan) -> Iterator[Measured]:
     """Warm up, then measure; every setting gets a turn on a task before the next task, and the order rotates."""
-    budgets = {setting: subject.make_budget(setting.method, setting.draft_tokens) for setting in plan.settings}
+    budgets = {setting: subject.make_draft_length(setting.method, setting.num_draft_tokens) for setting in plan.settings}
     shortest = min((prompt for task in plan.tasks for prompt in task.prompts), key=len)
     for setting in plan.settings:
         write(subject, setting, [shortest], WARM_UP, budget=budgets[setting], seed=plan.seed)

@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import median
 
+from paceline.bench.candidates import PLAIN, Setting, Subject
 from paceline.bench.measure import Length, Written, added, write
 from paceline.bench.results import Collected, answers_of, speedups
-from paceline.bench.subject import PLAIN, Setting, Subject
+from paceline.bench.speedup_model import Answers, Habits, habits_of, observed_curve
 from paceline.bench.sweep import SweepPlan, Task, sweep
-from paceline.bench.theory import Answers, Habits, habits_of, observed_curve
-from paceline.core.budget import FixedBudget
-from paceline.core.costs import CostCurve, draft_curve
-from paceline.decode.calibrate import measure_pass
-from paceline.options import AUTO
+from paceline.config import AUTO
+from paceline.core.cost_model import CostCurve, draft_curve
+from paceline.core.draft_length import FixedDraftLength
+from paceline.engines.local.warmup import measure_pass
 
 TRIED_KS = (3, 8)
 PREDICTED_KS = tuple(range(1, 17))
@@ -74,7 +74,7 @@ class Confirmed:
     """A prediction, or `auto`, after it was run."""
 
     method: str
-    draft_tokens: int | str
+    num_draft_tokens: int | str
     predicted: float | None
     measured: float
 
@@ -85,7 +85,7 @@ class Advice:
 
     sentence: str
     method: str
-    draft_tokens: int | str
+    num_draft_tokens: int | str
     predicted: float | None
     measured: float | None
     shortest_answer: int = 0
@@ -115,7 +115,7 @@ def trial_runs(subject: Subject, plan: TunePlan) -> Runs:
         for method, k in going:
             setting = Setting(method, k, plan.temperature)
             length = Length(8) if number == 0 else plan.length  # the first turn warms up
-            written = write(subject, setting, task.prompts, length, budget=FixedBudget(k), seed=plan.seed + number)
+            written = write(subject, setting, task.prompts, length, budget=FixedDraftLength(k), seed=plan.seed + number)
             if number:
                 runs[method, k].append(written)
         if number == LOOK:
@@ -171,8 +171,8 @@ def confirm(subject: Subject, plan: TunePlan, candidates: list[Prediction]) -> l
     return [
         Confirmed(
             setting.method,
-            setting.draft_tokens,
-            expected.get((setting.method, setting.draft_tokens)),  # type: ignore[arg-type]
+            setting.num_draft_tokens,
+            expected.get((setting.method, setting.num_draft_tokens)),  # type: ignore[arg-type]
             median(speedups(collected, str(setting), str(setting.baseline))),
         )
         for setting in settings
@@ -181,7 +181,7 @@ def confirm(subject: Subject, plan: TunePlan, candidates: list[Prediction]) -> l
 
 def tune(subject: Subject, plan: TunePlan) -> Tuning:
     """All four steps."""
-    verify = measure_pass(subject.target, WIDTHS, texts=plan.texts)
+    verify = measure_pass(subject.target, WIDTHS, num_seqs=plan.texts)
     runs = trial_runs(subject, plan)
     verify = observed_curve(verify, runs[PLAIN, 0])
     known = known_methods(runs, verify)
@@ -205,10 +205,10 @@ def advise(found: list[Prediction], confirmed: list[Confirmed], known: dict[str,
             f"and nothing that was run reaches more than {best.measured:.2f}x of plain decoding."
         )
         return Advice(sentence, PLAIN, 0, ahead.speedup, best.measured)
-    k = best.draft_tokens if isinstance(best.draft_tokens, int) else ahead.k
+    k = best.num_draft_tokens if isinstance(best.num_draft_tokens, int) else ahead.k
     mine = known[best.method]
     shortest = answers.shortest_worth_it(mine.nearest(k), k, mine.draft())
-    sentence = f"Use method {best.method} with k={best.draft_tokens}: measured {best.measured:.2f}x plain decoding"
+    sentence = f"Use method {best.method} with k={best.num_draft_tokens}: measured {best.measured:.2f}x plain decoding"
     sentence += f", predicted {best.predicted:.2f}x" if best.predicted is not None else ""
     sentence += f"; answers under {shortest} tokens: not worth it." if shortest > 1 else "."
-    return Advice(sentence, best.method, best.draft_tokens, best.predicted, best.measured, shortest)
+    return Advice(sentence, best.method, best.num_draft_tokens, best.predicted, best.measured, shortest)

@@ -2,7 +2,7 @@
 
     builtin                 12 prompts each of code, technical, creative, maths, summarising and chat
     builtin:code,maths      some of these
-    FILE.jsonl              Spec-Bench (`turns`, `category`), HumanEval (`prompt`, `task_id`), GSM8K (`question`),
+    FILE.jsonl              Spec-Bench (`rope_cache`, `category`), HumanEval (`prompt`, `task_id`), GSM8K (`question`),
                             or one {"prompt": ..., "domain": ...} a line
     FILE.txt                plain text; prompts are separated by a line that holds only ---, or else one a line
 
@@ -18,8 +18,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from paceline.decode.text import Codec
 from paceline.errors import OptionError, PromptError
+from paceline.hub.tokenizer import Tokenizer
 
 BUILTIN = "builtin"
 DOMAINS = ("code", "technical", "creative", "maths", "summarising", "chat")
@@ -34,10 +34,10 @@ class Prompt:
     text: str
     chat: bool = True
 
-    def encode(self, codec: Codec) -> list[int]:
-        if self.chat and getattr(codec.tokenizer, "chat_template", None):
-            return codec.encode([{"role": "user", "content": self.text}])
-        return codec.encode(self.text)
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        if self.chat and getattr(tokenizer.hf_tokenizer, "chat_template", None):
+            return tokenizer.encode([{"role": "user", "content": self.text}])
+        return tokenizer.encode(self.text)
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
@@ -125,6 +125,6 @@ def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
     by_domain: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_domain.setdefault(prompt.domain, []).append(prompt)
-    turns = [prompt for turn in zip_longest(*by_domain.values()) for prompt in turn if prompt is not None]
-    chosen = set(map(id, turns[:limit]))
+    rope_cache = [prompt for turn in zip_longest(*by_domain.values()) for prompt in turn if prompt is not None]
+    chosen = set(map(id, rope_cache[:limit]))
     return [prompt for prompt in prompts if id(prompt) in chosen]

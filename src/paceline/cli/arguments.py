@@ -6,15 +6,15 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import ACCEPTANCE, METHODS, DecoderOptions
 from paceline.errors import OptionError
-from paceline.options import ACCEPTANCE, METHODS, DecoderOptions
-from paceline.profile import adopted
+from paceline.tuned import adopted
 
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
 
 DEFAULT_NEW_TOKENS = 128
-RUNNING = ("target", "device", "dtype", "draft_dtype", "runner", "same_bits")  # what add_running_arguments takes
+RUNNING = ("target", "device", "dtype", "draft_dtype", "runner", "batch_invariant")  # what add_running_arguments takes
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +70,9 @@ def decoder_options(args: argparse.Namespace, *, otherwise: str = "none", advise
     options = DecoderOptions(
         draft=args.draft,
         method=method,
-        draft_tokens=args.draft_tokens,
+        num_draft_tokens=args.num_draft_tokens,
         acceptance=args.acceptance,
-        cache_tokens=args.cache_tokens,
+        kv_cache_tokens=args.kv_cache_tokens,
         method_options=dict(method_option(word) for word in args.option),
         **running_options(args),
     )
@@ -92,9 +92,9 @@ def method_option(word: str) -> tuple[str, Any]:
 
 
 def open_decoder(options: DecoderOptions) -> SpeculativeDecoder:
-    """Load quietly: fetching shows its bars, transformers' own talk while loading is left out."""
+    """EngineStats quietly: fetching shows its bars, transformers' own talk while loading is left out."""
     from paceline.decoder import SpeculativeDecoder
-    from paceline.models import locate
+    from paceline.hub import locate
 
     for name in (options.target, options.draft):
         if isinstance(name, str):
@@ -120,6 +120,6 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def check_settings(args: argparse.Namespace) -> None:
     """Raise OptionError for impossible settings now, not after a model has been loaded."""
-    from paceline.core.distribution import SamplingParams
+    from paceline.core.sampling import SamplingParams
 
     SamplingParams(temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed)

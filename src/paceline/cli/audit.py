@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.bench.audit import Audit, AuditPlan, Check
-    from paceline.bench.subject import Subject
+    from paceline.bench.candidates import Subject
 
 NOT_LOSSLESS = 1
 TABLE = "table"
@@ -84,7 +84,7 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError(f"--alpha is a probability between 0 and 1, not {args.alpha:g}")
     if args.draws < 50:
         raise OptionError(f"--draws must be 50 or more to show anything, not {args.draws}")
-    if args.draft_tokens < 1:
+    if args.num_draft_tokens < 1:
         raise OptionError("an audit needs at least one draft token")
 
 
@@ -117,14 +117,14 @@ def _plan(args: argparse.Namespace, subject: Subject) -> AuditPlan:
     from paceline.bench.audit import AuditPlan
     from paceline.bench.measure import Length
     from paceline.bench.sweep import parse_numbers
-    from paceline.decode.judge import Judge
+    from paceline.engines.local.verifier import Verifier
 
     rules = tuple(rule.strip() for rule in args.acceptance.split(","))
     for rule in rules:
-        Judge(rule)
+        Verifier(rule)
     temperatures = parse_numbers(args.temperatures, "--temperatures")
     contexts = (
-        [list(ids) for ids in TABLE_CONTEXTS] if subject.codec is None else [subject.codec.encode(t) for t in TEXTS]
+        [list(ids) for ids in TABLE_CONTEXTS] if subject.tokenizer is None else [subject.tokenizer.encode(t) for t in TEXTS]
     )
     return AuditPlan(
         contexts=contexts[:1] if args.quick else contexts,
@@ -132,7 +132,7 @@ def _plan(args: argparse.Namespace, subject: Subject) -> AuditPlan:
         methods=subject.guessing_methods,
         rules=rules,
         temperatures=tuple(temperatures[-1:] if args.quick else temperatures),
-        draft_tokens=args.draft_tokens,
+        num_draft_tokens=args.num_draft_tokens,
         length=Length(12 if args.quick else 48),
         alpha=args.alpha,
         draws=args.draws,
@@ -140,13 +140,13 @@ def _plan(args: argparse.Namespace, subject: Subject) -> AuditPlan:
         seed=args.seed,
         reference=_reference(subject),
         every_pair=not args.quick,
-        describe=str if subject.codec is None else lambda ids: repr(subject.codec.decode(ids)),  # type: ignore[union-attr]
+        describe=str if subject.tokenizer is None else lambda ids: repr(subject.tokenizer.decode(ids)),  # type: ignore[union-attr]
     )
 
 
 def _reference(subject: Subject) -> Any:
     """transformers' greedy answer, where the target is one of its models."""
-    from paceline.bench.peers import Peer
+    from paceline.bench.baselines import Peer
 
     model = subject.peer_model("target")
     if model is None:
@@ -157,11 +157,11 @@ def _reference(subject: Subject) -> Any:
 
 def table_subject(args: argparse.Namespace) -> Subject:
     """The toy model with every method that can guess for it; its draft is its blurred twin."""
-    from paceline.assemble import DRAFTERS
-    from paceline.bench.subject import Subject
-    from paceline.decode.step import check_abilities
+    from paceline.bench.candidates import Subject
+    from paceline.build import DRAFTERS
+    from paceline.config import DecoderOptions
     from paceline.drafting.draft_model import DraftModel
-    from paceline.options import DecoderOptions
+    from paceline.engines.local.step import check_capabilities
     from paceline.runners.table import TableRunner
 
     target = TableRunner(vocab_size=TABLE_TOKENS, seed=3)
@@ -174,7 +174,7 @@ def table_subject(args: argparse.Namespace) -> Subject:
             if method != "draft":
                 options = DecoderOptions(target=TABLE, method=method)
                 drafters[method] = DRAFTERS[method](options, target, None, "cpu")  # type: ignore[arg-type]
-            check_abilities(target, drafters[method])
+            check_capabilities(target, drafters[method])
         except (PacelineError, KeyError, AttributeError) as error:
             drafters.pop(method, None)
             missing[method] = str(error)

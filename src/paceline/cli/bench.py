@@ -21,18 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import add_running_arguments, quiet_transformers, running_options
+from paceline.config import DecoderOptions
 from paceline.errors import MissingExtra, OptionError, PacelineError
-from paceline.options import DecoderOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from paceline.bench.candidates import Subject
     from paceline.bench.results import Collected
-    from paceline.bench.subject import Subject
     from paceline.bench.sweep import SweepPlan
     from paceline.bench.workloads import Prompt
-    from paceline.core.budget import Budget
-    from paceline.core.costs import CostCurve
+    from paceline.core.cost_model import CostCurve
+    from paceline.core.draft_length import DraftLengthPolicy
     from paceline.core.protocols import Runner
 
 INTERRUPTED = 130
@@ -91,25 +91,25 @@ def checked_counts(args: argparse.Namespace) -> None:
 
 
 def open_subject(args: argparse.Namespace) -> Subject:
-    """Load the target once and make every method that works with it. The command's only way to assembly."""
-    from paceline.assemble import DRAFTERS, chosen_device, open_runner, open_tokenizer
-    from paceline.bench.subject import PLAIN, Subject
-    from paceline.decode.step import check_abilities
-    from paceline.decode.text import Codec
+    """EngineStats the target once and make every method that works with it. The command's only way to assembly."""
+    from paceline.bench.candidates import PLAIN, Subject
+    from paceline.build import DRAFTERS, chosen_device, open_runner, open_tokenizer
+    from paceline.engines.local.step import check_capabilities
+    from paceline.hub.tokenizer import Tokenizer
 
     wanted = _wanted(args, list(DRAFTERS))
     quiet_transformers()
     options = DecoderOptions(**running_options(args))
     device = chosen_device(options.device)
     target = open_runner(options.target, options, device)
-    codec = Codec(open_tokenizer(options.target, None, options))
+    tokenizer = Tokenizer(open_tokenizer(options.target, None, options))
     drafters: dict[str, Any] = {}
     missing: dict[str, str] = {}
     for method in dict.fromkeys([PLAIN, *wanted]):
         try:
             mine = options_for(options, method, args.draft, wanted)
-            drafters[method] = DRAFTERS[method](mine, target, codec, device)
-            check_abilities(target, drafters[method])
+            drafters[method] = DRAFTERS[method](mine, target, tokenizer, device)
+            check_capabilities(target, drafters[method])
         except PacelineError as error:
             drafters.pop(method, None)
             missing[method] = str(error)
@@ -119,7 +119,7 @@ def open_subject(args: argparse.Namespace) -> Subject:
     peers = {"target": target, "draft": getattr(drafters.get("draft"), "runner", None)}
     names = {"target": args.target, "draft": args.draft}
     peer = cache(lambda role: peer_model(peers[role], names[role], options, device))
-    return Subject(target, codec, drafters, missing, _budgets(target, drafters), peer_model=peer)
+    return Subject(target, tokenizer, drafters, missing, _budgets(target, drafters), peer_model=peer)
 
 
 def peer_model(runner: Any, name: str, options: DecoderOptions, device: str) -> Any:
@@ -127,30 +127,30 @@ def peer_model(runner: Any, name: str, options: DecoderOptions, device: str) -> 
 
     None where there is no runner, or where it computes in a type that transformers does not have.
     """
-    from paceline.models import locate
+    from paceline.hub import locate
     from paceline.runners.loading import DTYPES, load_model
 
-    if runner is None or runner.card.dtype not in DTYPES:
+    if runner is None or runner.info.dtype not in DTYPES:
         return None
     if hasattr(getattr(runner, "model", None), "generate"):
         return runner.model
-    files, dtype = locate(str(name)), DTYPES[runner.card.dtype]
+    files, dtype = locate(str(name)), DTYPES[runner.info.dtype]
     return load_model(files.folder, files.name, dtype, device, trust_remote_code=options.trust_remote_code)
 
 
-def _budgets(target: Runner, drafters: dict[str, Any]) -> Callable[[str, int | str], Budget]:
+def _budgets(target: Runner, drafters: dict[str, Any]) -> Callable[[str, int | str], DraftLengthPolicy]:
     """Makes budgets; the target's passes are measured when the first `auto` asks for their cost, and only then."""
-    from paceline.core.budget import AdaptiveBudget, FixedBudget
-    from paceline.decode.calibrate import measure_costs, measure_pass
+    from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
+    from paceline.engines.local.warmup import measure_costs, measure_pass
 
     known: list[CostCurve] = []
 
-    def make(method: str, draft_tokens: int | str) -> Budget:
-        if isinstance(draft_tokens, int):
-            return FixedBudget(draft_tokens)
+    def make(method: str, num_draft_tokens: int | str) -> DraftLengthPolicy:
+        if isinstance(num_draft_tokens, int):
+            return FixedDraftLength(num_draft_tokens)
         if not known:
             known.append(measure_pass(target))
-        return AdaptiveBudget(measure_costs(target, getattr(drafters[method], "runner", None), known[0]))
+        return AdaptiveDraftLength(measure_costs(target, getattr(drafters[method], "runner", None), known[0]))
 
     return make
 
@@ -175,21 +175,21 @@ def options_for(options: DecoderOptions, method: str, draft: str | None, wanted:
 
 
 def _plan(args: argparse.Namespace, subject: Subject, prompts: list[Prompt]) -> SweepPlan:
+    from paceline.bench.baselines import peers_of
     from paceline.bench.measure import Length
-    from paceline.bench.peers import peers_of
     from paceline.bench.sweep import SweepPlan, grid, parse_draft_tokens, parse_numbers, tasks_of
-    from paceline.decode.judge import Judge
+    from paceline.engines.local.verifier import Verifier
 
-    assert subject.codec is not None
-    Judge(args.acceptance)
-    ks = parse_draft_tokens(args.draft_tokens)
+    assert subject.tokenizer is not None
+    Verifier(args.acceptance)
+    ks = parse_draft_tokens(args.num_draft_tokens)
     settings = grid(subject.guessing_methods, ks, parse_numbers(args.temperatures, "--temperatures"), args.acceptance)
-    ids = [prompt.encode(subject.codec) for prompt in prompts]
+    ids = [prompt.encode(subject.tokenizer) for prompt in prompts]
     fixed = [k for k in ks if isinstance(k, int)]
     return SweepPlan(
         settings,
         tasks_of([prompt.domain for prompt in prompts], ids, args.batch),
-        Length(args.max_new_tokens, args.ignore_end),
+        Length(args.max_new_tokens, args.ignore_eos),
         args.repeats,
         peers_of(subject, [word for word in args.peers.split(",") if word], max(fixed, default=5)),
         args.seed,
@@ -198,13 +198,13 @@ def _plan(args: argparse.Namespace, subject: Subject, prompts: list[Prompt]) -> 
 
 def _measured(args: argparse.Namespace, subject: Subject, plan: SweepPlan) -> tuple[int, dict[str, Any]]:
     """Run the sweep; Ctrl-C ends it early and loses nothing."""
-    from paceline.bench.record import new_run
+    from paceline.bench.environment import new_run
     from paceline.bench.results import Collected, LosslessCheck, setting_record
-    from paceline.decode.calibrate import measure_pass
+    from paceline.engines.local.warmup import measure_pass
 
     draft = getattr(subject.drafters.get("draft"), "runner", None)
-    run = new_run(["paceline", *sys.argv[1:]], subject.target.card, None if draft is None else draft.card)
-    verify = measure_pass(subject.target, texts=args.batch)
+    run = new_run(["paceline", *sys.argv[1:]], subject.target.info, None if draft is None else draft.info)
+    verify = measure_pass(subject.target, num_seqs=args.batch)
     collected = Collected(plan)
     status = _collect(subject, plan, collected)
     if not collected.by_name:
@@ -218,7 +218,7 @@ def _measured(args: argparse.Namespace, subject: Subject, plan: SweepPlan) -> tu
 
 def _collect(subject: Subject, plan: SweepPlan, collected: Collected) -> int:
     from paceline.bench.sweep import sweep
-    from paceline.models.progress import track
+    from paceline.hub.progress import track
 
     try:
         for measured in track(sweep(subject, plan), f"measuring {len(plan.settings)} settings", plan.total):
@@ -235,7 +235,7 @@ def _workload(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]
         "prompts": len(prompts),
         "domains": list(dict.fromkeys(prompt.domain for prompt in prompts)),
         "max_new_tokens": args.max_new_tokens,
-        "ignore_end": args.ignore_end,
+        "ignore_eos": args.ignore_eos,
         "batch": args.batch,
         "repeats": args.repeats,
         "seed": args.seed,
@@ -243,7 +243,7 @@ def _workload(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]
 
 
 def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
-    from paceline.bench.record import save_run
+    from paceline.bench.environment import save_run
     from paceline.bench.report import build_report
 
     out = Path(args.out).expanduser()
@@ -274,15 +274,15 @@ def _print(run: dict[str, Any], subject: Subject) -> None:
     for name in ("setting", "tokens/s", "spread", "speed-up", "predicted", "τ", "accepted", "lossless"):
         table.add_column(name, justify="left" if name in ("setting", "lossless") else "right")
     for one in run["settings"]:
-        speed, gain, tally = one["tokens_per_second"], one["speedup"], one["tally"]
+        speed, gain, stats = one["tokens_per_second"], one["speedup"], one["tally"]
         table.add_row(
             one["name"],
             f"{speed['median']:.1f}",
             f"{speed['low']:.1f}-{speed['high']:.1f}",
             f"{gain['median']:.2f}x" if gain else "-",
             f"{one['predicted_speedup']:.2f}x" if one["predicted_speedup"] else "-",
-            f"{tally['tokens_per_step']:.2f}" if tally["steps"] else "-",
-            f"{tally['acceptance_rate']:.0%}" if tally["drafted"] else "-",
+            f"{stats['tokens_per_step']:.2f}" if stats["steps"] else "-",
+            f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else "-",
             _lossless_word(one["lossless"]),
         )
     console.print(table)

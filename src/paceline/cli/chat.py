@@ -3,7 +3,7 @@
     paceline chat
     paceline chat --target BIG --draft SMALL --temperature 0.7
 
-Each turn reads only what is new: the cache of the conversation is kept between turns. Guesses that stood are green.
+Each turn reads only what is new: the cache of the conversation is kept between turns. DraftOutput that stood are green.
 /new starts over, /exit or Ctrl-D ends, Ctrl-C stops the answer being written. Where standard input is no terminal,
 every line of it is a turn.
 """
@@ -44,26 +44,26 @@ def main(args: argparse.Namespace) -> int:
     decoder = open_decoder(options)
     opening: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(opening)
-    for said in turns():
-        if said == "/new":
+    for output in rope_cache():
+        if output == "/new":
             messages = list(opening)
             continue
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": output})
         messages.append({"role": "assistant", "content": answer(decoder, messages, args)})
     return 0
 
 
-def turns() -> Iterator[str]:
+def rope_cache() -> Iterator[str]:
     """What the user says, turn by turn."""
     while True:
         try:
-            said = input("> " if sys.stdin.isatty() else "").strip()
+            output = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-        if said == "/exit":
+        if output == "/exit":
             return
-        if said:
-            yield said
+        if output:
+            yield output
 
 
 def answer(decoder: SpeculativeDecoder, messages: list[Message], args: argparse.Namespace) -> str:
@@ -71,14 +71,14 @@ def answer(decoder: SpeculativeDecoder, messages: list[Message], args: argparse.
     written: list[str] = []
 
     def remembered() -> Iterator[Any]:
-        for piece in decoder.stream(messages, keep_cache=True, **settings(args)):
-            written.append(piece.text)
-            yield piece
+        for output in decoder.stream(messages, keep_cache=True, **settings(args)):
+            written.append(output.text)
+            yield output
 
     try:
-        pieces = show(remembered(), color=wants_color(args.color))
-        if pieces and pieces[-1].tally is not None:
-            note(figures(pieces[-1].tally))
+        outputs = show(remembered(), color=wants_color(args.color))
+        if outputs and outputs[-1].stats is not None:
+            note(figures(outputs[-1].stats))
     except KeyboardInterrupt:
         print()
     return "".join(written)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import PairError
 
 if TYPE_CHECKING:
-    from paceline.models.vocabulary import Comparison, Pairing
+    from paceline.hub.vocabulary import Comparison, Pairing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from paceline.models.vocabulary import compare, pairing
+    from paceline.hub.vocabulary import compare, pairing
 
     ours, theirs = tokenizers(args.target, args.draft)
     found, pair = compare(ours, theirs), pairing(ours, theirs)
@@ -45,8 +45,8 @@ def main(args: argparse.Namespace) -> int:
 
 def tokenizers(target: str, draft: str) -> tuple[Any, Any]:
     from paceline.cli.arguments import quiet_transformers
-    from paceline.decode.text import load_tokenizer
-    from paceline.models import locate
+    from paceline.hub import locate
+    from paceline.hub.tokenizer import load_tokenizer
 
     ours, theirs = locate(target), locate(draft)
     quiet_transformers()

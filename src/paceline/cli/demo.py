@@ -5,7 +5,7 @@
     paceline demo --target BIG --draft SMALL
 
 Both runs use the same model and the same code; the second one guesses. On a CPU the default model runs in int8, where
-guessing pays; --dtype fp32 shows what happens where it does not. Guesses that stood are green. Decoding is
+guessing pays; --dtype fp32 shows what happens where it does not. DraftOutput that stood are green. Decoding is
 greedy, so the two texts must be the same, token for token: the last row says whether they are. Exit status 1 if not.
 """
 
@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.arguments import add_model_arguments, decoder_options, open_decoder
 from paceline.cli.terminal import add_color_argument, note, show, wants_color
-from paceline.models import DEFAULT
+from paceline.hub import DEFAULT
 
 if TYPE_CHECKING:
-    from paceline.core.tally import Tally
+    from paceline.config import DecoderOptions
+    from paceline.core.stats import SpecStats
     from paceline.decoder import SpeculativeDecoder
-    from paceline.options import DecoderOptions
 
 PROMPT = "Write a Python class Stack with push, pop, peek and is_empty, each with a docstring."
 NEW_TOKENS = 128
@@ -35,7 +35,7 @@ class Run:
     """One of the two texts."""
 
     token_ids: list[int]
-    tally: Tally
+    stats: SpecStats
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 
 def demo_options(args: argparse.Namespace) -> DecoderOptions:
     """On a CPU in int8 unless told: there a pass over eight tokens costs little more than one over a single token."""
-    from paceline.assemble import chosen_device
+    from paceline.build import chosen_device
 
     options = decoder_options(args, otherwise="auto", advised=False)
     if options.dtype is None and chosen_device(options.device) == "cpu" and options.target == DEFAULT:
@@ -73,13 +73,13 @@ def demo_options(args: argparse.Namespace) -> DecoderOptions:
     return options
 
 
-def _run(decoder: SpeculativeDecoder, args: argparse.Namespace, draft_tokens: int | None) -> Run:
+def _run(decoder: SpeculativeDecoder, args: argparse.Namespace, num_draft_tokens: int | None) -> Run:
     messages = [{"role": "user", "content": args.prompt}]
-    asked = decoder.stream(messages, max_new_tokens=args.max_new_tokens, draft_tokens=draft_tokens)
-    pieces = show(asked, color=wants_color(args.color))
-    tally = pieces[-1].tally
-    assert tally is not None, "the last piece carries the tally"
-    return Run([token for piece in pieces for token in piece.token_ids], tally)
+    asked = decoder.stream(messages, max_new_tokens=args.max_new_tokens, num_draft_tokens=num_draft_tokens)
+    outputs = show(asked, color=wants_color(args.color))
+    stats = outputs[-1].stats
+    assert stats is not None, "the last piece carries the tally"
+    return Run([token for output in outputs for token in output.token_ids], stats)
 
 
 def _print_table(plain: Run, guessed: Run, method: str, same: bool) -> None:
@@ -89,23 +89,23 @@ def _print_table(plain: Run, guessed: Run, method: str, same: bool) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for heading in ("", "tokens", "tokens/s", "speed-up", "accepted", "τ (tokens a pass)"):
         table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("plain", *_cells(plain.tally, 1.0))
-    table.add_row(method, *_cells(guessed.tally, _speed_up(plain, guessed)))
+    table.add_row("plain", *_cells(plain.stats, 1.0))
+    table.add_row(method, *_cells(guessed.stats, _speed_up(plain, guessed)))
     console = Console()
     console.print()
     console.print(table)
     console.print(f"identical: {'yes' if same else 'no'}")
 
 
-def _cells(tally: Tally, speed_up: float) -> list[str]:
-    accepted = f"{tally.accepted} of {tally.drafted} ({tally.acceptance_rate:.0%})" if tally.drafted else "-"
-    rate = f"{tally.tokens_per_second:.1f}"
-    return [str(tally.new_tokens), rate, f"{speed_up:.2f}x", accepted, f"{tally.tokens_per_step:.2f}"]
+def _cells(stats: SpecStats, speed_up: float) -> list[str]:
+    accepted = f"{stats.accepted} of {stats.drafted} ({stats.acceptance_rate:.0%})" if stats.drafted else "-"
+    rate = f"{stats.tokens_per_second:.1f}"
+    return [str(stats.new_tokens), rate, f"{speed_up:.2f}x", accepted, f"{stats.tokens_per_step:.2f}"]
 
 
 def _speed_up(plain: Run, guessed: Run) -> float:
-    before = plain.tally.tokens_per_second
-    return guessed.tally.tokens_per_second / before if before else 0.0
+    before = plain.stats.tokens_per_second
+    return guessed.stats.tokens_per_second / before if before else 0.0
 
 
 def _as_json(plain: Run, guessed: Run, method: str, same: bool) -> dict[str, Any]:
@@ -113,6 +113,6 @@ def _as_json(plain: Run, guessed: Run, method: str, same: bool) -> dict[str, Any
         "method": method,
         "identical": same,
         "speed_up": _speed_up(plain, guessed) if same else None,  # of two different texts there is none
-        "plain": plain.tally.as_dict(),
-        "speculative": guessed.tally.as_dict(),
+        "plain": plain.stats.as_dict(),
+        "speculative": guessed.stats.as_dict(),
     }

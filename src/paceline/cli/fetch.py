@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from paceline.models import locate
+    from paceline.hub import locate
 
     folder = str(locate(args.model).folder.resolve())
     print(json.dumps({"model": args.model, "folder": folder}) if args.json else folder)

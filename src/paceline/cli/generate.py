@@ -8,7 +8,7 @@
 The prompt is an argument, --file PATH or standard input, and is continued as it stands; with --chat it goes through the
 model's chat template. With --json the last line on stdout is one JSON document with the same fields for every method:
 text, token_ids, new_tokens, seconds, tokens_per_second, steps, drafted, accepted, acceptance_rate, tokens_per_step,
-acceptance_by_position, method, draft_tokens, finish_reason.
+acceptance_by_position, method, num_draft_tokens, finish_reason.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_json(decoder.generate(asked, **settings(args)), decoder)))
         return 0
-    pieces = show(decoder.stream(asked, **settings(args)), color=wants_color(args.color))
-    tally = pieces[-1].tally
-    if tally is not None:
-        note(figures(tally))
+    outputs = show(decoder.stream(asked, **settings(args)), color=wants_color(args.color))
+    stats = outputs[-1].stats
+    if stats is not None:
+        note(figures(stats))
     return 0
 
 
@@ -94,6 +94,6 @@ def as_json(result: Result, decoder: SpeculativeDecoder) -> dict[str, Any]:
         "token_ids": result.token_ids,
         **result.stats.as_dict(),
         "method": method,
-        "draft_tokens": 0 if method == "none" else decoder.options.draft_tokens,
+        "num_draft_tokens": 0 if method == "none" else decoder.options.num_draft_tokens,
         "finish_reason": result.finish_reason,
     }

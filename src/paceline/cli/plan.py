@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import OptionError
 from paceline.plan.advise import Advice, Question, Situation, advise, first_question, situation_of
-from paceline.plan.cards import GIB, Card, cards, find_card, nameless_card
 from paceline.plan.catalogue import catalogue
+from paceline.plan.fit import Outcome, VerifyResult, verifier
+from paceline.plan.hardware import GIB, Card, cards, find_card, nameless_card
 from paceline.plan.locate import find_shape
 from paceline.plan.memory import MemoryPlan, Method, Setting, plan_memory
+from paceline.plan.model_sizes import ModelShape
 from paceline.plan.pairs import expectation_for, expectation_from_rate, listed_pair, pairing_note
 from paceline.plan.precision import PRECISIONS, Precision, find_precision
 from paceline.plan.predict import SpeedEstimate, estimate_speed
-from paceline.plan.shapes import ModelShape
-from paceline.plan.verdict import Outcome, Verdict, judge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +85,7 @@ class _Report:
 
     plan: MemoryPlan
     card: Card | None
-    verdict: Verdict | None
+    verified: VerifyResult | None
     speed: SpeedEstimate | None
     notes: tuple[str, ...]
 
@@ -93,8 +93,8 @@ class _Report:
 def _work_out(args: argparse.Namespace) -> _Report:
     setting, card = _setting(args), _card(args)
     plan = plan_memory(setting)
-    verdict = judge(plan, card) if card else None
-    return _Report(plan, card, verdict, _speed(args, setting, card), _notes(setting))
+    verified = verifier(plan, card) if card else None
+    return _Report(plan, card, verified, _speed(args, setting, card), _notes(setting))
 
 
 def _setting(args: argparse.Namespace) -> Setting:
@@ -110,7 +110,7 @@ def _setting(args: argparse.Namespace) -> Setting:
         kv_precision=find_precision(args.kv_dtype) if args.kv_dtype else None,
         context=min(_DEFAULT_CONTEXT, target.context) if args.context is None else args.context,
         batch=args.batch,
-        draft_tokens=args.draft_tokens,
+        num_draft_tokens=args.num_draft_tokens,
         tree_nodes=args.tree_nodes,
         gpus=args.gpus,
     )
@@ -148,7 +148,7 @@ def _card(args: argparse.Namespace) -> Card | None:
 
 def _speed(args: argparse.Namespace, setting: Setting, card: Card | None) -> SpeedEstimate | None:
     given = args.acceptance_rate
-    expectation = expectation_for(setting) if given is None else expectation_from_rate(given, setting.draft_tokens)
+    expectation = expectation_for(setting) if given is None else expectation_from_rate(given, setting.num_draft_tokens)
     return estimate_speed(setting, card, expectation) if card else None
 
 
@@ -174,7 +174,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "target": _shape_json(setting.target, setting.precision),
         "draft": _shape_json(setting.guesser, setting.guesser_precision) if setting.guesser else None,
         "method": setting.method.value,
-        "draft_tokens": setting.draft_tokens,
+        "num_draft_tokens": setting.num_draft_tokens,
         "context": setting.context,
         "batch": setting.batch,
         "gpus": setting.gpus,
@@ -182,7 +182,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "total_bytes": report.plan.total_bytes,
         "fullest_bytes": report.plan.fullest_bytes,
         "card": _card_json(report.card) if report.card else None,
-        "verdict": _verdict_json(report.verdict) if report.verdict else None,
+        "verdict": _verdict_json(report.verified) if report.verified else None,
         "speed": _speed_json(report.speed) if report.speed else None,
         "published_speedup": pair.published.speedup if (pair := listed_pair(setting)) else None,
         "notes": list(report.notes),
@@ -198,12 +198,12 @@ def _card_json(card: Card) -> dict[str, Any]:
     return {"name": card.name, "kind": card.kind.value, **sizes, "bandwidth_gbs": card.bandwidth_gbs}
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, Any]:
-    changes = [{"words": c.words, "options": c.options, "left_bytes": c.left_bytes} for c in verdict.changes]
+def _verdict_json(verified: VerifyResult) -> dict[str, Any]:
+    changes = [{"words": c.words, "options": c.options, "left_bytes": c.left_bytes} for c in verified.changes]
     return {
-        "outcome": verdict.outcome.value,
-        "left_bytes": verdict.left_bytes,
-        "longest_context": verdict.longest_context,
+        "outcome": verified.outcome.value,
+        "left_bytes": verified.left_bytes,
+        "longest_context": verified.longest_context,
         "changes": changes,
     }
 
@@ -224,8 +224,8 @@ def _print_report(report: _Report) -> None:
     console = Console(highlight=False)
     _print_heading(console, report.plan.setting)
     _print_parts(console, report)
-    if report.verdict and report.card:
-        _print_verdict(console, report.verdict, report.card)
+    if report.verified and report.card:
+        _print_verdict(console, report.verified, report.card)
     else:
         console.print("\nName a card (--card rtx-4090, or --memory 24) to hear whether that fits.", style="dim")
     if report.speed and report.plan.setting.nodes:
@@ -246,7 +246,7 @@ def _print_heading(console: Console, setting: Setting) -> None:
     elif setting.method is not Method.NONE:
         words += f" + [bold]{setting.method.value}[/bold]"
     texts = "one text" if setting.batch == 1 else f"{setting.batch} texts"
-    console.print(f"{words}, {texts} of up to {setting.context:,} tokens, k = {setting.draft_tokens}\n")
+    console.print(f"{words}, {texts} of up to {setting.context:,} tokens, k = {setting.num_draft_tokens}\n")
 
 
 def _print_parts(console: Console, report: _Report) -> None:
@@ -265,18 +265,18 @@ def _print_parts(console: Console, report: _Report) -> None:
     console.print(f"    {'in all':<20} [bold]{_gib(report.plan.total_bytes):>10}[/bold]{on_one}")
 
 
-def _print_verdict(console: Console, verdict: Verdict, card: Card) -> None:
+def _print_verdict(console: Console, verified: VerifyResult, card: Card) -> None:
     usable = f"{_gib(card.usable_bytes)} usable of {card.memory_gib:g} GiB on {card.name}"
-    if verdict.outcome is Outcome.FITS:
-        console.print(f"\n[bold green]Fits.[/] {_gib(verdict.left_bytes)} left ({usable}).")
-        console.print(f"Longest text that fits: {verdict.longest_context:,} tokens.")
+    if verified.outcome is Outcome.FITS:
+        console.print(f"\n[bold green]Fits.[/] {_gib(verified.left_bytes)} left ({usable}).")
+        console.print(f"Longest text that fits: {verified.longest_context:,} tokens.")
         return
-    with_change = verdict.outcome is Outcome.FITS_IF_CHANGED
+    with_change = verified.outcome is Outcome.FITS_IF_CHANGED
     word = "[bold yellow]Fits with a change.[/]" if with_change else "[bold red]Does not fit.[/]"
-    console.print(f"\n{word} {_gib(-verdict.left_bytes)} are missing ({usable}).")
-    for change in verdict.changes:
+    console.print(f"\n{word} {_gib(-verified.left_bytes)} are missing ({usable}).")
+    for change in verified.changes:
         console.print(f"  with {change.words}: [bold]{change.options}[/bold] leaves {_gib(change.left_bytes)}")
-    if not verdict.changes:
+    if not verified.changes:
         console.print("  not even with the fewest bits, a short text or 16 such cards")
 
 

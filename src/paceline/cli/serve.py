@@ -20,9 +20,9 @@ from paceline.cli.arguments import add_model_arguments, decoder_options, quiet_t
 from paceline.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
-    from paceline.engines.settings import EngineSettings
-    from paceline.options import DecoderOptions
-    from paceline.serve.settings import ServeSettings
+    from paceline.config import DecoderOptions
+    from paceline.engines.local.settings import EngineSettings
+    from paceline.serve.settings import ServerConfig
 
 KEYS_VARIABLE = "PACELINE_API_KEYS"
 BATCH, CACHE_TOKENS = 16, 32768
@@ -67,12 +67,12 @@ def _add_limit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     try:
+        from paceline.serve.access_log import configure_logs
         from paceline.serve.app import create_app
-        from paceline.serve.logs import configure_logs
         from paceline.serve.run import open_socket, run, welcome
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
-    from paceline.assemble import engine
+    from paceline.build import engine
 
     options, settings = _options(args), serve_settings(args)
     wanted = _engine_settings(args)
@@ -80,7 +80,7 @@ def main(args: argparse.Namespace) -> int:
         quiet_transformers()
         working = engine(options, wanted)
         configure_logs(args.log_level)
-        app = create_app(working, working.codec, settings)
+        app = create_app(working, working.tokenizer, settings)
         print(f"paceline serves {settings.names[0]} at {welcome(listening)}/v1", flush=True)
         run(app, listening, args.drain_seconds, args.stall_seconds)
     return 0
@@ -92,24 +92,24 @@ def _options(args: argparse.Namespace) -> DecoderOptions:
     # The engine itself always adapts; a fixed k is the default of requests that do not choose.
     chosen = decoder_options(args, otherwise="auto")
     # What the engine keeps beside the cache is its own affair: it adds to --cache-tokens.
-    return replace(chosen, draft_tokens="auto", cache_tokens=None, trust_remote_code=args.trust_remote_code)
+    return replace(chosen, num_draft_tokens="auto", kv_cache_tokens=None, trust_remote_code=args.trust_remote_code)
 
 
 def _engine_settings(args: argparse.Namespace) -> EngineSettings:
-    from paceline.engines.settings import EngineSettings
+    from paceline.engines.local.settings import EngineSettings
 
     return EngineSettings(
-        largest_batch=args.batch,
-        cache_tokens=CACHE_TOKENS if args.cache_tokens is None else args.cache_tokens,
+        max_num_seqs=args.batch,
+        kv_cache_tokens=CACHE_TOKENS if args.kv_cache_tokens is None else args.kv_cache_tokens,
         prefill_chunk=args.prefill_chunk,
         residents=args.residents,
     )
 
 
-def serve_settings(args: argparse.Namespace) -> ServeSettings:
+def serve_settings(args: argparse.Namespace) -> ServerConfig:
     """What the arguments say about the door and the limits. Raises OptionError."""
-    from paceline.options import checked_draft_tokens
-    from paceline.serve.settings import LOOPBACK, Limits, ServeSettings
+    from paceline.config import checked_num_draft_tokens
+    from paceline.serve.settings import LOOPBACK, Limits, ServerConfig
 
     local = args.host in LOOPBACK
     keys = api_keys(args)
@@ -118,14 +118,14 @@ def serve_settings(args: argparse.Namespace) -> ServeSettings:
             f"anyone could use a server on {args.host}: give it a key (--api-key, --api-key-file or {KEYS_VARIABLE}), "
             f"or say --no-key"
         )
-    k = checked_draft_tokens(args.draft_tokens)
-    return ServeSettings(
+    k = checked_num_draft_tokens(args.num_draft_tokens)
+    return ServerConfig(
         names=tuple(args.served_name) or (str(args.target),),
         batch=args.batch,
         keys=keys,
         hosts=(*(LOOPBACK if local else ()), *args.allowed_host),
         origins=tuple(args.cors_origin),
-        draft_tokens=k if isinstance(k, int) else None,
+        num_draft_tokens=k if isinstance(k, int) else None,
         log_prompts=args.log_prompts,
         limits=Limits(
             body_bytes=args.max_body,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
-    from paceline.core.protocols import Piece
-    from paceline.core.tally import Tally
+    from paceline.core.stats import SpecStats
+    from paceline.core.types import RequestOutput
 
 GUESSED, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 WHEN = ("auto", "always", "never")
@@ -29,22 +29,22 @@ def wants_color(when: str, stream: TextIO | None = None) -> bool:
     return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
 
 
-def show(pieces: Iterable[Piece], *, color: bool) -> list[Piece]:
+def show(outputs: Iterable[RequestOutput], *, color: bool) -> list[RequestOutput]:
     """Print pieces as they are written; returns them all, the last one with the tally."""
-    shown: list[Piece] = []
-    for piece in pieces:
-        shown.append(piece)
-        text = f"{GUESSED}{piece.text}{PLAIN}" if color and piece.guessed and piece.text else piece.text
+    shown: list[RequestOutput] = []
+    for output in outputs:
+        shown.append(output)
+        text = f"{GUESSED}{output.text}{PLAIN}" if color and output.from_draft and output.text else output.text
         print(text, end="", flush=True)
     print()
     return shown
 
 
-def figures(tally: Tally) -> str:
+def figures(stats: SpecStats) -> str:
     """The one line under a text."""
-    line = f"{tally.new_tokens} tokens in {tally.seconds:.2f} s, {tally.tokens_per_second:.1f} tokens/s"
-    if tally.drafted:
-        line += f"; {tally.tokens_per_step:.2f} tokens a pass, {tally.acceptance_rate:.0%} of guesses accepted"
+    line = f"{stats.new_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s"
+    if stats.drafted:
+        line += f"; {stats.tokens_per_step:.2f} tokens a pass, {stats.acceptance_rate:.0%} of guesses accepted"
     return line
 
 

@@ -28,7 +28,7 @@ from paceline.errors import OptionError
 
 if TYPE_CHECKING:
     from paceline.train.collect import Progress
-    from paceline.train.loop import Measurement, Moment
+    from paceline.train.loop import Measurement, TrainingProgress
     from paceline.train.run import Trained, TrainOptions
 
 KINDS = ("eagle", "medusa", "draft", "exit")
@@ -54,8 +54,8 @@ class _Unsaid:
     def __init__(self, group: argparse._ArgumentGroup) -> None:
         self._group = group
 
-    def add(self, name: str, metavar: str, kind: type, said: str) -> None:
-        self._group.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=said)
+    def add(self, name: str, metavar: str, kind: type, output: str) -> None:
+        self._group.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=output)
 
 
 def _add_data(group: _Unsaid) -> None:
@@ -96,13 +96,13 @@ def main(args: argparse.Namespace) -> int:
             f"{args.out} holds a training that was begun: go on with --resume, begin anew with --overwrite "
             f"(texts are kept), or choose another --out"
         )
-    done = _train(options, args.resume)
-    if done is None:  # one of several processes, and not the one that speaks
+    result = _train(options, args.resume)
+    if result is None:  # one of several distributed, and not the one that speaks
         return 0
     if args.json:
-        print(json.dumps(document(done)))
+        print(json.dumps(document(result)))
     else:
-        _print(done)
+        _print(result)
     return 0
 
 
@@ -110,31 +110,31 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
     """What was said; of a resumed training, what was said then unless it is said anew."""
     from paceline.train.run import TrainOptions, recorded
 
-    said = {name: value for name, value in vars(args).items() if name not in OWN}
+    output = {name: value for name, value in vars(args).items() if name not in OWN}
     if not args.resume:
-        return TrainOptions(**said)
+        return TrainOptions(**output)
     before = recorded(args.out)
     if before.get("word") != args.word:
         raise OptionError(f"{args.out} holds a training of {before.get('word')}, not of {args.word}")
-    return TrainOptions(**{**before, **said})
+    return TrainOptions(**{**before, **output})
 
 
 def _train(options: TrainOptions, resume: bool) -> Trained | None:
-    from paceline.assemble import chosen_device
+    from paceline.build import chosen_device
     from paceline.cli.arguments import quiet_transformers
-    from paceline.train import processes
+    from paceline.train import distributed
     from paceline.train.run import train
 
     quiet_transformers()
     with Screen() as screen:
         try:
-            done = train(options, chosen_device(options.device), screen, resume=resume)
-            return done if processes.share().first else None
+            result = train(options, chosen_device(options.device), screen, resume=resume)
+            return result if distributed.share().first else None
         except KeyboardInterrupt:
             note(f"\nstopped; go on with: paceline train {options.word} --out {options.out} --resume")
             raise
         finally:
-            processes.leave()
+            distributed.leave()
 
 
 class Screen:
@@ -169,14 +169,14 @@ class Screen:
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._bar.console.print(text, markup=False)
-        self._task = self._bar.add_task("", total=None, said="")
+        self._task = self._bar.add_task("", total=None, output="")
 
     def writing(self, progress: Progress) -> None:
         speed = progress.tokens / progress.seconds if progress.seconds else 0.0
-        said = f"{progress.texts} texts, {progress.tokens} answer tokens"
-        self._show(said + (f", {speed:.0f} a second" if speed else ""), progress.tokens, progress.wanted or None)
+        output = f"{progress.texts} texts, {progress.tokens} answer tokens"
+        self._show(output + (f", {speed:.0f} a second" if speed else ""), progress.tokens, progress.wanted or None)
 
-    def step(self, moment: Moment) -> None:
+    def step(self, moment: TrainingProgress) -> None:
         if self._bar is None:
             self._show(told(moment), moment.progress, 1.0)
             return
@@ -185,25 +185,25 @@ class Screen:
             self._bar.console.print(f"step {moment.measured.step}: {held_out(moment.measured)}", markup=False)
         self._show(pace(moment), moment.progress, 1.0)
 
-    def _show(self, said: str, done: float, total: float | None) -> None:
+    def _show(self, output: str, result: float, total: float | None) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, said=said)
+            self._bar.update(self._task, completed=result, total=total, output=output)
         elif time.monotonic() - self._spoken > SECONDS_BETWEEN_LINES and self._first():
             self._spoken = time.monotonic()
-            print(f"paceline: {said}", file=sys.stderr, flush=True)
+            print(f"paceline: {output}", file=sys.stderr, flush=True)
 
     def _first(self) -> bool:
-        from paceline.train import processes
+        from paceline.train import distributed
 
-        return processes.share().first
+        return distributed.share().first
 
 
-def told(moment: Moment) -> str:
+def told(moment: TrainingProgress) -> str:
     """One line: where the training is."""
     return pace(moment) + (f"; {held_out(moment.measured)}" if moment.measured else "")
 
 
-def pace(moment: Moment) -> str:
+def pace(moment: TrainingProgress) -> str:
     speed, left = moment.tokens_per_second, _clock(moment.seconds_left)
     return f"step {moment.step}, loss {moment.loss:.3f}, {speed:.0f} tokens/s, {left} left"
 
@@ -219,17 +219,17 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def document(done: Trained) -> dict[str, Any]:
+def document(result: Trained) -> dict[str, Any]:
     """What --json prints."""
-    history, options = done.history, done.options
+    history, options = result.history, result.options
     before, after = history.measured[0], history.measured[-1]
     return {
         "word": options.word,
         "target": options.target,
         "out": options.out,
-        "texts": done.texts,
-        "answer_tokens": done.answer_tokens,
-        "parameters": done.parameters,
+        "texts": result.texts,
+        "answer_tokens": result.answer_tokens,
+        "parameters": result.parameters,
         "steps": history.step,
         "trained_tokens": history.tokens,
         "seconds": history.seconds,
@@ -238,15 +238,15 @@ def document(done: Trained) -> dict[str, Any]:
         "tokens_per_step_untrained": before.tokens_per_step,
         "tokens_per_step": after.tokens_per_step,
         "acceptance_by_position": after.by_position,
-        "files": done.files,
+        "files": result.files,
     }
 
 
-def _print(done: Trained) -> None:
-    history = done.history
+def _print(result: Trained) -> None:
+    history = result.history
     before, after = history.measured[0], history.measured[-1]
     print(
         f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; {held_out(after)}, "
         f"{before.tokens_per_step:.2f} before"
     )
-    print(f"{done.options.out}: {', '.join(done.files)}")
+    print(f"{result.options.out}: {', '.join(result.files)}")

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.bench import add_subject_arguments, checked_counts, open_subject
 
 if TYPE_CHECKING:
-    from paceline.bench.subject import Subject
+    from paceline.bench.candidates import Subject
     from paceline.bench.tune import Tuning
-    from paceline.profile import Profile
+    from paceline.tuned import Profile
 
 SHOWN = 8  # predictions in the table
 
@@ -45,16 +45,16 @@ def main(args: argparse.Namespace) -> int:
     from paceline.bench.measure import Length
     from paceline.bench.tune import TunePlan, tune
     from paceline.bench.workloads import load_prompts
-    from paceline.core.distribution import SamplingParams
-    from paceline.models.progress import stage
-    from paceline.profile import write_profile
+    from paceline.core.sampling import SamplingParams
+    from paceline.hub.progress import stage
+    from paceline.tuned import write_profile
 
     prompts = load_prompts(args.prompts, args.limit)
     checked_counts(args)
     SamplingParams(temperature=args.temperature)
     subject = open_subject(args)
-    assert subject.codec is not None
-    ids = [prompt.encode(subject.codec) for prompt in prompts]
+    assert subject.tokenizer is not None
+    ids = [prompt.encode(subject.tokenizer) for prompt in prompts]
     plan = TunePlan(ids, Length(args.max_new_tokens), args.temperature, args.batch, args.repeats)
     with stage("measuring passes, guesses and the best settings; a few minutes"):
         tuning = tune(subject, plan)
@@ -69,14 +69,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace, subject: Subject, tuning: Tuning) -> Profile:
-    from paceline.profile import Profile
+    from paceline.tuned import Profile
 
-    advice, card = tuning.advice, subject.target.card
+    advice, info = tuning.advice, subject.target.info
     return Profile(
         target=args.target,
-        device=card.device,
+        device=info.device,
         method=advice.method,
-        draft_tokens=advice.draft_tokens,
+        num_draft_tokens=advice.num_draft_tokens,
         draft=args.draft if advice.method in ("draft", "foreign") else None,
         dtype=args.dtype,
         draft_dtype=args.draft_dtype,
@@ -102,7 +102,7 @@ def _print(tuning: Tuning, subject: Subject) -> None:
     table = Table(box=None, pad_edge=False)
     for name in ("method", "k", "tokens a step", "predicted", "measured"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    measured = {(one.method, one.draft_tokens): one.measured for one in tuning.confirmed}
+    measured = {(one.method, one.num_draft_tokens): one.measured for one in tuning.confirmed}
     shown = [one for one in tuning.predictions if (one.method, one.k) in measured]
     shown += [one for one in tuning.predictions if one not in shown][: SHOWN - len(shown)]
     for one in shown:
@@ -112,7 +112,7 @@ def _print(tuning: Tuning, subject: Subject) -> None:
         )
     for found in tuning.confirmed:
         if found.predicted is None:
-            table.add_row(found.method, str(found.draft_tokens), "", "", f"{found.measured:.2f}x")
+            table.add_row(found.method, str(found.num_draft_tokens), "", "", f"{found.measured:.2f}x")
     console.print(table)
     for method, why in subject.missing.items():
         console.print(f"not tried: {method} ({why})", markup=False, highlight=False, style="dim")

@@ -1,63 +1,61 @@
 """The algorithm: tensors in, tensors out. Knows no model, no tokenizer, no file, no clock."""
 
-from paceline.core.acceptance import RULE_NAMES, RULES, LossyTypical, accept, accept_block
-from paceline.core.budget import AdaptiveBudget, Budget, FixedBudget
-from paceline.core.costs import Costs, Timing
-from paceline.core.distribution import History, SamplingParams, distribution, draw
-from paceline.core.protocols import (
-    Ability,
-    Drafter,
-    Engine,
-    ModelCard,
-    Output,
-    Outputs,
-    Piece,
-    Request,
-    Round,
-    Row,
-    Runner,
-    Slot,
-    TokenLogprob,
-    Verdict,
-)
+from paceline.core.cost_model import CostModel, StepTiming
+from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter, Engine, Runner
+from paceline.core.sampling import History, SamplingParams, distribution, draw
 from paceline.core.sequence import Constraint, Sequence
+from paceline.core.stats import SpecStats
 from paceline.core.stopping import Stop, StopRules
-from paceline.core.tally import Tally
-from paceline.core.tree import DraftTree
+from paceline.core.types import (
+    Capability,
+    ModelInfo,
+    ModelOutput,
+    Request,
+    RequestOutput,
+    Row,
+    RowOutput,
+    SequenceCache,
+    StepResult,
+    TokenLogprob,
+    VerifyResult,
+)
+from paceline.core.verify import RULE_NAMES, RULES, LossyTypical, accept, verify_block_rule
 
 __all__ = [
     "RULES",
     "RULE_NAMES",
-    "Ability",
-    "AdaptiveBudget",
-    "Budget",
+    "Capability",
+    "AdaptiveDraftLength",
+    "DraftLengthPolicy",
     "Constraint",
-    "Costs",
+    "CostModel",
     "DraftTree",
     "Drafter",
     "Engine",
-    "FixedBudget",
+    "FixedDraftLength",
     "History",
     "LossyTypical",
-    "ModelCard",
-    "Output",
-    "Outputs",
-    "Piece",
+    "ModelInfo",
+    "RowOutput",
+    "ModelOutput",
+    "RequestOutput",
     "Request",
-    "Round",
+    "StepResult",
     "Row",
     "Runner",
     "SamplingParams",
     "Sequence",
-    "Slot",
+    "SequenceCache",
     "Stop",
     "StopRules",
-    "Tally",
-    "Timing",
+    "SpecStats",
+    "StepTiming",
     "TokenLogprob",
-    "Verdict",
+    "VerifyResult",
     "accept",
-    "accept_block",
+    "verify_block_rule",
     "distribution",
     "draw",
 ]

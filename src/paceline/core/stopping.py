@@ -1,4 +1,4 @@
-"""When a text is over: end tokens, stop strings, lengths. Also inside an accepted run."""
+"""When a sequence is over: end tokens, stop strings, lengths. Also inside an accepted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BYTES_A_CHARACTER = 4  # a character may be spread over this many byte tokens
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where a text ends, and why. `kept`: how many of the written tokens belong to it."""
+    """Where a sequence ends, and why. `kept`: how many of the written tokens belong to it."""
 
     kept: int
     reason: str
@@ -18,17 +18,17 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """What ends a text. `decode` turns ids into characters and is needed only for stop strings."""
+    """What ends a sequence. `decode` turns ids into characters and is needed only for stop strings."""
 
     max_new_tokens: int
-    end_tokens: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
 
     def check(self, written: Sequence[int], fresh: int) -> Stop | None:
-        """Look at the last `fresh` tokens of an answer, oldest first; None: the text goes on."""
+        """Look at the last `fresh` tokens of an answer, oldest first; None: the sequence goes on."""
         for count in range(len(written) - fresh + 1, len(written) + 1):
-            if written[count - 1] in self.end_tokens:
+            if written[count - 1] in self.eos_token_ids:
                 return Stop(count, "stop")
             if self.stop_strings and self._says_stop(written, count):
                 return Stop(count, "stop")

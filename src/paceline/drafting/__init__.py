@@ -1,1 +1,1 @@
-"""How guesses are made: one module a method, behind `Drafter`."""
+"""How draft tokens are made: one module a method, behind `Drafter`."""

@@ -1,8 +1,8 @@
-"""Medusa heads guess several tokens ahead from one hidden state.
+"""Medusa heads draft token several tokens ahead from one hidden state.
 
-Head h says the token h places further on, without knowing what stands between: so the guesses of one head are
+Head h says the token h places further on, without knowing what stands between: so the draft tokens of one head are
 alternatives, and every combination of them is a path. Of these paths a sparse tree is put to the target, grown from the
-likeliest node on: at each step the node whose path the heads hold for most likely joins. The guesses are chosen, so q
+likeliest node on: at each step the node whose path the heads hold for most likely joins. The draft tokens are chosen, so q
 is one-hot and sampling stays exact.
 """
 
@@ -13,42 +13,43 @@ import heapq
 import torch
 from torch import Tensor
 
-from paceline.core import tree
-from paceline.core.protocols import Ability, OpenRunner, Output, Round
+from paceline.core import draft_tree
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.tree import DraftTree
+from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.errors import OptionError, PairError
 from paceline.heads.medusa import MedusaHeads
 
 
-class Medusa:
+class Medusa(Drafter):
     """Drafts with Medusa heads."""
 
-    def __init__(self, heads: MedusaHeads, target: OpenRunner, *, branches: int = 6, nodes: int = 0) -> None:
-        """branches: alternatives of each head, 1 makes chains. nodes: of the tree, at most; 0: as the budget says."""
+    def __init__(self, heads: MedusaHeads, target: Runner, *, branches: int = 6, nodes: int = 0) -> None:
+        """branches: alternatives of each head, 1 makes chains. nodes: of the tree, at most; 0: as the draft length says."""
         if branches < 1 or nodes < 0:
             raise OptionError("medusa needs at least one branch, and nodes of 0 or more")
         _check_pair(heads, target)
-        self.needs = frozenset({Ability.HIDDEN, Ability.TREE} if branches > 1 else {Ability.HIDDEN})
+        self.needs = frozenset({Capability.HIDDEN_STATES, Capability.TREE} if branches > 1 else {Capability.HIDDEN_STATES})
         self.nodes, self.branches = nodes, min(branches, heads.config.draft_vocab_size)
         self._heads = heads
-        self._states: dict[int, Tensor] = {}  # of each text: the target's state after its last but one token
+        self._states: dict[int, Tensor] = {}  # of each sequence: the target's state after its last but one token
         target.expose(hidden=True)
 
-    def begin(self, text: Sequence, prompt: Output | None) -> None:
-        self.end(text)
+    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
+        self.end(seq)
         if prompt is not None:
-            self._states[text.number] = _hidden(prompt)[-1]
+            self._states[seq.seq_id] = _hidden(prompt)[-1]
 
     @torch.inference_mode()
-    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        trees = [tree.empty() for _ in texts]
-        active = [i for i, text in enumerate(texts) if budgets[i] > 0 and text.number in self._states]
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = [draft_tree.empty() for _ in seqs]
+        active = [i for i, seq in enumerate(seqs) if num_draft_tokens[i] > 0 and seq.seq_id in self._states]
         if not active:
             return trees
-        limits = [min(budgets[i], self.nodes) if self.nodes else budgets[i] for i in active]
-        states = torch.stack([self._states[texts[i].number] for i in active])
-        logits = self._heads(states, min(self._heads.config.heads, max(limits))).float()  # [heads, texts, draft vocab]
+        limits = [min(num_draft_tokens[i], self.nodes) if self.nodes else num_draft_tokens[i] for i in active]
+        states = torch.stack([self._states[seqs[i].seq_id] for i in active])
+        logits = self._heads(states, min(self._heads.config.heads, max(limits))).float()  # [heads, sequences, draft vocab]
         best = logits.topk(self.branches, dim=-1)
         scores = (best.values - logits.logsumexp(dim=-1, keepdim=True)).tolist()
         tokens = self._heads.to_target_ids(best.indices)
@@ -56,26 +57,26 @@ class Medusa:
             trees[index] = grown([head[place] for head in scores], tokens[:, place], limits[place])
         return trees
 
-    def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
-        for text, done in zip(texts, rounds):
-            path = done.verdict.path
-            self._states[text.number] = _hidden(done.output)[path[-1] + 1 if path else 0]
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
+        for seq, result in zip(seqs, results):
+            path = result.verified.accepted
+            self._states[seq.seq_id] = _hidden(result.output)[path[-1] + 1 if path else 0]
 
-    def end(self, text: Sequence) -> None:
-        self._states.pop(text.number, None)
+    def end(self, seq: Sequence) -> None:
+        self._states.pop(seq.seq_id, None)
 
 
 def grown(scores: list[list[float]], tokens: Tensor, limit: int) -> DraftTree:
-    """The `limit` likeliest nodes over all combinations of the heads' guesses, most likely first.
+    """The `limit` likeliest nodes over all combinations of the heads' draft tokens, most likely first.
 
-    scores[h][r]  log-probability of head h's guess of rank r, falling with r
+    scores[h][r]  log-probability of head h's draft token of rank r, falling with r
     tokens        int64 [heads, ranks]
     A node's next candidates are its first child and its next sibling: neither is likelier, so none is missed.
     """
     heads: list[int] = []
     ranks: list[int] = []
     parents: list[int] = []
-    waiting: list[tuple[float, int, int, int, float]] = [(-scores[0][0], tree.ROOT, 0, 0, 0.0)]
+    waiting: list[tuple[float, int, int, int, float]] = [(-scores[0][0], draft_tree.ROOT, 0, 0, 0.0)]
     while waiting and len(parents) < limit:
         cost, parent, head, rank, above = heapq.heappop(waiting)
         node = len(parents)
@@ -89,16 +90,16 @@ def grown(scores: list[list[float]], tokens: Tensor, limit: int) -> DraftTree:
     return DraftTree(tokens[heads, ranks], parents)
 
 
-def _hidden(output: Output) -> Tensor:
+def _hidden(output: RowOutput) -> Tensor:
     assert output.hidden is not None, "the target was asked at assembly to hand out its states"
     return output.hidden
 
 
-def _check_pair(heads: MedusaHeads, target: OpenRunner) -> None:
+def _check_pair(heads: MedusaHeads, target: Runner) -> None:
     """Raise PairError where heads were made for another target."""
-    config, card = heads.config, target.card
-    if config.hidden_size != card.width:
-        raise PairError(f"these heads read states of {config.hidden_size} values; {card.name} has {card.width}")
+    config, info = heads.config, target.info
+    if config.hidden_size != info.hidden_size:
+        raise PairError(f"these heads read states of {config.hidden_size} values; {info.name} has {info.hidden_size}")
     largest = int(heads.to_target_ids(torch.arange(config.draft_vocab_size, device=heads.token_map.device)).max())
-    if largest >= card.vocab_size:
-        raise PairError(f"these heads say token {largest}; {card.name} has {card.vocab_size} tokens")
+    if largest >= info.vocab_size:
+        raise PairError(f"these heads say token {largest}; {info.name} has {info.vocab_size} tokens")

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they stood in this text before?
+"""Prompt lookup: what followed the last few tokens when they stood in this sequence before?
 
 The longest match goes first, and among matches of one length the most recent. With `branches` above 1 several
 candidates are put to the target as one tree; what they share at the beginning is checked once.
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paceline.core import tree
-from paceline.core.protocols import Ability, Output, Round
+from paceline.core import draft_tree
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.tree import DraftTree
+from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.errors import OptionError
 
 REMEMBERED = 8  # ends of each n-gram kept; older ones fade
@@ -20,16 +21,16 @@ REMEMBERED = 8  # ends of each n-gram kept; older ones fade
 
 @dataclass(slots=True)
 class _Index:
-    """Where each n-gram of a text has ended, latest last. Grows with the text: every token is indexed once."""
+    """Where each n-gram of a sequence has ended, latest last. Grows with the sequence: every token is indexed once."""
 
     indexed: int = 0
     ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
 
-class Ngram:
-    """Guesses by looking the text's last tokens up in the text itself."""
+class Ngram(Drafter):
+    """DraftOutput by looking the sequence's last tokens up in the sequence itself."""
 
-    needs: frozenset[Ability] = frozenset()
+    needs: frozenset[Capability] = frozenset()
 
     def __init__(self, longest: int = 4, shortest: int = 2, branches: int = 1) -> None:
         if not 1 <= shortest <= longest or branches < 1:
@@ -37,30 +38,30 @@ class Ngram:
         self.longest, self.shortest, self.branches = longest, shortest, branches
         self._indexes: dict[int, _Index] = {}
 
-    def begin(self, text: Sequence, prompt: Output | None) -> None:
-        self._indexes[text.number] = _Index()
+    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
+        self._indexes[seq.seq_id] = _Index()
 
-    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        return [self._guess(text, budget) if budget else tree.empty() for text, budget in zip(texts, budgets)]
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        return [self._guess(seq, budget) if budget else draft_tree.empty() for seq, budget in zip(seqs, num_draft_tokens)]
 
-    def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         pass
 
-    def end(self, text: Sequence) -> None:
-        self._indexes.pop(text.number, None)
+    def end(self, seq: Sequence) -> None:
+        self._indexes.pop(seq.seq_id, None)
 
-    def _guess(self, text: Sequence, budget: int) -> DraftTree:
-        index = self._indexes.setdefault(text.number, _Index())
-        self._catch_up(index, text.ids)
+    def _guess(self, seq: Sequence, budget: int) -> DraftTree:
+        index = self._indexes.setdefault(seq.seq_id, _Index())
+        self._catch_up(index, seq.ids)
         share = budget if self.branches == 1 else max(1, -(-budget * 2 // (self.branches + 1)))
         paths: list[list[int]] = []
-        for start in self._matches(index, text.ids):
-            path = text.ids[start : start + share]
+        for start in self._matches(index, seq.ids):
+            path = seq.ids[start : start + share]
             if path not in paths:
                 paths.append(path)
             if len(paths) == self.branches:
                 break
-        return tree.merge(paths, budget)
+        return draft_tree.merge(paths, budget)
 
     def _matches(self, index: _Index, ids: list[int]) -> Iterator[int]:
         """Places where what has just been said was said before: where its continuation starts."""

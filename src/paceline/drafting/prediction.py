@@ -1,6 +1,6 @@
-"""A draft the client brings: the text it expects, such as the file before an edit.
+"""A draft the client brings: the sequence it expects, such as the file before an edit.
 
-As long as the answer runs along the prediction, the prediction's next tokens are the guesses. Where the answer departs
+As long as the answer runs along the prediction, the prediction's next tokens are the draft tokens. Where the answer departs
 from it, guessing pauses until the last few tokens written are found in the prediction again; of several places the
 first one ahead counts, since an answer that follows a prediction seldom goes back in it.
 """
@@ -10,10 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from paceline.core import tree
-from paceline.core.protocols import Ability, Output, Round
+from paceline.core import draft_tree
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.tree import DraftTree
+from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.errors import OptionError
 
 
@@ -25,14 +26,14 @@ class PredictionCount:
     rejected: int
 
 
-def prediction_count(text: Sequence) -> PredictionCount:
-    """The counts of a text drafted by its own prediction: they are those of its tally."""
-    return PredictionCount(text.tally.accepted, text.tally.drafted - text.tally.accepted)
+def prediction_count(seq: Sequence) -> PredictionCount:
+    """The counts of a sequence drafted by its own prediction: they are those of its stats."""
+    return PredictionCount(seq.stats.accepted, seq.stats.drafted - seq.stats.accepted)
 
 
 @dataclass(slots=True)
 class _Thread:
-    """Where in its prediction a text is."""
+    """Where in its prediction a sequence is."""
 
     prediction: list[int]
     places: dict[tuple[int, ...], list[int]]  # where each run of tokens ends, in rising order
@@ -41,13 +42,13 @@ class _Thread:
     followed: int = 0  # tokens of the answer that were compared
 
 
-class Prediction:
-    """Guesses that a text goes on as its `prediction` does; texts without one are not guessed for.
+class Prediction(Drafter):
+    """DraftOutput that a sequence goes on as its `prediction` does; sequences without one are not guessed for.
 
     longest, shortest  how many of the last tokens are looked up to find the thread again
     """
 
-    needs: frozenset[Ability] = frozenset()
+    needs: frozenset[Capability] = frozenset()
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         if not 1 <= shortest <= longest:
@@ -55,25 +56,25 @@ class Prediction:
         self.longest, self.shortest = longest, shortest
         self._threads: dict[int, _Thread] = {}
 
-    def begin(self, text: Sequence, prompt: Output | None) -> None:
-        if text.prediction:
-            self._threads[text.number] = _Thread(list(text.prediction), self._indexed(text.prediction))
+    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
+        if seq.prediction:
+            self._threads[seq.seq_id] = _Thread(list(seq.prediction), self._indexed(seq.prediction))
 
-    def propose(self, texts: list[Sequence], budgets: list[int]) -> list[DraftTree]:
-        return [self._guess(text, budget) for text, budget in zip(texts, budgets)]
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        return [self._guess(seq, budget) for seq, budget in zip(seqs, num_draft_tokens)]
 
-    def observe(self, texts: list[Sequence], rounds: list[Round]) -> None:
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         pass
 
-    def end(self, text: Sequence) -> None:
-        self._threads.pop(text.number, None)
+    def end(self, seq: Sequence) -> None:
+        self._threads.pop(seq.seq_id, None)
 
-    def _guess(self, text: Sequence, budget: int) -> DraftTree:
-        thread = self._threads.get(text.number)
+    def _guess(self, seq: Sequence, budget: int) -> DraftTree:
+        thread = self._threads.get(seq.seq_id)
         if thread is None or not budget:
-            return tree.empty()
-        self._follow(thread, text.written)
-        return tree.empty() if thread.at is None else tree.chain(thread.prediction[thread.at : thread.at + budget])
+            return draft_tree.empty()
+        self._follow(thread, seq.written)
+        return draft_tree.empty() if thread.at is None else draft_tree.chain(thread.prediction[thread.at : thread.at + budget])
 
     def _follow(self, thread: _Thread, written: list[int]) -> None:
         """Go along the prediction with what was written since; look for the thread where it was lost."""

@@ -1,7 +1,7 @@
 """The attention block of an EAGLE head: grouped queries, rotary positions, an explicit mask.
 
 Masks are explicit because two callers look at the past in two ways: a draft tree sees its ancestors, and training
-unrolls several steps in which a row sees the text by step one and only itself by the later ones.
+unrolls several steps in which a row sees the sequence by step one and only itself by the later ones.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RotarySettings:
 
     head_dim: int
     theta: float = 10000.0
-    longest_text: int = 2048
+    max_seq_len: int = 2048
     scaling: Mapping[str, Any] | None = None
 
 
@@ -92,7 +92,7 @@ def _scaled_frequencies(settings: RotarySettings) -> tuple[Tensor, float]:
     parameters.setdefault("rope_theta", settings.theta)
     parameters.setdefault("rope_type", parameters.pop("type", "default"))
     config = LlamaConfig(
-        head_dim=settings.head_dim, max_position_embeddings=settings.longest_text, rope_parameters=parameters
+        head_dim=settings.head_dim, max_position_embeddings=settings.max_seq_len, rope_parameters=parameters
     )
     rotary = LlamaRotaryEmbedding(config)
     return rotary.inv_freq.float(), float(rotary.attention_scaling)
@@ -105,7 +105,7 @@ class AttentionSettings:
     input_size: int
     output_size: int
     heads: int
-    kv_heads: int
+    num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
     output_bias: bool = False
@@ -117,7 +117,7 @@ class Attention(nn.Module):
     def __init__(self, settings: AttentionSettings, rotary: RotarySettings) -> None:
         super().__init__()
         self.settings = settings
-        width, kv_width = settings.heads * settings.head_dim, settings.kv_heads * settings.head_dim
+        width, kv_width = settings.heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
         self.q_proj = nn.Linear(settings.input_size, width, bias=settings.qkv_bias)
         self.k_proj = nn.Linear(settings.input_size, kv_width, bias=settings.qkv_bias)
         self.v_proj = nn.Linear(settings.input_size, kv_width, bias=settings.qkv_bias)
@@ -128,8 +128,8 @@ class Attention(nn.Module):
         """states [batch, width, input]; mask bool, broadcast to [batch, 1, width, seen], True where one may look."""
         batch, width, _ = states.shape
         queries = self.rotary(self._split(self.q_proj(states), self.settings.heads), positions)
-        keys = self.rotary(self._split(self.k_proj(states), self.settings.kv_heads), positions)
-        fresh = KeyValues(keys, self._split(self.v_proj(states), self.settings.kv_heads))
+        keys = self.rotary(self._split(self.k_proj(states), self.settings.num_kv_heads), positions)
+        fresh = KeyValues(keys, self._split(self.v_proj(states), self.settings.num_kv_heads))
         seen = fresh if store is None else store.extend(fresh)
         mixed = self._attend(queries, seen, mask)
         joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, width, -1))
@@ -141,8 +141,8 @@ class Attention(nn.Module):
     def _attend(self, queries: Tensor, seen: KeyValues, mask: Tensor | None) -> Tensor:
         """Queries that share a key head are laid behind one another, so that keys and values are never copied."""
         batch, heads, width, size = queries.shape
-        group = heads // self.settings.kv_heads
-        folded = queries.reshape(batch, self.settings.kv_heads, group * width, size)
+        group = heads // self.settings.num_kv_heads
+        folded = queries.reshape(batch, self.settings.num_kv_heads, group * width, size)
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, group, 1)
         mixed = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask)

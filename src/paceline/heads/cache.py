@@ -1,4 +1,4 @@
-"""Keys and values of a head for many texts: one row of a buffer a text, new entries written wherever they are told."""
+"""Keys and values of a head for many sequences: one row of a buffer a sequence, new entries written wherever they are told."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ FIRST_CAPACITY = 256
 class KeyBuffers:
     """Buffers [rows, kv heads, capacity, head size] that grow by doubling. What is valid in a row, its user knows."""
 
-    def __init__(self, kv_heads: int, head_dim: int, like: Tensor) -> None:
+    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
         """like: any tensor of the head; buffers take its device and dtype."""
-        self._like, self._sizes = like, (kv_heads, head_dim)
+        self._like, self._sizes = like, (num_kv_heads, head_dim)
         self._rows, self._capacity = 0, FIRST_CAPACITY
         self._free: list[int] = []
         self.version = 0  # rises whenever the buffers move
         self._keys, self._values = self._fresh(1), self._fresh(1)
 
     def take(self) -> int:
-        """A row for a new text. Low rows first: neighbours are read without copying."""
+        """A row for a new sequence. Low rows first: neighbours are read without copying."""
         if self._free:
             self._free.sort(reverse=True)
             return self._free.pop()
@@ -30,11 +30,11 @@ class KeyBuffers:
         return self._rows - 1
 
     def give(self, row: int) -> None:
-        """The row's text is over."""
+        """The row's sequence is over."""
         self._free.append(row)
 
     def at(self, rows: list[int], columns: list[int], width: int) -> PlacedKeys:
-        """A store for one pass: entries of text i go to rows[i], from columns[i] on; all before them is seen."""
+        """A store for one pass: entries of sequence i go to rows[i], from columns[i] on; all before them is seen."""
         self.reserve(max(columns) + width)
         return PlacedKeys(self._keys, self._values, rows, columns, width)
 
@@ -68,8 +68,8 @@ class KeyBuffers:
         return new
 
     def _fresh(self, rows: int) -> Tensor:
-        kv_heads, head_dim = self._sizes
-        return torch.zeros(rows, kv_heads, self._capacity, head_dim, dtype=self._like.dtype, device=self._like.device)
+        num_kv_heads, head_dim = self._sizes
+        return torch.zeros(rows, num_kv_heads, self._capacity, head_dim, dtype=self._like.dtype, device=self._like.device)
 
 
 class PlacedKeys:
@@ -103,7 +103,7 @@ class IndexedKeys:
     """What PlacedKeys is, for a pass whose places are read from tensors: it can be captured and repeated."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
-        """rows [texts], columns [texts, width]"""
+        """rows [sequences], columns [sequences, width]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
 
     def extend(self, fresh: KeyValues) -> KeyValues:

@@ -2,7 +2,7 @@
 
     g   = head.fuse(features)                       rows the target has computed
     out = head.block(embeddings, g, positions, ...) the embedding of token t+1 beside the state at t
-    head.logits(out) -> guesses for token t+2;      `out` itself is the next g
+    head.logits(out) -> draft tokens for token t+2;      `out` itself is the next g
 
 EAGLE-1 and EAGLE-2 (one kind of weights, two tree policies) take the target's last hidden state as it is, and speak
 through the target's own head. EAGLE-3 mixes states of three layers and has a head of its own over the tokens it
@@ -45,14 +45,14 @@ class EagleConfig:
     hidden_size: int
     intermediate_size: int
     heads: int
-    kv_heads: int
+    num_kv_heads: int
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
     target_hidden_size: int
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None
-    longest_text: int = 2048
+    max_seq_len: int = 2048
     rms_norm_eps: float = 1e-5
     feature_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
@@ -67,8 +67,8 @@ class EagleConfig:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise OptionError(f"an EAGLE head is one of {', '.join(KINDS)}; not {self.kind!r}")
-        if self.heads % self.kv_heads:
-            raise OptionError(f"{self.heads} query heads cannot share {self.kv_heads} key heads evenly")
+        if self.heads % self.num_kv_heads:
+            raise OptionError(f"{self.heads} query heads cannot share {self.num_kv_heads} key heads evenly")
         if self.kind == EAGLE_1 and self.hidden_size != self.target_hidden_size:
             raise OptionError("an EAGLE-1 head is as wide as its target: it continues the target's own states")
 
@@ -126,12 +126,12 @@ class _Layer(nn.Module):
             2 * width if eagle3 else width,
             width,
             config.heads,
-            config.kv_heads,
+            config.num_kv_heads,
             config.head_dim,
             config.qkv_bias,
             config.output_bias,
         )
-        rotary = RotarySettings(config.head_dim, config.rope_theta, config.longest_text, config.rope_scaling)
+        rotary = RotarySettings(config.head_dim, config.rope_theta, config.max_seq_len, config.rope_scaling)
         self.self_attn = Attention(settings, rotary)
         self.mlp = _Mlp(width, config.intermediate_size)
         self.post_attention_layernorm = _Norm(width, eps=config.rms_norm_eps)
@@ -228,7 +228,7 @@ class EagleHead(nn.Module):
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
-        """Output of `block` -> logits over the tokens the head can say. [..., draft vocabulary]"""
+        """RowOutput of `block` -> logits over the tokens the head can say. [..., draft vocabulary]"""
         if self.config.kind == EAGLE_3:
             logits: Tensor = self.lm_head(out if self.config.norm_output else self.norm(out))
             return logits

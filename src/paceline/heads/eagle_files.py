@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import OptionError, WeightsError
+from paceline.heads.checkpoint import Checkpoint, install, number, tensor_named, write_checkpoint
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, USUAL_FEATURES, EagleConfig, EagleHead
-from paceline.heads.tensors import Checkpoint, install, number, tensor_named, write_checkpoint
 
 OURS = "midlayer."
 LISTED = "layers.0."
@@ -32,7 +32,7 @@ class Provenance:
 
     target: str = ""
     architectures: tuple[str, ...] = ("LlamaForCausalLM",)
-    guesses: int = 5
+    num_draft_tokens: int = 5
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -88,11 +88,11 @@ def _shape_fields(named: Checkpoint) -> dict[str, Any]:
         "hidden_size": width,
         "intermediate_size": tensor_named(named, f"{OURS}mlp.gate_proj.weight").shape[0],
         "heads": q_rows // head_dim,
-        "kv_heads": k_rows // head_dim,
+        "num_kv_heads": k_rows // head_dim,
         "head_dim": head_dim,
         "rope_theta": number(config, "rope_theta", number(rope, "rope_theta", 10000.0)),
         "rope_scaling": _scaling(config, rope),
-        "longest_text": int(number(config, "max_position_embeddings", 2048)),
+        "max_seq_len": int(number(config, "max_position_embeddings", 2048)),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
         "fc_bias": "fc.bias" in tensors,
         "qkv_bias": f"{OURS}self_attn.q_proj.bias" in tensors,
@@ -112,10 +112,10 @@ def _vocabulary(named: Checkpoint) -> int:
     for name in ("t2d", "embed_tokens.weight"):
         if name in named.tensors:
             return named.tensors[name].shape[0]
-    said = named.config.get("vocab_size")
-    if said is None:
+    output = named.config.get("vocab_size")
+    if output is None:
         raise WeightsError(f"{named.folder}: t2d, embed_tokens or vocab_size must say how many tokens there are")
-    return int(said)
+    return int(output)
 
 
 def _eagle1_config(named: Checkpoint) -> EagleConfig:
@@ -127,8 +127,8 @@ def _eagle1_config(named: Checkpoint) -> EagleConfig:
 
 def _eagle3_config(named: Checkpoint, config: Mapping[str, Any]) -> EagleConfig:
     inner = config.get("eagle_config") or {}
-    said = config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids") or ()
-    layers = tuple(int(layer) for layer in said)
+    output = config.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids") or ()
+    layers = tuple(int(layer) for layer in output)
     joined, states = tensor_named(named, "fc.weight").shape[1], len(layers) or USUAL_FEATURES
     if joined % states:
         raise WeightsError(f"{named.folder}: fc.weight reads {joined} values, which {states} states cannot fill evenly")
@@ -207,13 +207,13 @@ def _llama_fields(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
         "rope_theta": config.rope_theta,
         "rope_scaling": None if config.rope_scaling is None else dict(config.rope_scaling),
-        "max_position_embeddings": config.longest_text,
+        "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.rms_norm_eps,
         "attention_bias": config.qkv_bias,
         "tie_word_embeddings": False,
@@ -251,7 +251,7 @@ def _original_config(config: EagleConfig, about: Provenance, dtype: torch.dtype)
 def _speculators_config(config: EagleConfig, about: Provenance, dtype: torch.dtype) -> dict[str, Any]:
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": about.guesses,
+        "speculative_tokens": about.num_draft_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from paceline.errors import WeightsError
+from paceline.heads.checkpoint import Checkpoint, install, read_checkpoint, tensor_named, write_checkpoint
 from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleHead
 from paceline.heads.eagle_files import Provenance, build_eagle, plain_name, save_eagle
-from paceline.heads.exit import ExitAdapter, ExitConfig
+from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaHeads
 from paceline.heads.medusa_files import build_medusa, is_medusa, save_medusa
-from paceline.heads.tensors import Checkpoint, install, read_checkpoint, tensor_named, write_checkpoint
 
 __all__ = [
     "Provenance",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import OptionError, WeightsError
+from paceline.heads.checkpoint import Checkpoint, install, number, write_checkpoint
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
-from paceline.heads.tensors import Checkpoint, install, number, write_checkpoint
 
 LAYOUTS = ("original", "vllm")
 ORIGINAL_LAYER = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")

@@ -1,1 +1,1 @@
-"""Who holds which page of the cache, and who shares a prefix. Integers only, no tensors."""
+"""Who holds which block of the cache, and who shares a prefix. Integers only, no tensors."""

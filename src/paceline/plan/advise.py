@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.plan.cards import Card, CardKind
 from paceline.plan.catalogue import find_model
+from paceline.plan.hardware import Card, CardKind
 from paceline.plan.pairs import Pair, pairs_for
 
 

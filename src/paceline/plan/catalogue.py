@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from paceline.plan.shapes import ModelShape, shape_from_config
+from paceline.plan.model_sizes import ModelShape, shape_from_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from paceline.errors import ModelNotFound, OptionError, WeightsError
 from paceline.plan.catalogue import find_model, near_names
 from paceline.plan.gguf_header import file_type, header_config, read_header
-from paceline.plan.shapes import ModelShape, shape_from_config
+from paceline.plan.model_sizes import ModelShape, shape_from_config
 
 
 def find_shape(name: str) -> ModelShape:

@@ -1,6 +1,6 @@
 """Where the bytes go: target, draft or heads, both KV caches, the buffers of a round, activations.
 
-A `Setting` is what would be run; `plan_memory` itemises it. Nothing here is measured: weights and caches are exact
+A `Setting` is what would be run; `plan_memory` itemises it. NoDraft here is measured: weights and caches are exact
 arithmetic, buffers and activations are upper bounds of what a round keeps alive at once.
 """
 
@@ -12,8 +12,8 @@ from enum import Enum
 from math import ceil
 
 from paceline.errors import OptionError
+from paceline.plan.model_sizes import ModelShape
 from paceline.plan.precision import PRECISIONS, Precision, weight_bytes
-from paceline.plan.shapes import ModelShape
 
 _FLOAT = 4
 # A long prompt is read in pieces of this many tokens, so its activations stop growing there.
@@ -44,7 +44,7 @@ class Setting:
     """What is to be run. Raises OptionError at once for anything impossible.
 
     `context` is the longest text, prompt and answer together; `nodes` the guesses verified in one pass (a chain has as
-    many as `draft_tokens`, a tree more).
+    many as `num_draft_tokens`, a tree more).
     """
 
     target: ModelShape
@@ -55,7 +55,7 @@ class Setting:
     kv_precision: Precision | None = None
     context: int = 4096
     batch: int = 1
-    draft_tokens: int = 5
+    num_draft_tokens: int = 5
     tree_nodes: int | None = None
     gpus: int = 1
 
@@ -63,9 +63,9 @@ class Setting:
         _whole("context", self.context, 1, 1 << 24)
         _whole("batch", self.batch, 1, 1 << 16)
         _whole("gpus", self.gpus, 1, 1024)
-        _whole("draft-tokens", self.draft_tokens, 0, LONGEST_DRAFT)
+        _whole("draft-tokens", self.num_draft_tokens, 0, LONGEST_DRAFT)
         if self.tree_nodes is not None:
-            _whole("tree-nodes", self.tree_nodes, max(self.draft_tokens, 1), 4096)
+            _whole("tree-nodes", self.tree_nodes, max(self.num_draft_tokens, 1), 4096)
         if (self.draft is not None) != (self.method is Method.DRAFT):
             raise OptionError("--method draft needs a --draft model, and a --draft model needs --method draft")
 
@@ -73,7 +73,7 @@ class Setting:
     def nodes(self) -> int:
         if self.method is Method.NONE:
             return 0
-        return self.draft_tokens if self.tree_nodes is None else self.tree_nodes
+        return self.num_draft_tokens if self.tree_nodes is None else self.tree_nodes
 
     @property
     def cached_tokens(self) -> int:
@@ -166,7 +166,7 @@ def activation_bytes(setting: Setting) -> int:
     """The widest moment of one layer: the residual, its norm, and either attention's four or the MLP's three rows."""
     shape = setting.target
     tokens = max(min(setting.context, PREFILL_CHUNK), (setting.nodes + 1) * setting.batch)
-    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    attention = 2 * (shape.heads + shape.num_kv_heads) * shape.head_dim
     mlp = shape.mlp_matrices * shape.mlp_width * max(shape.experts_used, 1)
     return tokens * (2 * shape.width + max(attention, mlp)) * setting.precision.compute_bits // 8
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.plan.catalogue import CatalogueEntry, find_model, load_table
 from paceline.plan.memory import Method, Setting
+from paceline.plan.model_sizes import ModelShape
 from paceline.plan.predict import Expectation, tokens_per_step
-from paceline.plan.shapes import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Published:
     speedup: float | None
     acceptance: float | None
     tokens_per_step: float | None
-    draft_tokens: int | None
+    num_draft_tokens: int | None
     hardware: str | None
 
 
@@ -66,15 +66,15 @@ def expectation_for(setting: Setting) -> Expectation:
     if published is not None:
         return published
     if "rate_low" in row:
-        low, high = (tokens_per_step(row[key], setting.draft_tokens) for key in ("rate_low", "rate_high"))
+        low, high = (tokens_per_step(row[key], setting.num_draft_tokens) for key in ("rate_low", "rate_high"))
         return Expectation(low, high, row["source"])
     most = float(setting.nodes + 1)
     return Expectation(min(row["tokens_low"], most), min(row["tokens_high"], most), row["source"])
 
 
-def expectation_from_rate(rate: float, draft_tokens: int) -> Expectation:
+def expectation_from_rate(rate: float, num_draft_tokens: int) -> Expectation:
     """From an acceptance rate the user has measured or wishes to try."""
-    tokens = tokens_per_step(rate, draft_tokens)
+    tokens = tokens_per_step(rate, num_draft_tokens)
     return Expectation(tokens, tokens, f"the acceptance rate given, {rate:g}")
 
 
@@ -104,18 +104,18 @@ def listed_pair(setting: Setting) -> Pair | None:
 
 def _published_tokens(setting: Setting) -> Expectation | None:
     pair = listed_pair(setting)
-    tokens = _tokens(pair.published, setting.draft_tokens) if pair else None
+    tokens = _tokens(pair.published, setting.num_draft_tokens) if pair else None
     if pair is None or tokens is None:
         return None
     return Expectation(tokens, tokens, f"published for this pair: {pair.source}")
 
 
-def _tokens(published: Published, draft_tokens: int) -> float | None:
+def _tokens(published: Published, num_draft_tokens: int) -> float | None:
     if published.tokens_per_step is not None:
-        return min(published.tokens_per_step, draft_tokens + 1.0)
-    if published.acceptance is not None and published.draft_tokens == draft_tokens:
+        return min(published.tokens_per_step, num_draft_tokens + 1.0)
+    if published.acceptance is not None and published.num_draft_tokens == num_draft_tokens:
         # The published share counts drafted tokens, accepted or not: a step keeps share x k of them, and adds one.
-        return 1.0 + published.acceptance * draft_tokens
+        return 1.0 + published.acceptance * num_draft_tokens
     return None
 
 

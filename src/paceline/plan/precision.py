@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import OptionError
-from paceline.plan.shapes import ModelShape, Role, WeightGroup
+from paceline.plan.model_sizes import ModelShape, Role, WeightGroup
 
 
 @dataclass(frozen=True, slots=True)

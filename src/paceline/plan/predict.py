@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import OptionError
-from paceline.plan.cards import Card, CardKind
+from paceline.plan.hardware import Card, CardKind
 from paceline.plan.memory import Method, Setting
+from paceline.plan.model_sizes import ModelShape, Role
 from paceline.plan.precision import Precision, weight_bytes
-from paceline.plan.shapes import ModelShape, Role
 
 # Shares of the data sheet that good kernels reach: 7B in bf16 on an A100 was reported at 1,400 of 2,039 GB/s.
 BANDWIDTH_SHARE = 0.70
@@ -27,11 +27,11 @@ SECONDS_PER_LAYER_CPU = 50e-6
 MOST_GUESSES = 16
 
 
-def tokens_per_step(rate: float, draft_tokens: int) -> float:
+def tokens_per_step(rate: float, num_draft_tokens: int) -> float:
     """(1 - a^(k+1)) / (1 - a): expected tokens of one round when each guess stands with probability a."""
     _probability(rate)
-    _guesses(draft_tokens)
-    return float(draft_tokens + 1) if rate == 1.0 else (1.0 - rate ** (draft_tokens + 1)) / (1.0 - rate)
+    _guesses(num_draft_tokens)
+    return float(num_draft_tokens + 1) if rate == 1.0 else (1.0 - rate ** (num_draft_tokens + 1)) / (1.0 - rate)
 
 
 def tokens_per_step_by_position(rates: Sequence[float]) -> float:
@@ -44,9 +44,9 @@ def tokens_per_step_by_position(rates: Sequence[float]) -> float:
     return expected
 
 
-def speedup(rate: float, draft_tokens: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Against plain decoding. Costs are in passes of the target over one token: one draft step, one verification."""
-    return _gain(tokens_per_step(rate, draft_tokens), draft_tokens, draft_cost, verify_cost)
+def speedup(rate: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0) -> float:
+    """Against plain decoding. CostModel are in passes of the target over one token: one draft step, one verification."""
+    return _gain(tokens_per_step(rate, num_draft_tokens), num_draft_tokens, draft_cost, verify_cost)
 
 
 def speedup_by_position(rates: Sequence[float], draft_cost: float, verify_cost: float = 1.0) -> float:
@@ -59,14 +59,14 @@ def best_draft_tokens(rate: float, draft_cost: float, most: int = MOST_GUESSES) 
     return max(range(most + 1), key=lambda count: (speedup(rate, count, draft_cost), -count))
 
 
-def rate_from_tokens_per_step(tokens: float, draft_tokens: int) -> float:
+def rate_from_tokens_per_step(tokens: float, num_draft_tokens: int) -> float:
     """The constant acceptance rate that would give so many tokens per step: the inverse of `tokens_per_step`."""
-    if not 1.0 <= tokens <= draft_tokens + 1:
-        raise OptionError(f"with {draft_tokens} guesses a step gives 1 to {draft_tokens + 1} tokens, not {tokens:g}")
+    if not 1.0 <= tokens <= num_draft_tokens + 1:
+        raise OptionError(f"with {num_draft_tokens} guesses a step gives 1 to {num_draft_tokens + 1} tokens, not {tokens:g}")
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_step(middle, draft_tokens) < tokens else (low, middle)
+        low, high = (middle, high) if tokens_per_step(middle, num_draft_tokens) < tokens else (low, middle)
     return (low + high) / 2
 
 
@@ -156,13 +156,13 @@ def _draft_seconds(setting: Setting, card: Card) -> float:
     if setting.method is Method.LAYERSKIP:
         # Exiting after a third of the layers, about where published models were trained to.
         part = replace(setting.target, layers=max(setting.target.layers // 3, 1), stored_bytes=None)
-        return setting.draft_tokens * pass_seconds(part, setting.precision, setting, card, width=1)
+        return setting.num_draft_tokens * pass_seconds(part, setting.precision, setting, card, width=1)
     guesser = setting.guesser
     if guesser is None:
         return 0.0
     if setting.method is not Method.DRAFT:
         return _heads_seconds(guesser, setting, card)
-    return setting.draft_tokens * pass_seconds(guesser, setting.guesser_precision, setting, card, width=1)
+    return setting.num_draft_tokens * pass_seconds(guesser, setting.guesser_precision, setting, card, width=1)
 
 
 def _heads_seconds(heads: ModelShape, setting: Setting, card: Card) -> float:
@@ -170,14 +170,14 @@ def _heads_seconds(heads: ModelShape, setting: Setting, card: Card) -> float:
     table = setting.target.vocab * setting.target.width if setting.method is Method.EAGLE else 0
     size = weight_bytes(heads, setting.guesser_precision) + table * setting.precision.compute_bits / 8
     one = size / (card.bandwidth_gbs * 1e9 * BANDWIDTH_SHARE) + _layer_seconds(card)
-    return one if setting.method is Method.MEDUSA else one * setting.draft_tokens
+    return one if setting.method is Method.MEDUSA else one * setting.num_draft_tokens
 
 
-def _gain(tokens: float, draft_tokens: int, draft_cost: float, verify_cost: float) -> float:
+def _gain(tokens: float, num_draft_tokens: int, draft_cost: float, verify_cost: float) -> float:
     for cost in (draft_cost, verify_cost):
         if not math.isfinite(cost) or cost < 0:
             raise OptionError(f"a cost is a share of a target pass and cannot be {cost:g}")
-    return tokens / (draft_tokens * draft_cost + verify_cost)
+    return tokens / (num_draft_tokens * draft_cost + verify_cost)
 
 
 def _probability(rate: float) -> None:
@@ -185,6 +185,6 @@ def _probability(rate: float) -> None:
         raise OptionError(f"an acceptance rate lies between 0 and 1, not {rate:g}")
 
 
-def _guesses(draft_tokens: int) -> None:
-    if draft_tokens < 0:
-        raise OptionError(f"the number of guesses cannot be negative ({draft_tokens})")
+def _guesses(num_draft_tokens: int) -> None:
+    if num_draft_tokens < 0:
+        raise OptionError(f"the number of guesses cannot be negative ({num_draft_tokens})")

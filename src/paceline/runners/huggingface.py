@@ -1,8 +1,8 @@
 """Any causal language model of transformers whose cache can be cut back.
 
-Keys and values of all texts lie in one buffer a layer, [slots, heads, capacity, head size]; a slot is a row of it. The
-model's own attention code sees a `Cache` that writes each text's new entries behind its old ones, and a mask that
-tells texts, padding and branches of a tree apart. Nothing is ever recomputed: forgetting is a smaller `length`.
+Keys and values of all sequences lie in one buffer a layer, [sequence caches, heads, capacity, head size]; a sequence cache is a row of it. The
+model's own attention code sees a `Cache` that writes each sequence's new entries behind its old ones, and a mask that
+tells sequences, padding and branches of a tree apart. NoDraft is ever recomputed: forgetting is a smaller `length`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from paceline.core.protocols import Ability, Adapter, ModelCard, Outputs, Row, Slot
-from paceline.core.tree import ancestors, depths
-from paceline.errors import AbilityError, OptionError, OutOfMemory
-from paceline.runners.loading import end_tokens_of
+from paceline.core.draft_tree import ancestors, depths
+from paceline.core.protocols import Adapter, Runner
+from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
+from paceline.errors import CapabilityError, OptionError, OutOfMemory
+from paceline.runners.loading import eos_token_ids_of
 
 FIRST_CAPACITY = 256
 CANNOT_ROLL_BACK = ("sliding_attention", "chunked_attention", "linear_attention", "mamba", "recurrent", "conv")
 
 
-class HuggingFaceSlot(Slot):
+class HuggingFaceSequenceCache(SequenceCache):
     """A row of the buffers."""
 
     __slots__ = ("fresh", "row")
@@ -37,7 +38,7 @@ class HuggingFaceSlot(Slot):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's keys and values of every slot; `plan` says where the rows of the pass in progress belong."""
+    """One layer's keys and values of every sequence cache; `plan` says where the rows of the pass in progress belong."""
 
     is_croppable = True
 
@@ -51,7 +52,7 @@ class _Layer(CacheLayerMixin):
         self.is_initialized = True
 
     def _buffer(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self.store.slots, like.shape[1], self.store.capacity, like.shape[3])
+        return like.new_zeros(self.store.seq_caches, like.shape[1], self.store.capacity, like.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -66,7 +67,7 @@ class _Layer(CacheLayerMixin):
             self.keys, self.values = self._copied(self.keys), self._copied(self.values)
 
     def _copied(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.store.slots, old.shape[1], self.store.capacity, old.shape[3])
+        new = old.new_zeros(self.store.seq_caches, old.shape[1], self.store.capacity, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
@@ -92,11 +93,11 @@ class _Layer(CacheLayerMixin):
 class _Plan:
     """Where the rows of one pass are written and read."""
 
-    def __init__(self, slots: list[HuggingFaceSlot], width: int, device: torch.device) -> None:
-        self.starts = [slot.length for slot in slots]
+    def __init__(self, seq_caches: list[HuggingFaceSequenceCache], width: int, device: torch.device) -> None:
+        self.starts = [seq_cache.length for seq_cache in seq_caches]
         self.longest = max(self.starts)
         self.end = self.longest + width
-        rows = [slot.row for slot in slots]
+        rows = [seq_cache.row for seq_cache in seq_caches]
         # Neighbouring rows are read where they lie; others have to be gathered.
         self._adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
         self._first, self._count, self._width = rows[0], len(rows), width
@@ -120,14 +121,14 @@ class _Store(Cache):
     """The buffers of all layers. They grow by doubling and never shrink."""
 
     def __init__(self, layers: int) -> None:
-        self.slots, self.capacity = 1, FIRST_CAPACITY
+        self.seq_caches, self.capacity = 1, FIRST_CAPACITY
         self.plan: _Plan | None = None
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
-    def reserve(self, slots: int, capacity: int) -> None:
-        if slots <= self.slots and capacity <= self.capacity:
+    def reserve(self, seq_caches: int, capacity: int) -> None:
+        if seq_caches <= self.seq_caches and capacity <= self.capacity:
             return
-        self.slots = max(self.slots, 1 << (slots - 1).bit_length())
+        self.seq_caches = max(self.seq_caches, 1 << (seq_caches - 1).bit_length())
         self.capacity = max(self.capacity, 1 << (capacity - 1).bit_length())
         for layer in self.layers:
             layer.grow()
@@ -143,7 +144,7 @@ class _Store(Cache):
             layer.move(row, torch.tensor(source, device=device), torch.tensor(target, device=device))
 
 
-class HuggingFaceRunner:
+class HuggingFaceRunner(Runner):
     """A loaded transformers model behind `Runner`.
 
     features  layers whose entering hidden states are handed out, joined (EAGLE-3 heads want these)
@@ -158,37 +159,37 @@ class HuggingFaceRunner:
         self.want_hidden, self.feature_layers = hidden, features
         config = model.config.get_text_config()
         self._device = next(model.parameters()).device
-        self.card = ModelCard(
+        self.info = ModelInfo(
             name,
             model.get_input_embeddings().weight.shape[0] if model.get_output_embeddings() is None else _vocab(model),
-            end_tokens_of(model),
+            eos_token_ids_of(model),
             int(getattr(config, "max_position_embeddings", None) or 1 << 20),
             config.num_hidden_layers,
             config.hidden_size,
             str(self._device),
             str(next(model.parameters()).dtype).removeprefix("torch."),
         )
-        found = {Ability.TREE, Ability.HIDDEN}
+        found = {Capability.TREE, Capability.HIDDEN_STATES}
         if hasattr(model.base_model, "layers"):
-            found.add(Ability.EXIT)
-        self.abilities = frozenset(found)
+            found.add(Capability.EARLY_EXIT)
+        self.capabilities = frozenset(found)
         self._store = _Store(config.num_hidden_layers)
         self._free: list[int] = []
         self._rows = 0
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    # --- slots --------------------------------------------------------------------------------------------------------
+    # --- sequence caches --------------------------------------------------------------------------------------------------------
 
-    def open(self) -> HuggingFaceSlot:
+    def new_cache(self) -> HuggingFaceSequenceCache:
         if self._free:
             self._free.sort(reverse=True)  # low rows first: neighbours are read without copying
-            return HuggingFaceSlot(self._free.pop())
+            return HuggingFaceSequenceCache(self._free.pop())
         self._rows += 1
-        return HuggingFaceSlot(self._rows - 1)
+        return HuggingFaceSequenceCache(self._rows - 1)
 
     @torch.inference_mode()
-    def keep(self, slot: Slot, nodes: list[int]) -> None:
-        own = _own(slot)
+    def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
+        own = _own(seq_cache)
         source = [own.fresh + node for node in nodes]
         target = list(range(own.fresh, own.fresh + len(nodes)))
         if source != target:
@@ -196,52 +197,52 @@ class HuggingFaceRunner:
             self._store.move(own.row, [s for s, _ in moved], [t for _, t in moved], self._device)
         own.length = own.fresh + len(nodes)
 
-    def trim(self, slot: Slot, length: int) -> None:
-        slot.length = min(slot.length, length)
+    def truncate(self, seq_cache: SequenceCache, length: int) -> None:
+        seq_cache.length = min(seq_cache.length, length)
 
-    def close(self, slot: Slot) -> None:
-        own = _own(slot)
+    def free(self, seq_cache: SequenceCache) -> None:
+        own = _own(seq_cache)
         if own.row >= 0:
             self._free.append(own.row)
             own.row, own.length = -1, 0
 
     @torch.inference_mode()
-    def fork(self, slot: Slot, length: int) -> HuggingFaceSlot:
-        twin = self.open()
+    def fork(self, seq_cache: SequenceCache, length: int) -> HuggingFaceSequenceCache:
+        twin = self.new_cache()
         self._store.reserve(self._rows, length)
-        self._store.copy_row(_own(slot).row, twin.row, length)
+        self._store.copy_row(_own(seq_cache).row, twin.row, length)
         twin.length = length
         return twin
 
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return 1 << 30  # buffers grow until the machine says no
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
-        slots = [_own(row.slot) for row in rows]
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+        seq_caches = [_own(row.seq_cache) for row in rows]
         widths = [len(row.parents) for row in rows]
         width = max(widths)
         try:
-            self._store.reserve(self._rows, max(slot.length for slot in slots) + width)
-            said = self._run(rows, slots, width, last_only)
+            self._store.reserve(self._rows, max(seq_cache.length for seq_cache in seq_caches) + width)
+            output = self._run(rows, seq_caches, width, last_only)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"a pass over {sum(widths)} tokens does not fit: {_knob(rows)}") from error
         finally:
             self._store.plan = None
-        for slot, count in zip(slots, widths):
-            slot.fresh = slot.length
-            slot.length += count
-        return said
+        for seq_cache, count in zip(seq_caches, widths):
+            seq_cache.fresh = seq_cache.length
+            seq_cache.length += count
+        return output
 
-    def _run(self, rows: list[Row], slots: list[HuggingFaceSlot], width: int, last_only: bool) -> Outputs:
-        plan = self._store.plan = _Plan(slots, width, self._device)
+    def _run(self, rows: list[Row], seq_caches: list[HuggingFaceSequenceCache], width: int, last_only: bool) -> ModelOutput:
+        plan = self._store.plan = _Plan(seq_caches, width, self._device)
         tokens, positions, mask = self._inputs(rows, plan, width)
         wanted = self._wanted_positions(rows, last_only)
         states = self.want_hidden or bool(self.feature_layers)
         extra: dict[str, Any] = {"logits_to_keep": wanted} if self._picks_logits and wanted is not None else {}
-        said = self.model(
+        output = self.model(
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
@@ -251,10 +252,10 @@ class HuggingFaceRunner:
             **extra,
         )
         if self._picks_logits or wanted is None:
-            logits = said.logits
+            logits = output.logits
         else:
-            logits = said.logits[:, wanted]
-        return self._pack(rows, logits, wanted, said.hidden_states if states else None, last_only)
+            logits = output.logits[:, wanted]
+        return self._pack(rows, logits, wanted, output.hidden_states if states else None, last_only)
 
     def _inputs(self, rows: list[Row], plan: _Plan, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids and positions [batch, width] and the additive mask [batch, 1, width, end]."""
@@ -279,18 +280,18 @@ class HuggingFaceRunner:
 
     def _pack(
         self, rows: list[Row], logits: Tensor, wanted: Tensor | None, states: Any, last_only: bool
-    ) -> Outputs:
+    ) -> ModelOutput:
         widths = [len(row.parents) for row in rows]
         hidden = _packed(states[-1], widths) if states is not None and self.want_hidden else None
         features = None
         if states is not None and self.feature_layers:
             features = _packed(torch.cat([states[layer] for layer in self.feature_layers], dim=-1), widths)
         if not last_only:
-            return Outputs(_packed(logits, widths), widths, hidden, features)
+            return ModelOutput(_packed(logits, widths), widths, hidden, features)
         assert wanted is not None
         column = {int(position): index for index, position in enumerate(wanted.tolist())}
         picked = torch.stack([logits[index, column[count - 1]] for index, count in enumerate(widths)])
-        return Outputs(picked, [1] * len(rows), hidden, features, widths)
+        return ModelOutput(picked, [1] * len(rows), hidden, features, widths)
 
     # --- for drafters that live on the target -------------------------------------------------------------------------
 
@@ -298,12 +299,12 @@ class HuggingFaceRunner:
         self.want_hidden = self.want_hidden or hidden
         self.feature_layers = features or self.feature_layers
 
-    def exit_at(self, layer: int, adapter: Adapter | None = None) -> HuggingFaceRunner:
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> HuggingFaceRunner:
         """The same model left after `layer` layers, on the same cache. The model itself is not touched."""
-        if not 0 < layer < self.card.layers:
-            raise OptionError(f"an exit lies after layer 1 to {self.card.layers - 1}, not {layer}")
-        if Ability.EXIT not in self.abilities:
-            raise AbilityError(f"{self.card.name} has no list of layers to leave early")
+        if not 0 < layer < self.info.num_layers:
+            raise OptionError(f"an exit lies after layer 1 to {self.info.num_layers - 1}, not {layer}")
+        if Capability.EARLY_EXIT not in self.capabilities:
+            raise CapabilityError(f"{self.info.name} has no list of layers to leave early")
         short = _shallow(self.model)
         inner = _shallow(self.model.base_model)
         inner.layers = inner.layers[:layer]
@@ -317,7 +318,7 @@ class HuggingFaceRunner:
         runner.want_hidden, runner.feature_layers = True, ()
         return runner
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor) -> Tensor:
         """Hidden states after the final norm -> logits."""
         return self.model.get_output_embeddings()(hidden)
 
@@ -326,9 +327,9 @@ class HuggingFaceRunner:
         return self.model.get_input_embeddings()(tokens)
 
 
-def _own(slot: Slot) -> HuggingFaceSlot:
-    assert isinstance(slot, HuggingFaceSlot), "this slot belongs to another runner"
-    return slot
+def _own(seq_cache: SequenceCache) -> HuggingFaceSequenceCache:
+    assert isinstance(seq_cache, HuggingFaceSequenceCache), "this slot belongs to another runner"
+    return seq_cache
 
 
 def _packed(padded: Tensor, widths: list[int]) -> Tensor:
@@ -346,8 +347,8 @@ class _Through(torch.nn.Module):
         self._adapter, self._head = adapter, head
 
     def forward(self, states: Tensor) -> Tensor:
-        said: Tensor = self._head(self._adapter(states))
-        return said
+        output: Tensor = self._head(self._adapter(states))
+        return output
 
 
 def _shallow(module: Any) -> Any:
@@ -366,7 +367,7 @@ def _knob(rows: list[Row]) -> str:
 
 
 def refuse_what_cannot_roll_back(config: Any, name: str, *, stateful: bool = False) -> None:
-    """Raise AbilityError for models whose memory of a text cannot be cut back to a shorter one.
+    """Raise CapabilityError for models whose memory of a sequence cannot be cut back to a shorter one.
 
     stateful: transformers marks the model's class as one that carries a state from token to token
     """
@@ -379,7 +380,7 @@ def refuse_what_cannot_roll_back(config: Any, name: str, *, stateful: bool = Fal
     if stateful:
         bad = bad or ["recurrent state"]
     if bad:
-        raise AbilityError(
+        raise CapabilityError(
             f"{name} keeps a cache that cannot be cut back ({', '.join(bad)}), so guesses that fail could not be "
             f"forgotten. Speculative decoding needs a model with full attention in every layer"
         )

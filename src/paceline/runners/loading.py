@@ -31,7 +31,7 @@ def dtype_named(word: str | None, device: str) -> str:
 
 
 def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trust_remote_code: bool = False) -> Any:
-    """Load a directory with transformers. Pickled weights are opened with weights_only, or refused."""
+    """EngineStats a directory with transformers. Pickled weights are opened with weights_only, or refused."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -50,17 +50,17 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
 
 
 def _explained(error: Exception, name: str) -> ModelError:
-    text = str(error).strip().split("\n")[0]
+    seq = str(error).strip().split("\n")[0]
     if "weights_only" in str(error) or "unpickl" in str(error).lower():
         return WeightsError(
             f"{name} holds pickled weights that would run code when opened, so they are refused. "
-            f"Convert them to safetensors first ({text})"
+            f"Convert them to safetensors first ({seq})"
         )
-    return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {text}")
+    return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {seq}")
 
 
-def end_tokens_of(model: Any) -> frozenset[int]:
-    """Every token that ends a text, by the generation config or else the model's."""
+def eos_token_ids_of(model: Any) -> frozenset[int]:
+    """Every token that ends a sequence, by the generation config or else the model's."""
     for config in (getattr(model, "generation_config", None), model.config):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:

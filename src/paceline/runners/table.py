@@ -11,15 +11,16 @@ import itertools
 import torch
 from torch import Tensor
 
-from paceline.core.distribution import SamplingParams, distribution
-from paceline.core.protocols import Ability, Adapter, ModelCard, Outputs, Row, Slot
-from paceline.core.tree import ROOT
+from paceline.core.draft_tree import ROOT
+from paceline.core.protocols import Adapter, Runner
+from paceline.core.sampling import SamplingParams, distribution
+from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
 from paceline.errors import OptionError
 
 LAYERS = 4  # the toy pretends to have this many: leaving early gives blurred logits
 
 
-class TableSlot(Slot):
+class TableSequenceCache(SequenceCache):
     """Remembers the tokens themselves."""
 
     __slots__ = ("fresh", "tokens")
@@ -30,7 +31,7 @@ class TableSlot(Slot):
         self.fresh = Row(self, torch.empty(0, dtype=torch.int64), [])
 
 
-class TableRunner:
+class TableRunner(Runner):
     """Logits by the last `order` tokens. Two runners of one seed are the same model; `blur` makes one differ from it.
 
     blur  0: the table itself; towards 1: more and more another table. A draft of the target is its blurred twin.
@@ -42,7 +43,7 @@ class TableRunner:
         order: int = 2,
         seed: int = 0,
         blur: float = 0.0,
-        end_tokens: frozenset[int] = frozenset(),
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         if vocab_size < 2 or order < 1 or not 0 <= blur <= 1:
             raise OptionError("a table needs at least 2 tokens, an order of 1 or more and a blur from 0 to 1")
@@ -53,103 +54,103 @@ class TableRunner:
         other = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 7919)) * 1.5
         self._other = other
         self.table = (1 - blur) * sharp + blur * other  # [contexts, vocab]
-        self.card = ModelCard("table", vocab_size, end_tokens, 1 << 16, LAYERS, vocab_size, "cpu", "float32")
-        self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
+        self.info = ModelInfo("table", vocab_size, eos_token_ids, 1 << 16, LAYERS, vocab_size, "cpu", "float32")
+        self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
 
-    def open(self) -> TableSlot:
-        return TableSlot()
+    def new_cache(self) -> TableSequenceCache:
+        return TableSequenceCache()
 
-    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         contexts: list[int] = []
         for row in rows:
-            slot = _own(row.slot)
-            self._absorb(slot)
-            contexts += [self._context(recent) for recent in _recent(slot.tokens[-self.order :], row, self.order)]
-            slot.fresh = row
-            slot.length = len(slot.tokens) + len(row.parents)
+            seq_cache = _own(row.seq_cache)
+            self._absorb(seq_cache)
+            contexts += [self._context(recent) for recent in _recent(seq_cache.tokens[-self.order :], row, self.order)]
+            seq_cache.fresh = row
+            seq_cache.length = len(seq_cache.tokens) + len(row.parents)
         read = [len(row.parents) for row in rows]
         # The toy's hidden state is its logits: a head on top of it can be as good as the model.
-        said = self.table[torch.tensor(contexts, dtype=torch.int64)]
-        features = torch.cat([said] * 3, dim=-1)
+        output = self.table[torch.tensor(contexts, dtype=torch.int64)]
+        features = torch.cat([output] * 3, dim=-1)
         if last_only:
             ends = torch.tensor(read).cumsum(0) - 1
-            return Outputs(said[ends], [1] * len(rows), said, features, read)
-        return Outputs(said, read, said, features, read)
+            return ModelOutput(output[ends], [1] * len(rows), output, features, read)
+        return ModelOutput(output, read, output, features, read)
 
-    def keep(self, slot: Slot, nodes: list[int]) -> None:
-        own = _own(slot)
+    def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
+        own = _own(seq_cache)
         tokens = _tokens(own.fresh)
         own.tokens += [tokens[node] for node in nodes]
         self._settle(own)
 
-    def trim(self, slot: Slot, length: int) -> None:
-        own = _own(slot)
+    def truncate(self, seq_cache: SequenceCache, length: int) -> None:
+        own = _own(seq_cache)
         self._absorb(own)
         del own.tokens[length:]
         self._settle(own)
 
-    def close(self, slot: Slot) -> None:
-        _own(slot).tokens.clear()
+    def free(self, seq_cache: SequenceCache) -> None:
+        _own(seq_cache).tokens.clear()
 
-    def fork(self, slot: Slot, length: int) -> TableSlot:
-        twin = TableSlot()
-        twin.tokens = _own(slot).tokens[:length]
+    def fork(self, seq_cache: SequenceCache, length: int) -> TableSequenceCache:
+        twin = TableSequenceCache()
+        twin.tokens = _own(seq_cache).tokens[:length]
         self._settle(twin)
         return twin
 
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         return 1 << 30
 
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         """The toy always hands everything out."""
 
-    def exit_at(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
         """The toy left after `layer` of its layers: a blurred twin."""
-        twin = TableRunner(self.card.vocab_size, self.order, self.seed, blur=0.5 * (1 - layer / LAYERS))
+        twin = TableRunner(self.info.vocab_size, self.order, self.seed, blur=0.5 * (1 - layer / LAYERS))
         if adapter is not None:
             twin.table = adapter(twin.table).detach()
         return twin
 
-    def head(self, hidden: Tensor) -> Tensor:
+    def lm_head(self, hidden: Tensor) -> Tensor:
         """Hidden states -> logits."""
         return hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
-        return torch.nn.functional.one_hot(tokens, self.card.width).float()
+        return torch.nn.functional.one_hot(tokens, self.info.hidden_size).float()
 
     def exact(self, prompt: list[int], length: int, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
         """The exact probability of every continuation of `length` tokens. End tokens are not looked at."""
         found: dict[tuple[int, ...], float] = {}
-        for path in itertools.product(range(self.card.vocab_size), repeat=length):
-            chance = 1.0
+        for path in itertools.product(range(self.info.vocab_size), repeat=length):
+            uniforms = 1.0
             for depth, token in enumerate(path):
                 row = self.table[self._context(prompt + list(path[:depth]))]
-                chance *= float(distribution(row, sampling)[token])
-            found[path] = chance
+                uniforms *= float(distribution(row, sampling)[token])
+            found[path] = uniforms
         return found
 
     def _context(self, tokens: list[int]) -> int:
-        blank = self.card.vocab_size
+        blank = self.info.vocab_size
         recent = ([blank] * self.order + tokens)[-self.order :]
         index = 0
         for token in recent:
             index = index * (blank + 1) + token
         return index
 
-    def _absorb(self, slot: TableSlot) -> None:
+    def _absorb(self, seq_cache: TableSequenceCache) -> None:
         """A row that nobody kept stands as a whole."""
-        if len(slot.fresh.parents):
-            slot.tokens += _tokens(slot.fresh)
+        if len(seq_cache.fresh.parents):
+            seq_cache.tokens += _tokens(seq_cache.fresh)
 
-    def _settle(self, slot: TableSlot) -> None:
-        slot.fresh = Row(slot, torch.empty(0, dtype=torch.int64), [])
-        slot.length = len(slot.tokens)
+    def _settle(self, seq_cache: TableSequenceCache) -> None:
+        seq_cache.fresh = Row(seq_cache, torch.empty(0, dtype=torch.int64), [])
+        seq_cache.length = len(seq_cache.tokens)
 
 
-def _own(slot: Slot) -> TableSlot:
-    assert isinstance(slot, TableSlot), "this slot belongs to another runner"
-    return slot
+def _own(seq_cache: SequenceCache) -> TableSequenceCache:
+    assert isinstance(seq_cache, TableSequenceCache), "this slot belongs to another runner"
+    return seq_cache
 
 
 def _recent(before: list[int], row: Row, order: int) -> list[list[int]]:

@@ -15,16 +15,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
 from paceline.core.protocols import Engine
-from paceline.decode.text import Codec
+from paceline.hub.tokenizer import Tokenizer
 from paceline.serve import errors
-from paceline.serve.limits import Gate
-from paceline.serve.logs import Observed
+from paceline.serve.access_log import AccessLogMiddleware
+from paceline.serve.auth import AuthMiddleware
+from paceline.serve.limits import AdmissionControl
 from paceline.serve.metrics import Metrics
-from paceline.serve.replies import TokenWords
-from paceline.serve.routes import Office, router
-from paceline.serve.security import Door
-from paceline.serve.settings import ServeSettings
-from paceline.serve.translate import Desk
+from paceline.serve.requests import Desk
+from paceline.serve.responses import TokenFormatter
+from paceline.serve.routes import ServerContext, router
+from paceline.serve.settings import ServerConfig
 
 PAGE = Path(__file__).parent / "page"
 ERROR_SCHEMA: dict[str, Any] = {
@@ -45,12 +45,12 @@ ERROR_SCHEMA: dict[str, Any] = {
 }
 
 
-def create_app(engine: Engine, codec: Codec, settings: ServeSettings) -> FastAPI:
+def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerConfig) -> FastAPI:
     """A server over an engine, which it closes at the end. `app.state.gate` decides whether it takes requests."""
-    metrics, gate = Metrics(engine), Gate(settings.limits, settings.batch)
+    metrics, gate = Metrics(engine), AdmissionControl(settings.limits, settings.batch)
     reader = ThreadPoolExecutor(1, "paceline-reader")
-    desk = Desk(codec, engine.card, settings)
-    office = Office(engine, desk, TokenWords(codec, engine.card.end_tokens), gate, metrics, settings, reader)
+    desk = Desk(tokenizer, engine.info, settings)
+    context = ServerContext(engine, desk, TokenFormatter(tokenizer, engine.info.eos_token_ids), gate, metrics, settings, reader)
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -63,15 +63,15 @@ def create_app(engine: Engine, codec: Codec, settings: ServeSettings) -> FastAPI
     app = FastAPI(title="paceline", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
     app.state.gate = gate
     errors.install(app)
-    app.include_router(router(office))
+    app.include_router(router(context))
     _add_page(app)
     _describe_errors(app)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
         )
-    app.add_middleware(Door, settings=settings)
-    app.add_middleware(Observed, metrics=metrics)
+    app.add_middleware(AuthMiddleware, settings=settings)
+    app.add_middleware(AccessLogMiddleware, metrics=metrics)
     return app
 
 

@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from paceline.serve.auth import NO_KEY
 from paceline.serve.errors import ApiError
-from paceline.serve.security import NO_KEY
 from paceline.serve.settings import Limits
 
 DEEPEST = 64  # levels of a JSON document
 
 
-class Gate:
+class AdmissionControl:
     """Counts texts in flight. What does not fit is told to come back, not kept waiting for ever."""
 
     def __init__(self, limits: Limits, batch: int) -> None:

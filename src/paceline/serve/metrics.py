@@ -10,9 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.protocols import Engine, Piece
-from paceline.core.tally import Tally
-from paceline.engines.load import Load
+from paceline.core.protocols import Engine
+from paceline.core.stats import SpecStats
+from paceline.core.types import RequestOutput
+from paceline.engines.stats import EngineStats
 
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -42,19 +43,19 @@ class Metrics:
     def shown(self) -> bytes:
         return generate_latest(self.registry)
 
-    async def timed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    async def timed(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """Pass pieces on and take their times."""
         last, first = time.perf_counter(), True
-        async with aclosing(pieces) as stream:  # type: ignore[type-var]
-            async for piece in stream:
+        async with aclosing(outputs) as stream:  # type: ignore[type-var]
+            async for output in stream:
                 now = time.perf_counter()
-                if first and piece.token_ids:
+                if first and output.token_ids:
                     self.first.observe(now - last)
                     first = False
-                elif piece.token_ids:
-                    self.between.observe((now - last) / len(piece.token_ids))
+                elif output.token_ids:
+                    self.between.observe((now - last) / len(output.token_ids))
                 last = now
-                yield piece
+                yield output
 
 
 class EngineNumbers(Collector):
@@ -68,28 +69,28 @@ class EngineNumbers(Collector):
         yield from _now(load)
         yield from _so_far(load)
         yield _ks(load)
-        by_method = load.by_method or {"default": self._engine.tally()}
+        by_method = load.by_method or {"default": self._engine.stats()}
         yield from _guessing(by_method)
         yield _by_position("paceline_offered_at_position", "Rounds that offered a guess at this depth", by_method)
         yield _by_position("paceline_accepted_at_position", "Guesses that stood, by depth", by_method)
 
 
-def load_of(engine: Engine) -> Load:
+def load_of(engine: Engine) -> EngineStats:
     """What the engine tells of itself; one that tells nothing is taken to be idle."""
     tell = getattr(engine, "load", None)
-    return tell() if tell is not None else Load()
+    return tell() if tell is not None else EngineStats()
 
 
-def _now(load: Load) -> Iterator[Metric]:
+def _now(load: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("paceline_waiting", "Texts in the queue", load.waiting)
     yield GaugeMetricFamily("paceline_running", "Texts being read or written", load.running)
     pages = GaugeMetricFamily("paceline_cache_pages", "Pages of the cache by what holds them", labels=("state",))
-    for state, count in (("used", load.pages_used), ("cached", load.pages_cached), ("free", load.pages_free)):
+    for state, count in (("used", load.blocks_used), ("cached", load.blocks_cached), ("free", load.blocks_free)):
         pages.add_metric((state,), count)
     yield pages
 
 
-def _so_far(load: Load) -> Iterator[Metric]:
+def _so_far(load: EngineStats) -> Iterator[Metric]:
     yield CounterMetricFamily("paceline_prefix_hits", "Texts whose beginning was already read", load.prefix_hits)
     yield CounterMetricFamily("paceline_prefix_tokens", "Prompt tokens that were not read again", load.prefix_tokens)
     yield CounterMetricFamily("paceline_prompt_tokens", "Prompt tokens of all texts", load.prompt_tokens)
@@ -97,7 +98,7 @@ def _so_far(load: Load) -> Iterator[Metric]:
     yield CounterMetricFamily("paceline_failed_rounds", "Rounds that broke", load.failures)
 
 
-def _ks(load: Load) -> Metric:
+def _ks(load: EngineStats) -> Metric:
     family = HistogramMetricFamily("paceline_draft_tokens", "Guesses allowed a text and round (k)")
     buckets = [(str(edge), sum(count for k, count in load.ks.items() if k <= edge)) for edge in KS]
     total = sum(load.ks.values())
@@ -105,7 +106,7 @@ def _ks(load: Load) -> Metric:
     return family
 
 
-def _guessing(by_method: dict[str, Tally]) -> Iterator[Metric]:
+def _guessing(by_method: dict[str, SpecStats]) -> Iterator[Metric]:
     names = {
         "new_tokens": ("paceline_generated_tokens", "Tokens written"),
         "steps": ("paceline_steps", "Passes of the target that wrote tokens"),
@@ -114,15 +115,15 @@ def _guessing(by_method: dict[str, Tally]) -> Iterator[Metric]:
     }
     for field, (name, words) in names.items():
         family = CounterMetricFamily(name, words, labels=("method",))
-        for method, tally in by_method.items():
-            family.add_metric((method,), getattr(tally, field))
+        for method, stats in by_method.items():
+            family.add_metric((method,), getattr(stats, field))
         yield family
 
 
-def _by_position(name: str, words: str, by_method: dict[str, Tally]) -> Metric:
+def _by_position(name: str, words: str, by_method: dict[str, SpecStats]) -> Metric:
     family = CounterMetricFamily(name, words, labels=("method", "position"))
-    for method, tally in by_method.items():
-        counts = tally.offered_at if "offered" in name else tally.accepted_at
+    for method, stats in by_method.items():
+        counts = stats.offered_at if "offered" in name else stats.accepted_at
         for depth, count in enumerate(list(counts)):
             family.add_metric((method, str(depth + 1)), count)
     return family

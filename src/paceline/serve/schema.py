@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from paceline.options import LARGEST_K
+from paceline.config import LARGEST_K
 
 MOST_TOKENS = 1 << 31
 SEED = 1 << 63
@@ -40,10 +40,10 @@ class ChatMessage(Strict):
 
 
 class Speculative(Strict):
-    """How this one text is guessed for. draft_tokens: 0 is off, "auto" as many as pay."""
+    """How this one text is guessed for. num_draft_tokens: 0 is off, "auto" as many as pay."""
 
     method: str | None = None
-    draft_tokens: Annotated[int, Field(ge=0, le=LARGEST_K)] | Literal["auto"] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=LARGEST_K)] | Literal["auto"] | None = None
 
 
 class Prediction(Strict):
@@ -70,7 +70,7 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
-class Writing(Strict):
+class CommonParams(Strict):
     """What chat and plain completions have in common."""
 
     model: str | None = None
@@ -106,7 +106,7 @@ class Writing(Strict):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatRequest(Writing):
+class ChatRequest(CommonParams):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
@@ -118,7 +118,7 @@ class ChatRequest(Writing):
     modalities: list[Literal["text"]] | None = None
 
 
-class CompletionRequest(Writing):
+class CompletionRequest(CommonParams):
     prompt: (
         str
         | TokenIds

@@ -39,7 +39,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class ServeSettings:
+class ServerConfig:
     """How the server presents itself and whom it lets in.
 
     names            what clients call the model; the first is shown
@@ -47,7 +47,7 @@ class ServeSettings:
     hosts            names a request may be addressed to; empty: any. Guards a local server against web pages that
                      point a name of theirs at this machine
     origins          web origins that may call from a browser (CORS); none by default
-    draft_tokens     k of requests that do not choose; None: as many as pay
+    num_draft_tokens     k of requests that do not choose; None: as many as pay
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class ServeSettings:
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = LOOPBACK
     origins: tuple[str, ...] = ()
-    draft_tokens: int | None = None
+    num_draft_tokens: int | None = None
     log_prompts: bool = False
     limits: Limits = field(default_factory=Limits)
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.core.protocols import Piece
+from paceline.core.types import RequestOutput
 from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error
 
 LOG = logging.getLogger("paceline.serve")
@@ -23,16 +23,16 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class ChoiceDelta:
     """A piece, and which of the texts it belongs to."""
 
     index: int
-    piece: Piece
+    piece: RequestOutput
 
 
-async def together(streams: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Numbered, None]:
+async def together(streams: list[AsyncIterator[RequestOutput]], seconds: float) -> AsyncGenerator[ChoiceDelta, None]:
     """The pieces of several texts as they come. Closing it, an error or the deadline ends them all."""
-    arrived: asyncio.Queue[Numbered | BaseException | None] = asyncio.Queue()
+    arrived: asyncio.Queue[ChoiceDelta | BaseException | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_forward(index, stream, arrived)) for index, stream in enumerate(streams)]
     deadline, left = asyncio.get_running_loop().time() + seconds, len(tasks)
     try:
@@ -53,12 +53,12 @@ async def together(streams: list[AsyncIterator[Piece]], seconds: float) -> Async
 
 
 async def _forward(
-    index: int, stream: AsyncIterator[Piece], arrived: asyncio.Queue[Numbered | BaseException | None]
+    index: int, stream: AsyncIterator[RequestOutput], arrived: asyncio.Queue[ChoiceDelta | BaseException | None]
 ) -> None:
     try:
-        async with aclosing(stream) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                arrived.put_nowait(Numbered(index, piece))
+        async with aclosing(stream) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                arrived.put_nowait(ChoiceDelta(index, output))
         arrived.put_nowait(None)
     except Exception as error:  # it is raised again by whoever reads the queue
         arrived.put_nowait(error)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from paceline.errors import ModelError, OptionError, OutOfMemory
-from paceline.runners.loading import end_tokens_of
+from paceline.runners.loading import eos_token_ids_of
 from paceline.train.atomic import write_text
+from paceline.train.batch_generator import Plan, Writer, Written
 from paceline.train.corpus import KINDS, SHARD, Corpus, Text, shards
 from paceline.train.seeds import LONG, SHORT, Mix, Seed, SeedStream
-from paceline.train.writer import Plan, Writer, Written
 
 MARK = "\u241f"  # stands for the user's words while a chat template is taken apart
 HEATS = (0.0, 0.5, 0.8, 1.0)
@@ -89,10 +89,10 @@ def template_of(tokenizer: Any) -> Template | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     turn = [{"role": "user", "content": MARK}]
-    said = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    if said.count(MARK) != 1:
+    output = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    if output.count(MARK) != 1:
         raise ModelError("the model's chat template changes the user's words; give the data yourself with --data")
-    before, after = said.split(MARK)
+    before, after = output.split(MARK)
     return Template(before, tuple(tokenizer(after, add_special_tokens=False).input_ids))
 
 
@@ -265,7 +265,7 @@ class _Sink:
 def _fill(model: Any, planner: Planner, pool: Pool, goal: _Goal, sink: _Sink) -> list[Corpus]:
     """Write until the goal is reached."""
     began, before = time.monotonic(), sink.progress.tokens
-    writer = Writer(model, end_tokens_of(model), pool.rows, pool.length, planner.bridge)
+    writer = Writer(model, eos_token_ids_of(model), pool.rows, pool.length, planner.bridge)
     parts: list[Corpus] = []
     waiting: list[Text] = []
 

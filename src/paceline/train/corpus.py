@@ -213,16 +213,16 @@ class Batches:
         return Batch(torch.from_numpy(tokens), *(torch.from_numpy(column) for column in columns))
 
     def from_step(self, step: int, share: int = 0, shares: int = 1) -> Iterator[Batch]:
-        """Endless batches as they would come from step `step` on; of several processes each takes its share."""
-        number, done = 0, 0
+        """Endless batches as they would come from step `step` on; of several distributed each takes its share."""
+        number, result = 0, 0
         while True:
             chosen = self.epoch(number)[share::shares] if shares > 1 else self.epoch(number)
             whole = len(chosen) if shares == 1 else len(self.epoch(number)) // shares
             if not whole:
-                raise OptionError(f"too few texts for {shares} processes; give more data or a smaller --batch-tokens")
-            for place in range(max(0, step - done), whole):
+                raise OptionError(f"too few texts for {shares} distributed; give more data or a smaller --batch-tokens")
+            for place in range(max(0, step - result), whole):
                 yield self.batch(chosen[place])
-            number, done = number + 1, done + whole
+            number, result = number + 1, result + whole
 
     def once(self) -> Iterator[Batch]:
         """Every text exactly once."""

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from paceline.decode.text import Codec, Message
 from paceline.errors import OptionError, PromptError
-from paceline.runners.loading import end_tokens_of
+from paceline.hub.tokenizer import Message, Tokenizer
+from paceline.runners.loading import eos_token_ids_of
+from paceline.train.batch_generator import Plan, Writer
 from paceline.train.collect import (
     HEAT_SHARES,
     HEATS,
@@ -36,7 +37,6 @@ from paceline.train.collect import (
     too_many_rows,
 )
 from paceline.train.corpus import SHARD, Corpus, Text
-from paceline.train.writer import Plan, Writer
 
 LINES_A_SHARD = 4096
 LONGEST_ANSWER = 320
@@ -77,7 +77,7 @@ class Reader:
     """Turns lines into texts, or into plans for the target's answer."""
 
     def __init__(self, tokenizer: Any, longest: int, seed: int) -> None:
-        self._codec, self._longest = Codec(tokenizer), longest
+        self._tokenizer, self._longest = Tokenizer(tokenizer), longest
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._rng = random.Random(seed)
 
@@ -88,23 +88,23 @@ class Reader:
             if "messages" in record:
                 return self._conversation(record["messages"])
             if "text" in record:
-                return Text(self._codec.encode(str(record["text"])), 1)
+                return Text(self._tokenizer.encode(str(record["text"])), 1)
             return self._question(self._asked(str(record["prompt"])))
         except (PromptError, KeyError, TypeError) as error:
             raise OptionError(f"{line.where}: {error}") from error
 
     def _asked(self, prompt: str) -> list[int]:
-        return self._codec.encode([{"role": "user", "content": prompt}] if self._has_template else prompt)
+        return self._tokenizer.encode([{"role": "user", "content": prompt}] if self._has_template else prompt)
 
     def _conversation(self, messages: list[Message]) -> Text | Plan | None:
         """All from the first answer on is learnt."""
         roles = [message["role"] for message in messages]
         if not roles or roles[-1] != ASSISTANT:
-            return self._question(self._codec.encode(messages))
+            return self._question(self._tokenizer.encode(messages))
         first = roles.index(ASSISTANT)
-        before = self._codec.encode(messages[:first]) if first else []
-        said = self._codec.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-        return Text([int(token) for token in said], max(1, _shared_beginning(before, said)))
+        before = self._tokenizer.encode(messages[:first]) if first else []
+        output = self._tokenizer.hf_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        return Text([int(token) for token in output], max(1, _shared_beginning(before, output)))
 
     def _question(self, prompt: list[int]) -> Plan | None:
         if len(prompt) + SHORTEST_ANSWER > self._longest:
@@ -151,11 +151,11 @@ def _answered(
     if not plans:
         return
     rows = min(options.rows or rows_that_fit(model, options), len(plans))
-    writer = Writer(model, end_tokens_of(model), rows, max(plan.length for plan in plans))
+    writer = Writer(model, eos_token_ids_of(model), rows, max(plan.length for plan in plans))
     try:
-        for done in writer.write(iter(plans), lambda: False):
-            progress.texts, progress.tokens = progress.texts + 1, progress.tokens + len(done.tokens) - done.start
+        for result in writer.write(iter(plans), lambda: False):
+            progress.texts, progress.tokens = progress.texts + 1, progress.tokens + len(result.tokens) - result.start
             watch(progress)
-            yield Text(done.tokens, done.start, greedy=done.plan.heat == 0)
+            yield Text(result.tokens, result.start, greedy=result.plan.heat == 0)
     except torch.OutOfMemoryError as error:
         raise too_many_rows(rows) from error

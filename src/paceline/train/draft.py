@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.errors import OptionError
-from paceline.heads.tensors import write_checkpoint
+from paceline.heads.checkpoint import write_checkpoint
 from paceline.train.corpus import Batch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.task import MEASURED_GUESSES, Places, following, in_parts
@@ -65,9 +65,9 @@ def draft_config(teacher: Teacher, options: DraftOptions) -> LlamaConfig:
 
 def _token(config: Any, name: str, size: int) -> Any:
     """A special token of the target, unless a reduced vocabulary has left it out."""
-    said = getattr(config, name, None)
-    ids = said if isinstance(said, list) else [said]
-    return said if all(id_ is not None and id_ < size for id_ in ids) else None
+    output = getattr(config, name, None)
+    ids = output if isinstance(output, list) else [output]
+    return output if all(id_ is not None and id_ < size for id_ in ids) else None
 
 
 class DraftTask:
@@ -108,7 +108,7 @@ class DraftTask:
         return soft_loss(self.module.lm_head(states), wanted).sum()
 
     @torch.no_grad()
-    def guesses(self, batch: Batch) -> Tensor:
+    def draft_tokens(self, batch: Batch) -> Tensor:
         parts = in_parts(self._states(batch))
         best = torch.cat([self.module.lm_head(part).argmax(dim=-1) for part in parts])
         return following(best.view(batch.tokens.shape), MEASURED_GUESSES)

@@ -16,7 +16,7 @@ from paceline.train.corpus import Batch
 from paceline.train.losses import blend, soft_loss
 from paceline.train.task import Places, in_parts
 from paceline.train.teacher import Teacher, numbering_of
-from paceline.train.unroll import unroll
+from paceline.train.training_time_test import unroll
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def eagle_config(teacher: Teacher, options: EagleOptions) -> EagleConfig:
         teacher.width,
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         rope_scaling=None if plain else rope,
-        longest_text=int(getattr(config, "max_position_embeddings", 2048)),
+        max_seq_len=int(getattr(config, "max_position_embeddings", 2048)),
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
         feature_layers=usual_feature_layers(teacher.layers),
     )
@@ -161,7 +161,7 @@ class EagleTask:
         return total / weight
 
     @torch.no_grad()
-    def guesses(self, batch: Batch) -> Tensor:
+    def draft_tokens(self, batch: Batch) -> Tensor:
         features = self.teacher.read(batch.tokens).features(self.head.config.feature_layers)
         found = []
         for out in self._steps(batch, features):

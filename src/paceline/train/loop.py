@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from paceline.core.tally import Tally
+from paceline.core.stats import SpecStats
 from paceline.errors import OptionError, OutOfMemory, TrainingDiverged, WeightsError
-from paceline.train import processes
+from paceline.train import distributed
 from paceline.train.atomic import replacing, write_text
 from paceline.train.corpus import Batch, Batches, Split
 from paceline.train.measure import autocast, measure
@@ -83,7 +83,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class TrainingProgress:
     """What a watcher is shown after every step."""
 
     step: int
@@ -95,7 +95,7 @@ class Moment:
     measured: Measurement | None
 
 
-Watcher = Callable[[Moment], None]
+Watcher = Callable[[TrainingProgress], None]
 
 
 def shape_of_rate(progress: float, warmup: float) -> float:
@@ -126,7 +126,7 @@ class Loop:
         if resume and (self._folder / CHECKPOINT).is_file():
             self._load()
         else:
-            processes.alike(self._task.module.state_dict())
+            distributed.alike(self._task.module.state_dict())
             self.save()
         self._open_log()
         batches = Batches(self._split.train, self._options.batch_tokens, self._options.seed)
@@ -134,7 +134,7 @@ class Loop:
         if not self.history.measured:
             self._measure()
         try:
-            mine = processes.share()
+            mine = distributed.share()
             self._steps(batches.from_step(self.history.step, mine.number, mine.of), began)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("a training step does not fit; choose a smaller --batch-tokens") from error
@@ -163,7 +163,7 @@ class Loop:
     def _progress(self, began: float) -> float:
         """By steps, or by the clock where time is what is limited."""
         by_clock = (time.monotonic() - began) / self._options.seconds
-        return max(self.history.step / self._options.steps, processes.largest(by_clock, self._device))
+        return max(self.history.step / self._options.steps, distributed.largest(by_clock, self._device))
 
     def _step(self, batch: Batch, rate: float) -> float:
         for group in self._optimizer.param_groups:
@@ -171,7 +171,7 @@ class Loop:
         with autocast(self._device):
             loss = self._task.loss(batch.to(self._device))
         torch.autograd.backward(loss)
-        processes.average_gradients(self._trained)
+        distributed.average_gradients(self._trained)
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self._options.clip)
         value = float(loss.detach())
         if not math.isfinite(value) or not math.isfinite(float(norm)):
@@ -185,25 +185,25 @@ class Loop:
 
     def _measure(self) -> None:
         held_out = Batches(self._split.held_out, self._options.batch_tokens, 0)
-        tally: Tally = measure(self._task, held_out.once())
-        found = Measurement(self.history.step, tally.tokens_per_step, tally.acceptance_by_position)
+        stats: SpecStats = measure(self._task, held_out.once())
+        found = Measurement(self.history.step, stats.tokens_per_step, stats.acceptance_by_position)
         if self.history.measured and self.history.measured[-1].step == found.step:
             self.history.measured.pop()
         self.history.measured.append(found)
 
-    def _moment(self, loss: float, rate: float, progress: float) -> Moment:
+    def _moment(self, loss: float, rate: float, progress: float) -> TrainingProgress:
         history = self.history
         speed = history.tokens / max(history.seconds, 1e-9)
         left = history.seconds * (1 - progress) / max(progress, 1e-9)
         last = history.measured[-1] if history.measured else None
-        return Moment(history.step, progress, loss, rate, speed, left, last)
+        return TrainingProgress(history.step, progress, loss, rate, speed, left, last)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint; it is whole or not there."""
         self._saved = self.history.seconds
-        if not processes.share().first:
+        if not distributed.share().first:
             return
         state = {
             "module": self._task.module.state_dict(),
@@ -235,12 +235,12 @@ class Loop:
 
     def _open_log(self) -> None:
         """One line a step. Steps after the last checkpoint will be done again, so their lines go."""
-        if processes.share().first:
+        if distributed.share().first:
             lines = [json.dumps({"step": step + 1, "loss": loss}) for step, loss in enumerate(self.history.losses)]
             write_text(self._folder / LOG, "".join(line + "\n" for line in lines))
 
     def _note(self, loss: float, rate: float) -> None:
-        if not processes.share().first:
+        if not distributed.share().first:
             return
         with (self._folder / LOG).open("a") as log:
             log.write(json.dumps({"step": self.history.step, "loss": loss, "rate": rate}) + "\n")

@@ -14,7 +14,7 @@ ROWS_AT_A_TIME = 2048  # rows whose logits are held at once by in_slices
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lesson:
+class TeacherTargets:
     """What the target says at some places of the text.
 
     probs  [rows, draft vocabulary]: the target's probabilities of the tokens the drafter can say. They are normalised
@@ -26,7 +26,7 @@ class Lesson:
     best: Tensor
 
 
-def blend(lesson: Lesson, greedy: float) -> Tensor:
+def blend(lesson: TeacherTargets, greedy: float) -> Tensor:
     """What a row is to say: the target's distribution and, with weight `greedy`, its likeliest token alone.
 
     Sampled decoding accepts with Σ min(p, q) and wants the first; greedy decoding compares argmaxes and wants the

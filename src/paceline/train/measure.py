@@ -7,50 +7,50 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from paceline.core.tally import Tally
+from paceline.core.stats import SpecStats
 from paceline.train.corpus import Batch
 from paceline.train.task import Task
 
 
-def accepted_lengths(guesses: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+def accepted_lengths(draft_tokens: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     """int64 [batch, width]: with tokens up to t + 1 known, how many guesses in a row equal the text."""
-    width, k = tokens.shape[1], guesses.shape[-1]
+    width, k = tokens.shape[1], draft_tokens.shape[-1]
     places = torch.arange(width, device=tokens.device)[:, None] + 2 + torch.arange(k, device=tokens.device)
     truth = tokens[:, places.clamp(max=width - 1)]  # [batch, width, k]
     inside = places[None] < lengths[:, None, None]
-    return ((guesses == truth) & inside).long().cumprod(dim=-1).sum(dim=-1)
+    return ((draft_tokens == truth) & inside).long().cumprod(dim=-1).sum(dim=-1)
 
 
-def walk(accepted: list[int], start: int, length: int, k: int) -> Tally:
+def walk(accepted: list[int], start: int, length: int, k: int) -> SpecStats:
     """The rounds greedy decoding would have had over one answer, the first of them right after the prompt."""
-    tally = Tally(offered_at=[0] * k, accepted_at=[0] * k)
+    stats = SpecStats(offered_at=[0] * k, accepted_at=[0] * k)
     known = max(start, 2)  # with less than two tokens nothing can be guessed
     while known < length:
         offered = min(k, length - known)
         stood = min(accepted[known - 2], offered)
         new = min(stood + 1, length - known)
-        tally.steps += 1
-        tally.new_tokens += new
-        tally.drafted += offered
-        tally.accepted += stood
+        stats.steps += 1
+        stats.new_tokens += new
+        stats.drafted += offered
+        stats.accepted += stood
         for depth in range(offered):
-            tally.offered_at[depth] += 1
-            tally.accepted_at[depth] += depth < stood
+            stats.offered_at[depth] += 1
+            stats.accepted_at[depth] += depth < stood
         known += new
-    return tally
+    return stats
 
 
-def measure(task: Task, batches: Iterable[Batch], k: int | None = None) -> Tally:
+def measure(task: Task, batches: Iterable[Batch], k: int | None = None) -> SpecStats:
     """All rounds over all answers of these batches."""
     device = next(task.module.parameters()).device
-    total = Tally()
+    total = SpecStats()
     for batch in batches:
         here = batch.to(device)
         with torch.no_grad(), autocast(device):
-            guesses = task.guesses(here)[..., :k]
-        accepted = accepted_lengths(guesses, here.tokens, here.lengths).tolist()
+            draft_tokens = task.draft_tokens(here)[..., :k]
+        accepted = accepted_lengths(draft_tokens, here.tokens, here.lengths).tolist()
         for row, start, length in zip(accepted, batch.starts.tolist(), batch.lengths.tolist()):
-            total.add(walk(row, start, length, guesses.shape[-1]))
+            total.add(walk(row, start, length, draft_tokens.shape[-1]))
     return total
 
 

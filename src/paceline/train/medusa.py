@@ -68,8 +68,8 @@ class MedusaTask:
     def _slice_loss(self, told: Tensor, read: Tensor) -> Tensor:
         """told [rows, width]: the states in which the target says the token; read [rows, heads, width]: heads see."""
         wanted = blend(self.teacher.lesson(told, self._numbering), self.options.greedy)
-        said = enumerate(zip(self._weights(), self._speakers()))
-        losses = [share * soft_loss(speak(read[:, head]), wanted).sum() for head, (share, speak) in said]
+        output = enumerate(zip(self._weights(), self._speakers()))
+        losses = [share * soft_loss(speak(read[:, head]), wanted).sum() for head, (share, speak) in output]
         return torch.stack(losses).sum()
 
     def _speakers(self) -> Iterator[torch.nn.Sequential]:
@@ -78,7 +78,7 @@ class MedusaTask:
             yield torch.nn.Sequential(block, head)
 
     @torch.no_grad()
-    def guesses(self, batch: Batch) -> Tensor:
+    def draft_tokens(self, batch: Batch) -> Tensor:
         hidden = self.teacher.read(batch.tokens).hidden.float()
         found = []
         for speak in self._speakers():

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.decode.text import load_tokenizer
 from paceline.errors import OptionError
-from paceline.models import locate
-from paceline.runners.loading import end_tokens_of, load_model
-from paceline.train import processes
+from paceline.hub import locate
+from paceline.hub.tokenizer import load_tokenizer
+from paceline.runners.loading import eos_token_ids_of, load_model
+from paceline.train import distributed
 from paceline.train.atomic import write_text
 from paceline.train.collect import CollectOptions, Progress, collect, loaded
 from paceline.train.corpus import Batches, Corpus, Split, frequent_tokens, split
 from paceline.train.data import collect_from
-from paceline.train.loop import CHECKPOINT, History, Loop, LoopOptions, Moment
+from paceline.train.loop import CHECKPOINT, History, Loop, LoopOptions, TrainingProgress
 from paceline.train.report import CURVE, Facts, plot, write_card
 from paceline.train.task import Task
 from paceline.train.teacher import Teacher, precision
@@ -164,7 +164,7 @@ class Observer(Protocol):
     def writing(self, progress: Progress) -> None:
         """The target has finished a text."""
 
-    def step(self, moment: Moment) -> None:
+    def step(self, moment: TrainingProgress) -> None:
         """A step of the training is done."""
 
 
@@ -192,10 +192,10 @@ class Trained:
 
 def train(options: TrainOptions, device: str, observer: Observer, *, resume: bool = False) -> Trained:
     """Train one drafter to the end and write it. Raises PacelineError for whatever the user can put right."""
-    device = processes.join(device)
+    device = distributed.join(device)
     options = options.usual(device)
     torch.manual_seed(options.seed)
-    if processes.share().first:
+    if distributed.share().first:
         if not resume:  # or a later --resume would go on from what was to be forgotten
             (options.folder / TRAINING / CHECKPOINT).unlink(missing_ok=True)
         write_text(options.folder / TRAINING / OPTIONS, json.dumps(asdict(options), indent=1) + "\n")
@@ -211,8 +211,8 @@ def train(options: TrainOptions, device: str, observer: Observer, *, resume: boo
     loop = Loop(task, parts, options.folder / TRAINING, options.looping(), observer.step)
     history = loop.run(resume)
     size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
-    done = Trained(options, history, len(corpus), corpus.answer_tokens, size)
-    return replace(done, files=write(done, task, target)) if processes.share().first else done
+    result = Trained(options, history, len(corpus), corpus.answer_tokens, size)
+    return replace(result, files=write(result, task, target)) if distributed.share().first else result
 
 
 def open_target(options: TrainOptions, device: str) -> Target:
@@ -225,7 +225,7 @@ def open_target(options: TrainOptions, device: str) -> Target:
 def texts_of(options: TrainOptions, target: Target, observer: Observer, resume: bool) -> Corpus:
     """What there is to learn from. A training that has begun goes on with exactly the texts it began with."""
     folder, wanted = options.texts_folder, options.collecting()
-    if not resume and processes.share().first:
+    if not resume and distributed.share().first:
         if options.data:
             observer.stage(f"reading {Path(options.data).name}; the target answers its questions")
             path = Path(options.data).expanduser()
@@ -233,7 +233,7 @@ def texts_of(options: TrainOptions, target: Target, observer: Observer, resume: 
         else:
             observer.stage(f"{target.name} writes texts to learn from")
             collect(target.model, target.tokenizer, folder, wanted, observer.writing)
-    processes.wait()
+    distributed.wait()
     return Corpus.joined(loaded(folder)).cut(options.longest).without_repeats()
 
 
@@ -243,7 +243,7 @@ def texts_of(options: TrainOptions, target: Target, observer: Observer, resume: 
 def _vocabulary(options: TrainOptions, target: Target, parts: Split, usual: int) -> Tensor:
     """The tokens a head can say: those seen most often."""
     count = options.vocabulary or usual
-    return frequent_tokens(parts.train, target.teacher.vocab_size, count, end_tokens_of(target.model))
+    return frequent_tokens(parts.train, target.teacher.vocab_size, count, eos_token_ids_of(target.model))
 
 
 def _eagle(options: TrainOptions, target: Target, parts: Split) -> Task:
@@ -275,7 +275,7 @@ def _draft(options: TrainOptions, target: Target, parts: Split) -> Task:
 
 
 def _exit(options: TrainOptions, target: Target, parts: Split) -> Task:
-    from paceline.train.exit import ExitOptions, ExitTask
+    from paceline.train.exit_adapter import ExitOptions, ExitTask
 
     return ExitTask(target.teacher, ExitOptions(options.layer, options.width, options.greedy), target.name)
 
@@ -291,24 +291,24 @@ TASKS: dict[str, Callable[[TrainOptions, Target, Split], Task]] = {
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def write(done: Trained, task: Task, target: Target) -> list[str]:
+def write(result: Trained, task: Task, target: Target) -> list[str]:
     """The drafter, its card and its curve. Returns the files' names."""
-    folder = done.options.folder
+    folder = result.options.folder
     task.export(folder)
-    settings = {name: value for name, value in asdict(done.options).items() if name not in PLACES}
-    facts = Facts(done.options.word, target.name, _told(done), done.parameters, settings, {})
-    write_card(folder, facts, done.history)
-    plot(done.history, folder / CURVE)
+    settings = {name: value for name, value in asdict(result.options).items() if name not in PLACES}
+    facts = Facts(result.options.word, target.name, _told(result), result.parameters, settings, {})
+    write_card(folder, facts, result.history)
+    plot(result.history, folder / CURVE)
     skipped = {TRAINING, TEXTS}
     paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return [str(path) for path in paths if path.parts[0] not in skipped]
 
 
-def _told(done: Trained) -> str:
+def _told(result: Trained) -> str:
     """The card's sentence about the data."""
-    amount = f"{done.texts} texts with {done.answer_tokens} tokens of answers"
-    if done.options.data:
-        return f"{amount}, from {Path(done.options.data).name}; open questions were answered by the target."
+    amount = f"{result.texts} texts with {result.answer_tokens} tokens of answers"
+    if result.options.data:
+        return f"{amount}, from {Path(result.options.data).name}; open questions were answered by the target."
     return (
         f"{amount} that the target wrote itself: questions it invented after short openings, answered greedily and at "
         f"temperatures 0.5 to 1. No data set was used."

@@ -2,7 +2,7 @@
 
 A seed is a question, or only its opening: then the target invents the rest. Openings are put together from words.py;
 functions and prose come from the docstrings of the running Python's own library, which is on every machine and which
-no benchmark is made of. Nothing is downloaded.
+no benchmark is made of. NoDraft is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from paceline.train import words
+from paceline.train import prompt_openings as words
 
 SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "turtledemo", "encodings"})
 COMPLETE = "Complete this Python function:\n"
@@ -74,7 +74,7 @@ class SeedStream:
 
 
 def chat(rng: random.Random) -> Seed:
-    """Nothing but a user's turn that begins, now and then with its first words."""
+    """NoDraft but a user's turn that begins, now and then with its first words."""
     opening = rng.choice(words.CHAT_OPENINGS) if rng.random() < 0.75 else ""
     return Seed("chat", opening, open=True)
 
@@ -176,8 +176,8 @@ def _library_files() -> Iterator[Path]:
 def _functions(nodes: list[ast.AST], lines: list[str]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.FunctionDef):
-            said = ast.get_docstring(node)
-            if said and SHORTEST_DOCSTRING <= len(said) <= LONGEST_DOCSTRING:
+            output = ast.get_docstring(node)
+            if output and SHORTEST_DOCSTRING <= len(output) <= LONGEST_DOCSTRING:
                 part = "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
                 yield textwrap.dedent(part) + "\n"
 
@@ -185,6 +185,6 @@ def _functions(nodes: list[ast.AST], lines: list[str]) -> Iterator[str]:
 def _prose(nodes: list[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef):
-            said = ast.get_docstring(node) or ""
-            if len(said) >= SHORTEST_PROSE:
-                yield said[:LONGEST_PROSE]
+            output = ast.get_docstring(node) or ""
+            if len(output) >= SHORTEST_PROSE:
+                yield output[:LONGEST_PROSE]

@@ -31,7 +31,7 @@ class Task(Protocol):
     def loss(self, batch: Batch) -> Tensor:
         """A scalar with gradients."""
 
-    def guesses(self, batch: Batch) -> Tensor:
+    def draft_tokens(self, batch: Batch) -> Tensor:
         """int64 [batch, width, k]: with tokens up to t + 1 known, entry [:, t, j] guesses token t + 2 + j.
 
         Earlier guesses are taken to be right: where one is not, nobody asks for the later ones.
@@ -69,7 +69,7 @@ def ahead(tokens: Tensor, steps: int) -> Tensor:
 
 
 def following(best: Tensor, count: int) -> Tensor:
-    """Guesses [batch, width, count] of a drafter that reads its own guesses as text. best[:, t] says token t + 1."""
+    """DraftOutput [batch, width, count] of a drafter that reads its own guesses as text. best[:, t] says token t + 1."""
     return torch.stack([ahead(best, 1 + step) for step in range(count)], dim=-1)
 
 

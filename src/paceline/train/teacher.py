@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.train.losses import Lesson
+from paceline.train.losses import TeacherTargets
 
 ROWS_AT_A_TIME = 8192  # full-vocabulary logits are made for so many rows at once
 
@@ -43,8 +43,8 @@ class Teacher:
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Reading:
         """Texts are padded on the right, where no earlier token can see it: causal attention needs no other mask."""
-        said = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        return Reading(said.last_hidden_state, said.hidden_states)
+        output = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        return Reading(output.last_hidden_state, output.hidden_states)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Teacher:
         return self.speak(hidden)
 
     @torch.no_grad()
-    def lesson(self, hidden: Tensor, numbering: Tensor) -> Lesson:
+    def lesson(self, hidden: Tensor, numbering: Tensor) -> TeacherTargets:
         """What the target says after states [rows, width]. numbering: drafter's number of each target token, or -1."""
         kept = (numbering >= 0).nonzero().flatten()
         probs, best = [], []
@@ -71,7 +71,7 @@ class Teacher:
             weight = logits[:, kept] - logits.logsumexp(dim=-1, keepdim=True)
             probs.append(weight.exp_().to(self.model.dtype))
             best.append(numbering[logits.argmax(dim=-1)])
-        return Lesson(torch.cat(probs), torch.cat(best))
+        return TeacherTargets(torch.cat(probs), torch.cat(best))
 
 
 def numbering_of(target_ids: Tensor, vocab_size: int) -> Tensor:

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from paceline.runners.native import kernels
-from paceline.runners.native.tiles import TALL_TILES, TILE_ROWS
+from paceline.runners.native.gemm_tiling import TALL_TILES, TILE_ROWS
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "KV_HEADS": 3, "HALF": 32, "PAGE": 64, "CHUNK_TOKENS": 128, "EARLY": True, "HANDS_ON": True}

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.core.protocols import ModelCard
+from paceline.core.types import ModelInfo
 from paceline.errors import WeightsError
-from paceline.runners.native import quantized
-from paceline.runners.native.shape import Shape
+from paceline.runners.native import quantization
+from paceline.runners.native.config import Shape
 from paceline.runners.native.weights import Matrix, Weights
 
 DEFAULT_TEXTS = 8
@@ -26,16 +26,16 @@ def can_fuse(shape: Shape, weights: Weights) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
-    half = shape.head_size // 2
-    return not quantized.rounds_inputs(weights.head) and half >= 16 and half & (half - 1) == 0
+    half = shape.head_dim // 2
+    return not quantization.rounds_inputs(weights.head) and half >= 16 and half & (half - 1) == 0
 
 
 def default_cache_tokens(shape: Shape) -> int:
-    return DEFAULT_TEXTS * min(shape.longest_text, DEFAULT_TEXT_TOKENS)
+    return DEFAULT_TEXTS * min(shape.max_seq_len, DEFAULT_TEXT_TOKENS)
 
 
 def pack_weights(
-    weights: Weights, word: str, pack: Callable[[Tensor, str], Matrix] = quantized.packed
+    weights: Weights, word: str, pack: Callable[[Tensor, str], Matrix] = quantization.packed
 ) -> Weights:
     """Every matrix a pass multiplies with, in int8 or int4. The embedding is looked up, not multiplied: it stays."""
     layers = [
@@ -60,15 +60,15 @@ def config_of(folder: Path, name: str) -> Any:
         raise WeightsError(f"{name} has no readable config.json: {error}") from error
 
 
-def end_tokens_in(folder: Path, config: Any) -> frozenset[int]:
-    """Every token that ends a text: by the generation config, or else the model's."""
+def eos_token_ids_in(folder: Path, config: Any) -> frozenset[int]:
+    """Every token that ends a sequence: by the generation config, or else the model's."""
     path = folder / "generation_config.json"
-    said = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    ids = config.eos_token_id if said is None else said
+    output = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = config.eos_token_id if output is None else output
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def card_of(name: str, shape: Shape, ends: frozenset[int], device: str, dtype: str) -> ModelCard:
-    return ModelCard(name, shape.vocab, ends, shape.longest_text, shape.layers, shape.width, device, dtype)
+def model_info(name: str, shape: Shape, ends: frozenset[int], device: str, dtype: str) -> ModelInfo:
+    return ModelInfo(name, shape.vocab, ends, shape.max_seq_len, shape.layers, shape.width, device, dtype)

@@ -55,12 +55,12 @@ def run_layers(
     """All layers, or those from `first` up to but not including `last`, over the stream [nodes, width]."""
     kept: list[Tensor] = []
     end = len(weights.layers) if last is None else last
-    for number in range(first, end):
-        layer = weights.layers[number]
-        if number in features:
+    for seq_id in range(first, end):
+        layer = weights.layers[seq_id]
+        if seq_id in features:
             kept.append(stream.clone())
         qkv = ops.project(stream, layer.attention_norm, layer.qkv, layer.qkv_bias)
-        seen = ops.attend(qkv, number, layer, batch)
+        seen = ops.attend(qkv, seq_id, layer, batch)
         stream = ops.project_add(seen, layer.output, stream)
         inner = ops.gate(stream, layer.mlp_norm, layer.gate_up)
         stream = ops.project_add(inner, layer.down, stream)

@@ -11,40 +11,42 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.graphs import new_pool
-from paceline.core.protocols import Ability, Adapter, Guesses, Lead, ModelCard, Outputs, Row, Slot
+from paceline.core.protocols import Adapter, Runner
+from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, SequenceCache
+from paceline.device.graphs import new_pool
 from paceline.errors import OptionError, OutOfMemory
-from paceline.kv.pages import PagePool
-from paceline.runners.native import quantized
-from paceline.runners.native.layout import Layout, place_of
+from paceline.kv.block_manager import BlockManager
+from paceline.runners.native import quantization
+from paceline.runners.native.attention_metadata import Layout, place_of
+from paceline.runners.native.config import Shape, rotary_table, shape_of
+from paceline.runners.native.eager_ops import EagerOps
+from paceline.runners.native.early_exit import Ahead, common_layer, merged
+from paceline.runners.native.kv_cache import BLOCK_SIZE, NativeSequenceCache, empty_blocks, own
 from paceline.runners.native.loading import (
     can_fuse,
-    card_of,
     config_of,
     default_cache_tokens,
-    end_tokens_in,
+    eos_token_ids_in,
+    model_info,
     pack_weights,
 )
 from paceline.runners.native.model import States, run_layers
-from paceline.runners.native.plain import PlainOps
-from paceline.runners.native.resume import Ahead, common_layer, merged
-from paceline.runners.native.shape import Shape, rotary_table, shape_of
-from paceline.runners.native.slots import PAGE, NativeSlot, empty_pages, own
 from paceline.runners.native.weights import Weights, load_weights, weights_of
 
 if TYPE_CHECKING:
-    from paceline.runners.native.narrow import Check, NarrowPasses, Size
-    from paceline.runners.native.prompts import PromptPasses
+    from paceline.runners.native.decode_graphs import Check, DecodeGraphs, Size
+    from paceline.runners.native.prefill_graphs import PrefillGraphs
 
-SLACK = 512  # a drafting loop may run a few steps past the end of the longest text
-WIDEST_NARROW = 512  # nodes in a captured pass, over all texts
-LEAD_TOKENS = 2  # what a drafting loop reads of a text; narrow.LEAD, known here without importing Triton
+DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and no output waits long
+SLACK = 512  # a drafting loop may run a few steps past the end of the longest sequence
+WIDEST_NARROW = 512  # nodes in a captured pass, over all sequences
+LEAD_TOKENS = 2  # what a drafting loop reads of a sequence; narrow.LEAD, known here without importing Triton
 
 
-class NativeRunner:
+class NativeRunner(Runner):
     """A Llama-like model behind `Runner`. See `load` and `of_model` for how to get one.
 
-    same_bits: on CUDA, a token's logits do not depend on what else is in the pass, in the largest batch neither.
+    batch_invariant: on CUDA, a token's logits do not depend on what else is in the pass, in the largest batch neither.
     """
 
     def __init__(
@@ -52,32 +54,32 @@ class NativeRunner:
         shape: Shape,
         weights: Weights,
         config: Any,
-        card: ModelCard,
-        cache_tokens: int,
+        info: ModelInfo,
+        kv_cache_tokens: int,
         *,
-        same_bits: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
-        self.same_bits = same_bits
-        self.shape, self.weights, self.card = shape, weights, card
-        self.abilities = frozenset({Ability.TREE, Ability.HIDDEN, Ability.EXIT})
-        self.device = torch.device(card.device)
-        pages = max(1, -(-cache_tokens // PAGE))
+        self.batch_invariant = batch_invariant
+        self.shape, self.weights, self.info = shape, weights, info
+        self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
+        self.device = torch.device(info.device)
+        blocks = max(1, -(-kv_cache_tokens // BLOCK_SIZE))
         kept = weights.embedding.dtype
-        self.scratch = pages * PAGE  # behind the last page, on a page of its own: what pads a prompt
-        size = (shape.layers, self.scratch + PAGE, shape.kv_heads, shape.head_size)
+        self.scratch = blocks * BLOCK_SIZE  # behind the last block, on a block of its own: what pads a prompt
+        size = (shape.layers, self.scratch + BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         try:
-            self.keys, self.values = (empty_pages(size, kept, self.device) for _ in range(2))
+            self.keys, self.values = (empty_blocks(size, kept, self.device) for _ in range(2))
         except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
-            raise OutOfMemory(f"a cache of {cache_tokens} tokens does not fit: lower --cache-tokens") from error
-        self.pages = PagePool(pages, PAGE)  # last: of a cache that does not fit not even the list may
-        self.turns = rotary_table(config, shape.longest_text + SLACK, self.device)
-        by_node = quantized.rounds_inputs(weights.head)
-        self.plain = PlainOps(shape, self.keys, self.values, node_by_node=by_node)
-        self._layout = Layout(self.pages, self.plain, self.turns, kept)
+            raise OutOfMemory(f"a cache of {kv_cache_tokens} tokens does not fit: lower --cache-tokens") from error
+        self.blocks = BlockManager(blocks, BLOCK_SIZE)  # last: of a cache that does not fit not even the list may
+        self.rope_cache = rotary_table(config, shape.max_seq_len + SLACK, self.device)
+        by_node = quantization.rounds_inputs(weights.head)
+        self.plain = EagerOps(shape, self.keys, self.values, node_by_node=by_node)
+        self._layout = Layout(self.blocks, self.plain, self.rope_cache, kept)
         self.narrow = self._narrow_passes() if self.device.type == "cuda" else None
         self.prompts = self._prompt_passes() if self.device.type == "cuda" else None
         if self.narrow is not None:
-            self.abilities |= {Ability.LOOP, Ability.STRIDE}
+            self.decode_steps = DECODE_STEPS
         self.last_layer = shape.layers
         self.adapter: Adapter | None = None  # of an exit: what its states go through on their way to the head
         self.want_hidden = False
@@ -92,134 +94,134 @@ class NativeRunner:
         name: str,
         dtype: str,
         device: str,
-        cache_tokens: int | None = None,
+        kv_cache_tokens: int | None = None,
         *,
-        same_bits: bool = False,
+        batch_invariant: bool = False,
     ) -> NativeRunner:
         """Read a Hugging Face directory. dtype: float32, bfloat16, float16, int8 or int4."""
         config = config_of(folder, name)
         shape = shape_of(config)
         beside = torch.float32 if device == "cpu" else torch.bfloat16  # what is not a matrix
-        kind = beside if dtype in quantized.WORDS else getattr(torch, dtype)
+        kind = beside if dtype in quantization.WORDS else getattr(torch, dtype)
         weights = load_weights(folder, shape, kind, device)
-        if dtype in quantized.WORDS:
+        if dtype in quantization.WORDS:
             weights = pack_weights(weights, dtype)
-        card = card_of(name, shape, end_tokens_in(folder, config), device, dtype)
-        return cls(shape, weights, config, card, cache_tokens or default_cache_tokens(shape), same_bits=same_bits)
+        info = model_info(name, shape, eos_token_ids_in(folder, config), device, dtype)
+        return cls(shape, weights, config, info, kv_cache_tokens or default_cache_tokens(shape), batch_invariant=batch_invariant)
 
     @classmethod
     def of_model(
-        cls, model: Any, name: str, cache_tokens: int | None = None, *, same_bits: bool = False
+        cls, model: Any, name: str, kv_cache_tokens: int | None = None, *, batch_invariant: bool = False
     ) -> NativeRunner:
         """Run a loaded transformers model of the family."""
-        from paceline.runners.loading import end_tokens_of
+        from paceline.runners.loading import eos_token_ids_of
 
         shape = shape_of(model.config)
         first = next(model.parameters())
         word = str(first.dtype).removeprefix("torch.")
-        card = card_of(name, shape, end_tokens_of(model), str(first.device), word)
+        info = model_info(name, shape, eos_token_ids_of(model), str(first.device), word)
         with torch.no_grad():
             weights = weights_of(model, shape)
-        room = cache_tokens or default_cache_tokens(shape)
-        return cls(shape, weights, model.config, card, room, same_bits=same_bits)
+        room = kv_cache_tokens or default_cache_tokens(shape)
+        return cls(shape, weights, model.config, info, room, batch_invariant=batch_invariant)
 
-    # --- slots --------------------------------------------------------------------------------------------------------
+    # --- sequence caches --------------------------------------------------------------------------------------------------------
 
-    def open(self) -> NativeSlot:
-        return NativeSlot()
+    def new_cache(self) -> NativeSequenceCache:
+        return NativeSequenceCache()
 
     @torch.inference_mode()
-    def keep(self, slot: Slot, nodes: list[int]) -> None:
-        mine = own(slot)
+    def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
+        mine = own(seq_cache)
         moved = [(node, place) for place, node in enumerate(nodes) if node != place]
         if moved:
-            table = self.pages.table(mine.number)
+            table = self.blocks.table(mine.seq_id)
             source = torch.tensor([place_of(table, mine.fresh + node) for node, _ in moved], device=self.device)
             target = torch.tensor([place_of(table, mine.fresh + place) for _, place in moved], device=self.device)
             for cache in (self.keys, self.values):
                 cache[:, target] = cache[:, source]
         mine.length = mine.fresh + len(nodes)
 
-    def trim(self, slot: Slot, length: int) -> None:
-        mine = own(slot)
+    def truncate(self, seq_cache: SequenceCache, length: int) -> None:
+        mine = own(seq_cache)
         mine.length, mine.ahead = min(mine.length, length), None
-        self.pages.shrink(mine.number, mine.length)
+        self.blocks.shrink(mine.seq_id, mine.length)
 
-    def close(self, slot: Slot) -> None:
-        mine = own(slot)
-        self.pages.release(mine.number)
+    def free(self, seq_cache: SequenceCache) -> None:
+        mine = own(seq_cache)
+        self.blocks.release(mine.seq_id)
         mine.length, mine.ahead = 0, None
 
-    def fork(self, slot: Slot, length: int) -> NativeSlot:
-        twin = NativeSlot()
-        self.pages.share(own(slot).number, twin.number, length)
+    def fork(self, seq_cache: SequenceCache, length: int) -> NativeSequenceCache:
+        twin = NativeSequenceCache()
+        self.blocks.share(own(seq_cache).seq_id, twin.seq_id, length)
         twin.length = length
         return twin
 
-    def room(self) -> int:
-        return self.pages.free * PAGE
+    def free_tokens(self) -> int:
+        return self.blocks.free * BLOCK_SIZE
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, rows: list[Row], *, last_only: bool = False) -> Outputs:
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         self._reserve(rows)
         try:
-            said = self._pass(rows, last_only)
+            output = self._pass(rows, last_only)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("a pass does not fit: run fewer texts at a time, or shorter ones") from error
         for row in rows:
-            mine = own(row.slot)
+            mine = own(row.seq_cache)
             mine.fresh = mine.length
             mine.length += len(row.parents)
-        return said
+        return output
 
-    def _pass(self, rows: list[Row], last_only: bool) -> Outputs:
+    def _pass(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """The rows by the way that suits them: captured and narrow, captured first reads, or plain."""
         size = self._narrow_size(rows, last_only)
         if size is not None:
             return self._narrow_pass(rows, size, last_only)
         if last_only and self.prompts is not None and all(map(self._is_first_read, rows)):
             return self._first_reads(rows, self.prompts)
-        if self.same_bits and len(rows) > 1:  # the library's products round by how many rows there are
-            return Outputs.of([self._pass([row], last_only)[0].copied() for row in rows])
+        if self.batch_invariant and len(rows) > 1:  # the library's products step by how many rows there are
+            return ModelOutput.of([self._pass([row], last_only)[0].clone() for row in rows])
         return self._plain_pass(rows, last_only)
 
     def _is_first_read(self, row: Row) -> bool:
         assert self.prompts is not None
-        return row.slot.length == 0 and row.is_chain and self.prompts.fits(len(row.parents))
+        return row.seq_cache.length == 0 and row.is_chain and self.prompts.fits(len(row.parents))
 
-    def _first_reads(self, rows: list[Row], passes: PromptPasses) -> Outputs:
+    def _first_reads(self, rows: list[Row], passes: PrefillGraphs) -> ModelOutput:
         read = []
         for row in rows:
-            places = self._layout.places(own(row.slot), 0, len(row.parents))
+            places = self._layout.places(own(row.seq_cache), 0, len(row.parents))
             flat = torch.arange(places.start, places.stop) if isinstance(places, slice) else places
             read.append(passes.read(row.ids(), flat))
-        return read[0] if len(read) == 1 else Outputs.of([one for said in read for one in said])
+        return read[0] if len(read) == 1 else ModelOutput.of([one for output in read for one in output])
 
     def _reserve(self, rows: list[Row], steps: int = 1) -> None:
         """Pages for every row and the tokens written after it, or OutOfMemory and nothing changed."""
-        done: list[NativeSlot] = []
+        result: list[NativeSequenceCache] = []
         try:
             for row in rows:
-                mine = own(row.slot)
-                done.append(mine)
+                mine = own(row.seq_cache)
+                result.append(mine)
                 end = mine.length + len(row.parents) + steps - 1
-                self.pages.grow(mine.number, end)
-                for copied in self.pages.writable(mine.number, mine.length, end):
-                    self._copy_page(copied.source, copied.target)
+                self.blocks.grow(mine.seq_id, end)
+                for clone in self.blocks.writable(mine.seq_id, mine.length, end):
+                    self._copy_block(clone.source, clone.target)
         except OutOfMemory:
-            for mine in done:
-                self.pages.shrink(mine.number, mine.length)
+            for mine in result:
+                self.blocks.shrink(mine.seq_id, mine.length)
             raise
 
-    def _copy_page(self, source: int, target: int) -> None:
+    def _copy_block(self, source: int, target: int) -> None:
         for cache in (self.keys, self.values):
-            cache[:, target * PAGE : (target + 1) * PAGE] = cache[:, source * PAGE : (source + 1) * PAGE]
+            cache[:, target * BLOCK_SIZE : (target + 1) * BLOCK_SIZE] = cache[:, source * BLOCK_SIZE : (source + 1) * BLOCK_SIZE]
 
-    def _plain_pass(self, rows: list[Row], last_only: bool) -> Outputs:
+    def _plain_pass(self, rows: list[Row], last_only: bool) -> ModelOutput:
         widths = [len(row.parents) for row in rows]
-        layer = None if self.feature_layers else common_layer([own(row.slot).ahead for row in rows])
+        layer = None if self.feature_layers else common_layer([own(row.seq_cache).ahead for row in rows])
         if self.last_layer < self.shape.layers or layer is None:
             tokens, batch = self._tokens(rows), self._layout.batch(rows, prompts=last_only)
             stream = self.weights.embedding[tokens]
@@ -237,7 +239,7 @@ class NativeRunner:
         """An exit leaves its states for verification; every other pass makes what was left worthless."""
         start, leaves = 0, self.last_layer < self.shape.layers and self.device.type == "cpu"
         for row in rows:
-            mine, here = own(row.slot), slice(start, start + len(row.parents))
+            mine, here = own(row.seq_cache), slice(start, start + len(row.parents))
             start = here.stop
             if not leaves or not row.is_chain:
                 mine.ahead = None
@@ -248,70 +250,70 @@ class NativeRunner:
 
     def _resumed(self, rows: list[Row], widths: list[int], layer: int) -> States:
         """Lower layers over what the exit has not read, then the upper ones over every node."""
-        left = [own(row.slot).ahead for row in rows]
+        left = [own(row.seq_cache).ahead for row in rows]
         known = [None if ahead is None else ahead.reaches(row) for ahead, row in zip(left, rows)]
         skips = [0 if states is None else states.shape[0] for states in known]
         for row in rows:
-            own(row.slot).ahead = None
+            own(row.seq_cache).ahead = None
         tokens = torch.cat([row.ids()[skip:] for row, skip in zip(rows, skips)])
         below = self._layout.batch(rows, skips)
         fresh = run_layers(self.weights, self.weights.embedding[tokens], below, self.plain, last=layer).stream
         stream = merged(known, fresh, widths)
         return run_layers(self.weights, stream, self._layout.batch(rows), self.plain, first=layer)
 
-    def _said(self, states: States, widths: list[int], last_only: bool) -> Outputs:
+    def _said(self, states: States, widths: list[int], last_only: bool) -> ModelOutput:
         """Norm and head on what is asked for: with last_only on one node a row."""
         stream = states.stream
         if not last_only:
             hidden = self.plain.norm(stream, self.weights.final_norm)
             shown = hidden if self.want_hidden else None
-            return Outputs(self.speak(hidden), widths, shown, states.features)
+            return ModelOutput(self.speak(hidden), widths, shown, states.features)
         ends = torch.tensor(list(itertools.accumulate(widths)), device=stream.device) - 1
         hidden = self.plain.norm(stream if self.want_hidden else stream[ends], self.weights.final_norm)
         last = hidden[ends] if self.want_hidden else hidden
         shown = hidden if self.want_hidden else None
-        return Outputs(self.speak(last), [1] * len(widths), shown, states.features, widths)
+        return ModelOutput(self.speak(last), [1] * len(widths), shown, states.features, widths)
 
     def speak(self, hidden: Tensor) -> Tensor:
         """States behind the final norm -> logits; of an exit, through its adapter."""
-        return self.head(hidden if self.adapter is None else self.adapter(hidden))
+        return self.lm_head(hidden if self.adapter is None else self.adapter(hidden))
 
     # --- narrow passes, on CUDA ---------------------------------------------------------------------------------------
 
-    def _narrow_passes(self) -> NarrowPasses | None:
+    def _narrow_passes(self) -> DecodeGraphs | None:
         """Fused, captured passes; None where this machine or this model cannot have them."""
         if not can_fuse(self.shape, self.weights):
             return None
-        from paceline.runners.native.fused import FusedOps
-        from paceline.runners.native.narrow import NarrowPasses
+        from paceline.runners.native.decode_graphs import DecodeGraphs
+        from paceline.runners.native.triton_ops import TritonOps
 
-        longest = min(self.shape.longest_text, self.pages.pages * PAGE) + SLACK
-        checks = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, same_bits=self.same_bits)
-        loops = FusedOps(self.shape, self.keys, self.values, self.turns, PAGE, vectors=True)
-        return NarrowPasses(self, checks, loops, -(-longest // PAGE), new_pool())
+        longest = min(self.shape.max_seq_len, self.blocks.blocks * BLOCK_SIZE) + SLACK
+        checks = TritonOps(self.shape, self.keys, self.values, self.rope_cache, BLOCK_SIZE, batch_invariant=self.batch_invariant)
+        loops = TritonOps(self.shape, self.keys, self.values, self.rope_cache, BLOCK_SIZE, vectors=True)
+        return DecodeGraphs(self, checks, loops, -(-longest // BLOCK_SIZE), new_pool())
 
-    def _prompt_passes(self) -> PromptPasses:
-        from paceline.runners.native.prompts import PromptPasses
+    def _prompt_passes(self) -> PrefillGraphs:
+        from paceline.runners.native.prefill_graphs import PrefillGraphs
 
-        return PromptPasses(self, new_pool())
+        return PrefillGraphs(self, new_pool())
 
     def _narrow_size(self, rows: list[Row], last_only: bool) -> Size | None:
         """The captured size these rows fit into; None: a plain pass is the better or the only way."""
         nodes = max(len(row.parents) for row in rows)
         if self.narrow is None or (last_only and nodes > 2) or len(rows) * nodes > WIDEST_NARROW:
             return None
-        return self.narrow.fits(len(rows), nodes, max(own(row.slot).length for row in rows) + nodes)
+        return self.narrow.fits(len(rows), nodes, max(own(row.seq_cache).length for row in rows) + nodes)
 
-    def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> Outputs:
-        said = self._staged(rows, size).said([len(row.parents) for row in rows], last_only)
-        return said if self.adapter is None else self._adapted(said)
+    def _narrow_pass(self, rows: list[Row], size: Size, last_only: bool) -> ModelOutput:
+        output = self._staged(rows, size).output([len(row.parents) for row in rows], last_only)
+        return output if self.adapter is None else self._adapted(output)
 
     def _staged(self, rows: list[Row], size: Size) -> Check:
         """The captured pass of this size with these rows laid before it."""
         assert self.narrow is not None
         check = self.narrow.check(size)
         for index, row in enumerate(rows):
-            check.staging.put_row(index, row, own(row.slot).length, self.pages.table(own(row.slot).number))
+            check.staging.put_row(index, row, own(row.seq_cache).length, self.blocks.table(own(row.seq_cache).seq_id))
         check.staging.send(len(rows))
         for index, row in enumerate(rows):
             if row.tokens.is_cuda and row.tokens.shape[0]:
@@ -319,42 +321,42 @@ class NativeRunner:
                 check.staging.token_ids[index, first : len(row.parents)].copy_(row.tokens)
         return check
 
-    def _adapted(self, said: Outputs) -> Outputs:
+    def _adapted(self, output: ModelOutput) -> ModelOutput:
         """A captured exit has spoken as it is; let its states speak through the adapter instead."""
-        assert said.hidden is not None, "an exit hands out its states"
-        states = said.hidden
-        if said.read is not None:
-            states = states[torch.tensor(list(itertools.accumulate(said.read)), device=states.device) - 1]
-        return replace(said, logits=self.speak(states), best=None)
+        assert output.hidden is not None, "an exit hands out its states"
+        states = output.hidden
+        if output.read is not None:
+            states = states[torch.tensor(list(itertools.accumulate(output.read)), device=states.device) - 1]
+        return replace(output, logits=self.speak(states), best=None)
 
     @torch.inference_mode()
-    def loop(self, leads: list[Lead], steps: int) -> Guesses | None:
-        sampled = leads[0].temperature > 0
-        if any((lead.temperature > 0) != sampled or len(lead.ids) < LEAD_TOKENS for lead in leads):
+    def draft(self, inputs: list[DraftInput], steps: int) -> DraftOutput | None:
+        sampled = inputs[0].temperature > 0
+        if any((lead.temperature > 0) != sampled or len(lead.ids) < LEAD_TOKENS for lead in inputs):
             return None
-        longest = max(len(lead.ids) for lead in leads) + steps
-        size = None if self.narrow is None else self.narrow.fits(len(leads), LEAD_TOKENS, longest)
+        longest = max(len(lead.ids) for lead in inputs) + steps
+        size = None if self.narrow is None else self.narrow.fits(len(inputs), LEAD_TOKENS, longest)
         if size is None or self.narrow is None:
             return None
-        self._catch_up(leads)
+        self._catch_up(inputs)
         loop = self.narrow.loop(size, steps, sampled)
-        self._reserve_loop(leads, loop.chances.shape[1])
-        for index, lead in enumerate(leads):
-            loop.staging.put_lead(index, lead.ids, self.pages.table(own(lead.slot).number))
-        loop.staging.send(len(leads))
+        self._reserve_loop(inputs, loop.uniforms.shape[1])
+        for index, lead in enumerate(inputs):
+            loop.staging.put_lead(index, lead.ids, self.blocks.table(own(lead.seq_cache).seq_id))
+        loop.staging.send(len(inputs))
         if sampled:
-            loop.put_chances([lead.temperature for lead in leads], [lead.chances or [] for lead in leads])
+            loop.put_chances([lead.temperature for lead in inputs], [lead.uniforms or [] for lead in inputs])
         drafted = loop.run()
-        for lead in leads:
-            lead.slot.length = len(lead.ids) + steps - 1
-        probs = None if drafted.probs is None else drafted.probs[: len(leads), :steps]
-        return Guesses(drafted.tokens[: len(leads), :steps], probs)
+        for lead in inputs:
+            lead.seq_cache.length = len(lead.ids) + steps - 1
+        probs = None if drafted.probs is None else drafted.probs[: len(inputs), :steps]
+        return DraftOutput(drafted.tokens[: len(inputs), :steps], probs)
 
     @torch.inference_mode()
-    def stride(self, rows: list[Row], steps: int) -> Tensor | None:
-        longest = max(own(row.slot).length for row in rows) + steps
+    def decode(self, rows: list[Row], steps: int) -> Tensor | None:
+        longest = max(own(row.seq_cache).length for row in rows) + steps
         size = None if self.narrow is None else self.narrow.fits(len(rows), 1, longest)
-        if size is None or self.narrow is None or longest > self.shape.longest_text:
+        if size is None or self.narrow is None or longest > self.shape.max_seq_len:
             return None
         try:
             self._reserve(rows, steps)
@@ -363,24 +365,24 @@ class NativeRunner:
         check = self._staged(rows, size)
         written = self.narrow.repeat(check, steps)[: len(rows)]
         for row in rows:
-            mine = own(row.slot)
+            mine = own(row.seq_cache)
             mine.fresh, mine.length = mine.length, mine.length + steps
         return written
 
-    def _catch_up(self, leads: list[Lead]) -> None:
-        """Read all but the last two tokens of every text; the loop itself reads those."""
-        behind = [lead for lead in leads if lead.slot.length < len(lead.ids) - LEAD_TOKENS]
+    def _catch_up(self, inputs: list[DraftInput]) -> None:
+        """Read all but the last two tokens of every sequence; the loop itself reads those."""
+        behind = [lead for lead in inputs if lead.seq_cache.length < len(lead.ids) - LEAD_TOKENS]
         if behind:
-            rows = [Row.chain(lead.slot, lead.ids[lead.slot.length : -LEAD_TOKENS]) for lead in behind]
+            rows = [Row.chain(lead.seq_cache, lead.ids[lead.seq_cache.length : -LEAD_TOKENS]) for lead in behind]
             self.forward(rows, last_only=True)
 
-    def _reserve_loop(self, leads: list[Lead], steps: int) -> None:
-        for lead in leads:
-            mine = own(lead.slot)
+    def _reserve_loop(self, inputs: list[DraftInput], steps: int) -> None:
+        for lead in inputs:
+            mine = own(lead.seq_cache)
             mine.length = min(mine.length, len(lead.ids) - LEAD_TOKENS)
-            self.pages.grow(mine.number, len(lead.ids) + steps)
-            for copied in self.pages.writable(mine.number, mine.length, len(lead.ids) + steps):
-                self._copy_page(copied.source, copied.target)
+            self.blocks.grow(mine.seq_id, len(lead.ids) + steps)
+            for clone in self.blocks.writable(mine.seq_id, mine.length, len(lead.ids) + steps):
+                self._copy_block(clone.source, clone.target)
 
     # --- for drafters that live on the target -------------------------------------------------------------------------
 
@@ -388,13 +390,13 @@ class NativeRunner:
         self.want_hidden = self.want_hidden or hidden
         self.feature_layers = features or self.feature_layers
 
-    def head(self, hidden: Tensor) -> Tensor:
-        return quantized.apply_matrix(self.weights.head, hidden, None)
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return quantization.apply_matrix(self.weights.head, hidden, None)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.weights.embedding[tokens.to(self.device)]
 
-    def exit_at(self, layer: int, adapter: Adapter | None = None) -> NativeRunner:
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> NativeRunner:
         if not 0 < layer < self.shape.layers:
             raise OptionError(f"an exit lies after layer 1 to {self.shape.layers - 1}, not {layer}")
         twin = copy.copy(self)
@@ -405,9 +407,9 @@ class NativeRunner:
         twin.prompts = None if self.prompts is None else twin._prompt_passes()
         return twin
 
-    def hand_over(self, slot: Slot, length: int) -> None:
-        """Back to `length`; but what this exit has computed past it waits for the pass that checks the guesses."""
-        mine = own(slot)
+    def rollback_draft(self, seq_cache: SequenceCache, length: int) -> None:
+        """Back to `length`; but what this exit has computed past it waits for the pass that checks the draft tokens."""
+        mine = own(seq_cache)
         if mine.ahead is None:
-            self.trim(slot, length)
+            self.truncate(seq_cache, length)
         mine.length = length

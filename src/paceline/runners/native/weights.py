@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import OutOfMemory, WeightsError
-from paceline.runners.native.shape import Shape
+from paceline.runners.native.config import Shape
 
 Fetch = Callable[[str], Tensor | None]
 Matrix = Any  # a Tensor [out, in], or one of quantized.py's packed matrices
@@ -92,7 +92,7 @@ def gather(fetch: Fetch, shape: Shape, dtype: torch.dtype, device: str) -> Weigh
             raise WeightsError(f"the tensor {name} is {tuple(found.shape)}; the config says {size}")
         return found.to(device, dtype)
 
-    layers = [_layer(fetch, need, f"model.layers.{number}.", shape, dtype, device) for number in range(shape.layers)]
+    layers = [_layer(fetch, need, f"model.layers.{seq_id}.", shape, dtype, device) for seq_id in range(shape.layers)]
     embedding = need("model.embed_tokens.weight", shape.vocab, shape.width)
     tied = shape.tied or fetch("lm_head.weight") is None
     head = embedding if tied else need("lm_head.weight", shape.vocab, shape.width)
@@ -107,8 +107,8 @@ def _layer(
     if fetch(prefix + "self_attn.q_proj.bias") is not None:
         bias = torch.cat([need(f"{prefix}self_attn.{part}_proj.bias", size) for part, size in sizes.items()])
     normed = shape.head_norm
-    query_norm = need(prefix + "self_attn.q_norm.weight", shape.head_size) if normed else None
-    key_norm = need(prefix + "self_attn.k_norm.weight", shape.head_size) if normed else None
+    query_norm = need(prefix + "self_attn.q_norm.weight", shape.head_dim) if normed else None
+    key_norm = need(prefix + "self_attn.k_norm.weight", shape.head_dim) if normed else None
     return LayerWeights(
         need(prefix + "input_layernorm.weight", shape.width),
         torch.cat([need(f"{prefix}self_attn.{part}_proj.weight", size, shape.width) for part, size in sizes.items()]),

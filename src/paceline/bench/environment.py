@@ -1,0 +1,121 @@
+"""What a result cannot do without: the machine, the versions, and a file that is never half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+import uuid
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from paceline.core.types import ModelInfo
+from paceline.errors import OptionError
+
+FORMAT = "paceline results"
+PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "numpy")
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as it shows in a speed."""
+    found: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "accelerators": [],
+    }
+    if torch.cuda.is_available():
+        found["accelerators"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return 0.0
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def card_record(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "device": info.device,
+        "dtype": info.dtype,
+        "layers": info.num_layers,
+        "width": info.hidden_size,
+        "vocab_size": info.vocab_size,
+    }
+
+
+def new_run(command: list[str], target: ModelInfo, draft: ModelInfo | None) -> dict[str, Any]:
+    """The head of a run; settings and workload are added by who measures."""
+    return {
+        "id": uuid.uuid4().hex[:12],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": command,
+        "target": card_record(target),
+        "draft": None if draft is None else card_record(draft),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def save_run(path: Path, run: dict[str, Any]) -> None:
+    """Append a run, or replace it where one of its id is there. Readers see the old file or the new one, never half.
+
+    Raises OptionError when the path holds something else than results.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        runs = [one for one in load_runs(path) if one.get("id") != run["id"]] if path.exists() else []
+        _replace(path, json.dumps({"format": FORMAT, "runs": [*runs, run]}, indent=1))
+
+
+def load_runs(path: Path) -> list[dict[str, Any]]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(f"{path} cannot be read as results: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise OptionError(f"{path} is not a results file of paceline bench; choose another with --out")
+    return list(document["runs"])
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write beside it and rename over it."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(partial, 0o644)
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,124 @@
+"""DraftTree: the draft tokens of one step for one sequence.
+
+A chain is a tree in which every node has one child. Nodes are stored so that a parent always stands before its
+children, which lets the acceptance walk be one loop in index order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.errors import OptionError
+
+ROOT = -1  # the parent of a node that follows the sequence itself
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Guessed tokens and how they hang together.
+
+    tokens   int64 [nodes], on whatever device the drafter worked
+    parents  the node before each node; -1 is the sequence itself
+    probs    [nodes, vocab] the distribution each node was drawn from, or None: the draft tokens were chosen, q is one-hot
+    probes   this many of the last nodes ride along in the pass and cannot be accepted (lookahead)
+    """
+
+    tokens: Tensor
+    parents: list[int]
+    probs: Tensor | None = None
+    probes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tokens, Tensor):
+            object.__setattr__(self, "tokens", torch.tensor(self.tokens, dtype=torch.int64))
+        if not isinstance(self.parents, list):
+            object.__setattr__(self, "parents", [int(parent) for parent in self.parents])
+        if self.tokens.shape != (len(self.parents),):
+            raise OptionError(f"a tree needs one parent a token: {tuple(self.tokens.shape)} and {len(self.parents)}")
+        for node, parent in enumerate(self.parents):
+            if not ROOT <= parent < node:
+                raise OptionError(f"node {node} has parent {parent}; a parent stands before its children")
+        if self.probs is not None and self.probs.shape[0] != len(self.parents):
+            raise OptionError(f"a tree needs one distribution a node: {self.probs.shape[0]} for {len(self.parents)}")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Nodes that can be accepted."""
+        return len(self.parents) - self.probes
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents[: self.num_draft_tokens]))
+
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
+
+def empty() -> DraftTree:
+    """No draft token at all: plain decoding."""
+    return DraftTree(_NO_TOKENS, [])
+
+
+def chain(tokens: Tensor | Sequence[int], probs: Tensor | None = None) -> DraftTree:
+    """DraftOutput one after another."""
+    ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
+    return DraftTree(ids, list(range(-1, ids.shape[0] - 1)), probs)
+
+
+def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
+    """One tree of several candidate continuations; what they share at the beginning is stored once.
+
+    Earlier paths come first among siblings and are the last to be cut when `limit` nodes are reached.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
+        node = ROOT
+        for token in path:
+            known = children.get((node, token))
+            if known is None:
+                if len(tokens) == limit:
+                    break
+                known = len(tokens)
+                children[node, token] = known
+                tokens.append(token)
+                parents.append(node)
+            node = known
+    return DraftTree(torch.tensor(tokens, dtype=torch.int64), parents)
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes stand before each node: the position it takes after the sequence."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent == ROOT else found[parent] + 1)
+    return found
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """The nodes from the sequence down to `node`, itself included."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def ancestors(parents: Sequence[int]) -> Tensor:
+    """bool [nodes, nodes]: row i may look at column j, since j is i or stands before it on its path."""
+    count = len(parents)
+    if all(parent == node - 1 for node, parent in enumerate(parents)):
+        return torch.ones(count, count, dtype=torch.bool).tril_()
+    seen = torch.eye(count, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent != ROOT:
+            seen[node] |= seen[parent]
+    return seen

@@ -1,0 +1,184 @@
+"""Logits -> the distribution that is really sampled.
+
+The one place that knows temperature, top-k, top-p, min-p, penalties and biases. Greedy decoding is the row that is 1
+at the argmax. Target and drafter both come through here, so the q a draft token was drawn from and the p it is judged by
+are made the same way.
+
+Order: bias and penalties on the logits, then temperature, then top-k, top-p, min-p on the tempered distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in prompt and answer, as in transformers
+    presence_penalty: float = 0.0  # of tokens in the answer, as in OpenAI's API
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+                raise OptionError(f"{name} must be a number, not {value!r}")
+        if self.temperature < 0:
+            raise OptionError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise OptionError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise OptionError(f"min_p must lie between 0 and 1, not {self.min_p}")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise OptionError(f"top_k must be 0 (all) or a positive whole number, not {self.top_k!r}")
+        if self.repetition_penalty <= 0:
+            raise OptionError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the logits themselves."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def plain_greedy(self) -> bool:
+        """Argmax of the raw logits decides; nothing else needs to be computed."""
+        return self.greedy and not self.penalised and not self.logit_bias
+
+    @property
+    def plainly_drawn(self) -> bool:
+        """The temperature is all that shapes the distribution drawn from."""
+        cut = self.top_k or self.top_p < 1 or self.min_p
+        return not (self.greedy or cut or self.penalised or self.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens before a node: what was given, and what was written, the path to the node included."""
+
+    prompt: Sequence[int]
+    written: Sequence[int]
+
+
+def distribution(
+    logits: Tensor,
+    sampling: SamplingParams,
+    histories: Sequence[History] | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """The distribution each row is sampled from.
+
+    logits     [rows, vocab] or [vocab]
+    histories  one a row; needed only when `sampling.penalised`
+    allowed    bool [rows, vocab] (a grammar's mask), or None
+    Returns float32 of the same shape; rows sum to 1.
+    """
+    if logits.dim() == 1:
+        return distribution(logits[None], sampling, histories, None if allowed is None else allowed[None])[0]
+    scores = adjusted(logits, sampling, histories, allowed)
+    if sampling.greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    probs = torch.softmax(scores / sampling.temperature, dim=-1)
+    return _truncate(probs, sampling)
+
+
+def adjusted(
+    logits: Tensor,
+    sampling: SamplingParams,
+    histories: Sequence[History] | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """Logits in float32 after masks, biases and penalties; the argmax of this is what greedy decoding says."""
+    scores = logits.float()
+    if sampling.penalised:
+        if histories is None or len(histories) != scores.shape[0]:
+            raise OptionError("penalties need the tokens before every row")
+        scores = torch.stack([_penalise(row, sampling, history) for row, history in zip(scores, histories)])
+    if sampling.logit_bias:
+        scores = scores + _bias_row(sampling.logit_bias, scores)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+    return scores
+
+
+def _penalise(row: Tensor, sampling: SamplingParams, history: History) -> Tensor:
+    row = row.clone()
+    if sampling.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*history.prompt, *history.written}), dtype=torch.int64, device=row.device)
+        score = row[seen]
+        row[seen] = torch.where(score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty)
+    if history.written and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(history.written)
+        tokens = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
+        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
+        row[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    return row
+
+
+def _bias_row(bias: Mapping[int, float], like: Tensor) -> Tensor:
+    row = torch.zeros(like.shape[-1])
+    for token, value in bias.items():
+        if not 0 <= token < like.shape[-1]:
+            raise OptionError(f"logit_bias names token {token}; the vocabulary has {like.shape[-1]}")
+        row[token] = value
+    return row.to(like.device)
+
+
+def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:
+    """Cut the tail off and share its weight among what is left."""
+    if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
+        return probs
+    if sampling.top_k and sampling.top_k < probs.shape[-1]:
+        least = probs.topk(sampling.top_k, dim=-1).values[..., -1:]
+        probs = _renormalise(probs.masked_fill(probs < least, 0.0))
+    if sampling.top_p < 1:
+        probs = _renormalise(probs.masked_fill(probs < _nucleus_edge(probs, sampling.top_p), 0.0))
+    if sampling.min_p:
+        edge = sampling.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = _renormalise(probs.masked_fill(probs < edge, 0.0))
+    return probs
+
+
+def _nucleus_edge(probs: Tensor, top_p: float) -> Tensor:
+    """The least probability inside the smallest set that holds top_p; ties at the edge stay in, on both sides alike."""
+    ordered = probs.sort(dim=-1, descending=True).values
+    before = ordered.cumsum(dim=-1) - ordered
+    inside = before < top_p
+    return ordered.masked_fill(~inside, torch.inf).amin(dim=-1, keepdim=True)
+
+
+def _renormalise(probs: Tensor) -> Tensor:
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token under a uniform number, by the inverse of the cumulative distribution.
+
+    probs [..., vocab], uniform [...] in [0, 1); returns int64 [...]. One number decides one token, so that the same
+    random numbers give the same token on every device and in every batch. Sums in float64: in float32 the tail of a
+    large vocabulary would be misweighed.
+    """
+    sums = probs.double().cumsum(dim=-1)
+    total = sums[..., -1:]
+    # The product may step up to the total itself; the number below it falls on the last token that has any weight.
+    point = torch.minimum(uniform.to(sums).unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(sums, point, right=True).squeeze(-1).clamp_max(probs.shape[-1] - 1)

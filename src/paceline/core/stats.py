@@ -1,0 +1,98 @@
+"""The one definition of every rate that is ever printed.
+
+steps            passes of the target that wrote tokens (one a sequence and step)
+drafted          draft tokens put to the target: drafted and verified. Neither probes nor draft tokens behind the end count
+accepted         draft tokens that became part of the sequence
+acceptance_rate  accepted / drafted
+tokens_per_step  τ = 1 + accepted / steps; with plain decoding exactly 1
+by position      at depth d: how often a draft token at that depth stood, of the steps that offered one there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.draft_tree import DraftTree, depths
+
+
+@dataclass(slots=True)
+class SpecStats:
+    """Counts of one sequence, or of many added up."""
+
+    new_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    offered_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add_step(self, tree: DraftTree, accepted: int, emitted: int, cut: bool) -> None:
+        """Count one step of one sequence. `cut`: the sequence ended inside the accepted run, after `emitted` tokens."""
+        offered = depths(tree.parents[: tree.num_draft_tokens])
+        if cut:  # what lies behind the end was never put to use, right or wrong
+            offered = [depth for depth in offered if depth < emitted]
+        self.steps += 1
+        self.new_tokens += emitted
+        self.drafted += len(offered)
+        self.accepted += accepted
+        reach = max(offered, default=-1) + 1
+        self._widen(max(reach, accepted))
+        for depth in range(reach):
+            self.offered_at[depth] += 1
+        for depth in range(accepted):
+            self.accepted_at[depth] += 1
+
+    def add_plain(self, results: int) -> None:
+        """Count steps that guessed nothing and wrote one token each."""
+        self.steps += results
+        self.new_tokens += results
+
+    def add(self, other: SpecStats) -> None:
+        """Add another stats's counts; seconds add up too, so time a batch once and set it on the sum."""
+        self.new_tokens += other.new_tokens
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.seconds += other.seconds
+        self._widen(len(other.offered_at))
+        for depth, count in enumerate(other.offered_at):
+            self.offered_at[depth] += count
+        for depth, count in enumerate(other.accepted_at):
+            self.accepted_at[depth] += count
+
+    def _widen(self, size: int) -> None:
+        missing = size - len(self.offered_at)
+        if missing > 0:
+            self.offered_at += [0] * missing
+            self.accepted_at += [0] * missing
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 1.0 + self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [stood / offered if offered else 0.0 for stood, offered in zip(self.accepted_at, self.offered_at)]
+
+    def as_dict(self) -> dict[str, object]:
+        """The fields every report and JSON document uses."""
+        return {
+            "new_tokens": self.new_tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_step": self.tokens_per_step,
+            "acceptance_by_position": self.acceptance_by_position,
+        }

@@ -1,0 +1,223 @@
+"""Records that the rooms exchange. Nothing here computes; protocols are in core/protocols.py.
+
+Records are frozen. Token ids are tensors on the runner's device, parents are host lists, so that a step can be put
+together without waiting for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.draft_tree import DraftTree
+from paceline.core.sampling import SamplingParams
+from paceline.core.stats import SpecStats
+
+
+class Capability(Enum):
+    """What a runner can do beyond reading a chain. Checked once, when the engine is built."""
+
+    TREE = "verify a draft tree in one pass"
+    HIDDEN_STATES = "return hidden states"
+    EARLY_EXIT = "stop after an inner layer"
+    BATCH_INVARIANT = "compute the same bits for a sequence in every batch"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the rest of the program may know of a model."""
+
+    name: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_seq_len: int
+    num_layers: int
+    hidden_size: int
+    device: str
+    dtype: str
+
+
+class SequenceCache:
+    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners add what they need in a subclass."""
+
+    __slots__ = ("length",)
+
+    def __init__(self) -> None:
+        self.length = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """Tokens to read after what a sequence cache holds. parents[i] == -1: node i follows the cache's last token.
+
+    `lead` is a token the host knows and that stands before `tokens`, which may still be in the making on a device:
+    joining them is left to the runner, so that building a row never touches the device.
+    """
+
+    seq_cache: SequenceCache
+    tokens: Tensor
+    parents: list[int]
+    lead: int | None = None
+
+    def ids(self) -> Tensor:
+        """All token ids of the row, on the device of `tokens`."""
+        if self.lead is None:
+            return self.tokens
+        first = torch.tensor([self.lead], dtype=torch.int64, device=self.tokens.device)
+        return torch.cat([first, self.tokens])
+
+    @classmethod
+    def chain(cls, seq_cache: SequenceCache, tokens: Tensor | list[int]) -> Row:
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(tokens, dtype=torch.int64)
+        return cls(seq_cache, ids, list(range(-1, ids.shape[0] - 1)))
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowOutput:
+    """The model output for one row.
+
+    logits    [nodes, vocab], or [1, vocab] of the last node with last_only
+    hidden    [nodes, hidden_size] after the final norm; None unless asked for
+    features  [nodes, layers · hidden_size] hidden states entering the layers asked for, joined low to high, or None
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    features: Tensor | None = None
+
+    def clone(self) -> RowOutput:
+        """The same in memory of its own: the next replay of a CUDA graph overwrites the output of this one."""
+        hidden, features = (None if part is None else part.clone() for part in (self.hidden, self.features))
+        return RowOutput(self.logits.clone(), hidden, features)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOutput:
+    """The output of one forward pass, packed row after row in one tensor.
+
+    Work done for a whole batch (an argmax, a softmax) takes `logits` as it is: one launch instead of one a sequence.
+    """
+
+    logits: Tensor  # [all nodes, vocab]
+    sizes: list[int]
+    hidden: Tensor | None = None  # [all nodes, hidden_size]; with last_only still of every node
+    features: Tensor | None = None
+    read: list[int] | None = None  # nodes per row of hidden and features, where that differs from `sizes`
+    best: Tensor | None = None  # int64 [all nodes]: the argmax of each row of logits, where the pass has computed it
+
+    @classmethod
+    def of(cls, outputs: list[RowOutput]) -> ModelOutput:
+        """Pack outputs that were computed one by one."""
+        hidden = [output.hidden for output in outputs if output.hidden is not None]
+        features = [output.features for output in outputs if output.features is not None]
+        return cls(
+            torch.cat([output.logits for output in outputs]),
+            [output.logits.shape[0] for output in outputs],
+            torch.cat(hidden) if hidden else None,
+            torch.cat(features) if features else None,
+            [part.shape[0] for part in hidden or features] or None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> RowOutput:
+        start, read = sum(self.sizes[:index]), self.read or self.sizes
+        first = sum(read[:index])
+        here = slice(first, first + read[index])
+        return RowOutput(
+            self.logits[start : start + self.sizes[index]],
+            None if self.hidden is None else self.hidden[here],
+            None if self.features is None else self.features[here],
+        )
+
+    def __iter__(self) -> Iterator[RowOutput]:
+        return (self[index] for index in range(len(self.sizes)))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The accepted nodes of a draft tree, their token ids, and the target's own token after them."""
+
+    accepted: list[int]
+    next_token: int
+    tokens: list[int] = field(default_factory=list)  # of the accepted nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What one step did to one sequence. The drafter and the draft-length policy learn from it.
+
+    emitted may be shorter than the accepted tokens plus the next token: an end token or a limit can cut inside the run.
+    """
+
+    tree: DraftTree
+    verified: VerifyResult
+    output: RowOutput
+    emitted: list[int] = field(default_factory=list)
+    accepted: int = 0  # draft tokens among the emitted ones
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftInput:
+    """A sequence to draft for: all its ids, and how its draft tokens are chosen."""
+
+    seq_cache: SequenceCache
+    ids: list[int]
+    temperature: float = 0.0  # 0: the argmax
+    uniforms: list[float] | None = None  # one number a step; needed where the temperature is above 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftOutput:
+    """Draft tokens on the device: tokens [seqs, steps]; probs [seqs, steps, vocab], or None if chosen, not drawn."""
+
+    tokens: Tensor
+    probs: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    method: str | None = None  # which drafter; None: the engine's default
+    num_draft_tokens: int | None = None  # None: the engine's draft-length policy
+    prediction: list[int] | None = None  # a draft the client brings
+    logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
+    constraint: Any = None  # core.sequence.Constraint
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of one emitted token under the target, and its best alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A part of a generated sequence: tokens of one origin, and the characters they complete."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    from_draft: bool = False
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: str | None = None
+    stats: SpecStats | None = None  # on the last output
+    num_drafted: int | None = None  # on the last output of a step: draft tokens verified in it, where that is known

@@ -1,1 +1,0 @@
-"""One round (step), rounds until done (generate), ids <-> characters (text)."""

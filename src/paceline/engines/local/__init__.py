@@ -1,0 +1,1 @@
+"""The engine of this process: schedule, propose, forward, verify, postprocess."""

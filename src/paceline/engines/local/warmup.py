@@ -1,0 +1,98 @@
+"""A short measurement of what a pass costs by its width, so that a draft length can start from facts; or only a first run of
+such passes, so that the first sequence does not wait while libraries and graphs are made ready."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import torch
+
+from paceline.core.cost_model import CostCurve, CostModel, draft_curve
+from paceline.core.protocols import Runner
+from paceline.core.types import ModelInfo, Row, SequenceCache
+from paceline.errors import OutOfMemory
+
+WIDTHS = (1, 2, 4, 8, 16, 24)
+CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
+CONTEXT = 48  # tokens in the sequence cache while measuring
+REPEATS = 2
+LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
+
+
+def measure_pass(
+    target: Runner,
+    widths: tuple[int, ...] = WIDTHS,
+    repeats: int = REPEATS,
+    *,
+    num_seqs: int = 1,
+    longest_seconds: float = LONGEST_SECONDS,
+) -> CostCurve:
+    """Seconds of a pass of the target over `num_seqs` sequences, by all tokens in it. Interleaved, medians; leaves nothing.
+
+    The first turn warms up. At least one turn is measured; no further one begins after `longest_seconds`.
+    """
+    samples: dict[int, list[float]] = {width: [] for width in widths}
+    seq_caches: list[SequenceCache] = []
+    token = min(7, target.info.vocab_size - 1)
+    began = time.perf_counter()
+    try:
+        for _ in range(num_seqs):
+            seq_caches.append(target.new_cache())
+        target.forward([Row.chain(seq_cache, [token] * CONTEXT) for seq_cache in seq_caches], last_only=True)
+        for turn in range(repeats + 1):
+            if turn > 1 and time.perf_counter() - began > longest_seconds:
+                break
+            for width in widths:
+                taken = _one_pass(target, seq_caches, [token] * width)
+                if turn:
+                    samples[width].append(taken)
+    finally:
+        for seq_cache in seq_caches:
+            target.free(seq_cache)
+    return CostCurve({width * num_seqs: median(taken) for width, taken in samples.items()})
+
+
+def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
+    """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is left alone."""
+    seq_cache, token = target.new_cache(), min(7, target.info.vocab_size - 1)
+    try:
+        target.forward([Row.chain(seq_cache, [token] * CONTEXT)], last_only=True)
+        for width in sorted(set(widths)):
+            _one_pass(target, [seq_cache], [token] * width)
+    except OutOfMemory:
+        pass
+    finally:
+        target.free(seq_cache)
+
+
+def _one_pass(target: Runner, seq_caches: list[SequenceCache], tokens: list[int]) -> float:
+    for seq_cache in seq_caches:
+        target.truncate(seq_cache, CONTEXT)
+    started = time.perf_counter()
+    output = target.forward([Row.chain(seq_cache, tokens) for seq_cache in seq_caches])
+    output.logits.argmax(dim=-1).tolist()  # as a step does: choose, and wait for the device
+    return time.perf_counter() - started
+
+
+def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve | None = None) -> CostModel:
+    """CostModel of the target (`verify`, where they are known already), and of a draft model that makes one pass a draft token.
+
+    What other drafters cost is measured as steps go by; until then they are taken to be free.
+    """
+    costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=grain_of(target.info))
+    if draft is not None:
+        one = measure_pass(draft, widths=(1,)).at(1)
+        costs.draft = draft_curve({1: one, 8: 8 * one})
+    return costs
+
+
+def grain_of(info: ModelInfo) -> int:
+    """Tokens that a pass takes at a time. Captured passes on a GPU are padded too, but there width is nearly free."""
+    return CPU_GRAIN if info.device == "cpu" else 1
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done all it was asked."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,0 +1,5 @@
+"""A name -> files on disk: `default`, Hub ids, directories, GGUF files; fetching, converting, caching, locking."""
+
+from paceline.hub.locate import DEFAULT, ModelFiles, locate
+
+__all__ = ["DEFAULT", "ModelFiles", "locate"]

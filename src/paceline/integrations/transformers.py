@@ -1,0 +1,128 @@
+"""`model.generate(..., custom_generate=paceline.hf_generate)`: a transformers user changes one line.
+
+What transformers hands over is already prepared: the prompt's ids, and lists of logits processors and stopping
+criteria made from the generation config. Those that paceline has a setting for are read back from these lists; any
+other one is refused, because leaving it out would change the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from paceline.build import assemble
+from paceline.config import METHODS, DecoderOptions
+from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.decoder import continued, prompts_in
+from paceline.engines.local.generate import run
+from paceline.errors import OptionError, PromptError
+
+# transformers' class -> (where it keeps its value, our setting)
+PROCESSORS = {
+    "TemperatureLogitsWarper": ("temperature", "temperature"),
+    "TopKLogitsWarper": ("top_k", "top_k"),
+    "TopPLogitsWarper": ("top_p", "top_p"),
+    "MinPLogitsWarper": ("min_p", "min_p"),
+    "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
+}
+NOT_HANDED_OUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def hf_generate(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any = (),
+    stopping_criteria: Any = (),
+    generation_config: Any = None,
+    draft: Any = "ngram",
+    num_draft_tokens: int | str = 4,
+    **model_kwargs: Any,
+) -> Any:
+    """The callable for `custom_generate=`: the same call, the same result, decoded speculatively.
+
+    draft         "ngram", another method's word, a loaded draft model, or a model's name; give it to generate(...)
+    num_draft_tokens  guesses a round, 0 to 128, or "auto"
+    Sampling settings, lengths and end tokens are those of the call. What cannot be honoured (beams, processors and
+    criteria of your own, scores) raises OptionError. A draft that is named is loaded at every call: load it yourself.
+    """
+    _refuse_what_has_no_meaning_here(generation_config, model_kwargs)
+    sampling = sampling_from(logits_processor, bool(generation_config.do_sample))
+    pad = _pad_token(generation_config)
+    prompts = prompts_in(input_ids, model_kwargs.get("attention_mask"))
+    if not all(prompts):
+        raise PromptError("a prompt is empty; there is nothing to continue")
+    rules = rules_from(stopping_criteria, input_ids.shape[-1])
+    named = isinstance(draft, str) and draft not in METHODS  # then the two vocabularies have to be compared
+    options = DecoderOptions(
+        model, draft, num_draft_tokens=num_draft_tokens, tokenizer=None if named else _IdsOnly(), max_num_seqs=len(prompts)
+    )
+    seqs = [Sequence(prompt, sampling, rules) for prompt in prompts]
+    for _ in run(seqs, assemble(options).parts, max_num_seqs=len(seqs)):
+        pass
+    return _as_asked(continued(input_ids, seqs, pad), generation_config)
+
+
+def sampling_from(processors: Any, do_sample: bool) -> SamplingParams:
+    """Our settings for a list of transformers' processors. Raises OptionError for one we do not have."""
+    found: dict[str, Any] = {"temperature": 1.0}
+    for processor in processors or ():
+        kind = type(processor).__name__
+        if kind not in PROCESSORS or getattr(processor, "prompt_ignore_length", None):
+            raise OptionError(f"hf_generate cannot honour {kind}; known are {', '.join(PROCESSORS)}")
+        attribute, setting = PROCESSORS[kind]
+        found[setting] = getattr(processor, attribute)
+    return SamplingParams(**found) if do_sample else SamplingParams(**{**found, "temperature": 0.0})
+
+
+def rules_from(criteria: Any, prompt_length: int) -> StopRules:
+    """What ends a text, from a list of transformers' criteria."""
+    room, ends = 1 << 20, frozenset[int]()
+    for criterion in criteria or ():
+        kind = type(criterion).__name__
+        if kind == "MaxLengthCriteria":
+            room = criterion.max_length - prompt_length
+        elif kind == "EosTokenCriteria":
+            ends = frozenset(criterion.eos_token_id.tolist())
+        else:
+            raise OptionError(f"hf_generate cannot honour {kind}; texts end by length and end tokens")
+    return StopRules(room, ends)
+
+
+def _refuse_what_has_no_meaning_here(config: Any, model_kwargs: dict[str, Any]) -> None:
+    if config is None:
+        raise OptionError("hf_generate is called by transformers: model.generate(..., custom_generate=hf_generate)")
+    if (config.num_beams or 1) > 1:
+        raise OptionError("hf_generate writes each text once: num_beams must be 1")
+    asked = [name for name in NOT_HANDED_OUT if getattr(config, name, None)]
+    if asked:
+        raise OptionError(f"hf_generate does not hand out {', '.join(asked)}")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise OptionError("hf_generate reads token ids, not inputs_embeds")
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise OptionError("hf_generate keeps a cache of its own: call it without past_key_values")
+
+
+def _pad_token(config: Any) -> int:
+    prepared = getattr(config, "_pad_token_tensor", None)
+    if prepared is not None:
+        return int(prepared)
+    return int(config.pad_token_id or 0)
+
+
+def _as_asked(sequences: Tensor, config: Any) -> Any:
+    if not config.return_dict_in_generate:
+        return sequences
+    from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences)
+
+
+class _IdsOnly:
+    """Stands in for a tokenizer where ids go in and ids come out."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}

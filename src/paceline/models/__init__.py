@@ -1,5 +1,0 @@
-"""A name -> files on disk: `default`, Hub ids, directories, GGUF files; fetching, converting, caching, locking."""
-
-from paceline.models.locate import DEFAULT, ModelFiles, locate
-
-__all__ = ["DEFAULT", "ModelFiles", "locate"]

@@ -1,0 +1,55 @@
+"""Ids <-> characters: no half characters, nothing of a stop string, no surprises in prompts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import PromptError
+from paceline.hub.tokenizer import Tokenizer
+from tests.support.tiny import byte_tokenizer
+
+CODEC = Tokenizer(byte_tokenizer())
+WORDS = st.text(st.sampled_from("abcé€😀 \n"), max_size=30)
+
+
+def streamed(text: str, stops: tuple[str, ...] = ()) -> list[str]:
+    stream = CODEC.stream(stops)
+    outputs = [stream.feed([token]) for token in CODEC.encode(text)]
+    return [*outputs, stream.flush()]
+
+
+@given(WORDS.filter(bool))
+def test_pieces_join_to_the_text_without_half_characters(text: str) -> None:
+    outputs = streamed(text)
+    assert "".join(outputs) == text
+    assert all("�" not in output for output in outputs)
+
+
+@given(WORDS.filter(bool), st.text(st.sampled_from("abc"), min_size=1, max_size=3))
+def test_nothing_of_a_stop_string_is_shown(text: str, stop: str) -> None:
+    assert "".join(streamed(text, (stop,))) == text.split(stop)[0]
+
+
+def test_what_might_be_a_stop_string_is_held_back() -> None:
+    stream = CODEC.stream(("abc",))
+    assert [stream.feed(CODEC.encode(response)) for response in "xabd"] == ["x", "", "", "abd"]
+
+
+def test_chat_messages_go_through_the_template() -> None:
+    ids = CODEC.encode([{"role": "user", "content": "hi"}])
+    assert CODEC.tokenizer.decode(ids) == "<s>user: hi</s><s>assistant: "
+
+
+@pytest.mark.parametrize("prompt", ["", [], None, 7, [1, "a"], [{}], "half \ud800"])
+def test_what_is_no_prompt(prompt: object) -> None:
+    with pytest.raises(PromptError):
+        CODEC.encode(prompt)  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(PromptError, match="no chat template"):
+        Tokenizer(tokenizer).encode([{"role": "user", "content": "hi"}])

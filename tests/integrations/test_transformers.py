@@ -1,0 +1,110 @@
+"""`model.generate(..., custom_generate=paceline.hf_generate)`: the same call, the same result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import paceline
+from paceline.errors import OptionError
+from tests.support.tiny import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> Tensor:
+    ids = torch.randint(0, 250, (3, 9), generator=torch.Generator().manual_seed(0))
+    ids[1, :4] = ids[2, :1] = 258  # padding in front
+    return ids
+
+
+def both(model: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    settings = {"attention_mask": (ids != 258).long(), "max_new_tokens": 40, "do_sample": False, **settings}
+    own = {name: settings.pop(name) for name in ("draft", "num_draft_tokens") if name in settings}
+    return model.generate(ids, **settings), model.generate(ids, custom_generate=paceline.hf_generate, **own, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_draft_tokens": 0},
+        {"draft": "ngram", "num_draft_tokens": 7},
+        {"repetition_penalty": 1.3},
+        {"eos_token_id": [77, 120, 160]},
+        {"max_new_tokens": 1},
+    ],
+    ids=str,
+)
+def test_greedy_is_the_same(model: Any, prompts: Tensor, settings: dict[str, Any]) -> None:
+    theirs, ours = both(model, prompts, **settings)
+    assert torch.equal(theirs, ours)
+
+
+def test_a_draft_model_may_be_given(model: Any, prompts: Tensor) -> None:
+    theirs, ours = both(model, prompts, draft=tiny_llama(seed=3), num_draft_tokens=3)
+    assert torch.equal(theirs, ours)
+
+
+def test_an_end_token_pads_as_transformers_does(model: Any, prompts: Tensor) -> None:
+    theirs, _ = both(model, prompts)
+    end = int(theirs[0, 9 + 5])
+    theirs, ours = both(model, prompts, eos_token_id=end)
+    assert torch.equal(theirs, ours) and (ours == 258).any()
+
+
+def test_torchs_seed_decides_a_sampled_text(model: Any, prompts: Tensor) -> None:
+    def sampled(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return both(model, prompts, do_sample=True, top_k=20, temperature=0.9, num_return_sequences=2)[1]
+
+    assert sampled(1).shape == (6, 49)
+    assert torch.equal(sampled(1), sampled(1)) and not torch.equal(sampled(1), sampled(2))
+    assert not torch.equal(sampled(1)[0], sampled(1)[1]), "two texts of one prompt are drawn apart"
+
+
+def test_sampling_settings_are_those_of_the_call(model: Any, prompts: Tensor) -> None:
+    """top_k = 1 leaves one token: sampling is greedy then, which shows that the setting arrived."""
+    greedy, _ = both(model, prompts)
+    torch.manual_seed(0)
+    narrow = both(model, prompts, do_sample=True, top_k=1)[1]
+    assert torch.equal(greedy, narrow)
+
+
+def test_a_dictionary_if_asked(model: Any, prompts: Tensor) -> None:
+    theirs, ours = both(model, prompts, return_dict_in_generate=True)
+    assert torch.equal(theirs.sequences, ours.sequences)  # type: ignore[attr-defined]
+
+
+class Own(torch.nn.Module):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"min_new_tokens": 3}, "MinLength|MinNewTokens"),
+        ({"num_beams": 2}, "num_beams"),
+        ({"max_time": 1.0}, "MaxTimeCriteria"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        ({"logits_processor": [Own()]}, "Own"),
+        ({"num_draft_tokens": 999}, "0 to 128"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_honoured_is_refused(model: Any, prompts: Tensor, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(paceline.PacelineError, match=reason):
+        model.generate(prompts, custom_generate=paceline.hf_generate, max_new_tokens=4, **settings)
+
+
+def test_called_by_hand_it_says_what_it_is_for(model: Any, prompts: Tensor) -> None:
+    with pytest.raises(OptionError, match="custom_generate"):
+        paceline.hf_generate(model, prompts)

@@ -1,0 +1,187 @@
+"""Sizes: the formula against published counts, against torch's own allocation, and against bad configs."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import OptionError
+from paceline.plan.catalogue import catalogue, find_model
+from paceline.plan.memory import Setting, eagle_head, kv_bytes, medusa_heads
+from paceline.plan.model_sizes import shape_from_config
+from paceline.plan.precision import find_precision, weight_bytes
+
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.name)
+def test_every_catalogue_model_has_its_published_number_of_weights(entry):
+    assert entry.shape.parameters == pytest.approx(entry.published_parameters, rel=0.001)
+
+
+# File sizes in GB as published: bf16 checkpoints (model index totals) and GGUF files (repository listings).
+PUBLISHED_SIZES = [
+    ("llama-2-7b", "fp16", 13.48),
+    ("llama-3.1-8b", "bf16", 16.06),
+    ("mistral-7b", "bf16", 14.48),
+    ("mixtral-8x7b", "bf16", 93.41),
+    ("qwen2.5-7b", "bf16", 15.23),
+    ("gemma-2-9b", "bf16", 18.48),
+    ("phi-3-mini", "bf16", 7.64),
+    ("llama-2-7b", "Q4_K_M", 4.08),
+    ("llama-2-7b", "Q8_0", 7.16),
+    ("llama-2-7b", "Q6_K", 5.53),
+    ("llama-2-7b", "Q5_K_M", 4.78),
+    ("llama-2-7b", "Q3_K_M", 3.30),
+    ("llama-3.1-8b", "Q4_K_M", 4.92),
+    ("llama-3.1-70b", "Q4_K_M", 42.52),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "gigabytes"), PUBLISHED_SIZES)
+def test_weights_are_within_three_per_cent_of_published_files(name, precision, gigabytes):
+    size = weight_bytes(find_model(name).shape, find_precision(precision))
+    assert size / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
+@pytest.fixture(scope="module")
+def torch_smollm2():
+    """The default model as torch allocates it, in fp32 (bf16 crawls on older CPUs), its weights all zero."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**{k: v for k, v in SMOLLM2_135M.items() if k != "model_type"})
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.float32)
+    model = model.to_empty(device="cpu")
+    model.tie_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+def test_weights_are_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in torch_smollm2.parameters()}
+    planned = weight_bytes(shape_from_config(SMOLLM2_135M, "default"), find_precision("fp32"))
+    assert planned == pytest.approx(sum(storages.values()), rel=0.05)
+
+
+def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
+    torch = pytest.importorskip("torch")
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    with torch.inference_mode():
+        cache = torch_smollm2(tokens, use_cache=True).past_key_values
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    setting = Setting(shape_from_config(SMOLLM2_135M, "default"), find_precision("fp32"), context=16, batch=2)
+    assert kv_bytes(setting.target, setting) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("config_name", "model_name", "overrides"),
+    [
+        ("Qwen2Config", "Qwen2ForCausalLM", {}),
+        ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+        ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 24}),
+        ("Gemma3TextConfig", "Gemma3ForCausalLM", {"head_dim": 24}),
+        ("Phi3Config", "Phi3ForCausalLM", {"pad_token_id": 0}),
+        ("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4}),
+        ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
+        ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ],
+)
+def test_every_family_counts_as_transformers_does(config_name, model_name, overrides):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 128}
+    config = getattr(transformers, config_name)(**(small | overrides))
+    with torch.device("meta"):
+        model = getattr(transformers, model_name)(config)
+    ours = shape_from_config(config.to_dict(), config_name)
+    assert ours.notes == ()
+    assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_gpt2_counts_as_transformers_does():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=128, vocab_size=320)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    assert shape_from_config(config.to_dict(), "g").parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("target", "billions"), [("llama-2-7b", 0.24), ("llama-2-13b", 0.37), ("llama-2-70b", 0.99)])
+def test_an_eagle_head_has_the_size_its_authors_state(target, billions):
+    assert eagle_head(find_model(target).shape).parameters / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+def test_medusa_heads_are_blocks_and_heads_and_keep_no_cache():
+    heads = medusa_heads(find_model("vicuna-7b").shape)
+    assert heads.parameters == 4 * (4096 * 4096 + 4096 + 4096 * 32000)
+    assert heads.kv_values_per_token == 0
+
+
+def test_an_unknown_family_is_counted_as_a_llama_and_says_so():
+    shape = shape_from_config({**SMOLLM2_135M, "model_type": "brandnew"}, "x")
+    assert shape.parameters == 134515008
+    assert "brandnew" in shape.notes[0]
+
+
+def test_a_nested_text_config_is_read_and_noted():
+    shape = shape_from_config(
+        {"model_type": "gemma3", "text_config": {**SMOLLM2_135M, "model_type": "gemma3_text"}}, "x"
+    )
+    assert shape.width == 576
+    assert "text decoder" in shape.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
+        ({"kv_lora_rank": 512}, "latent"),
+        ({"is_encoder_decoder": True}, "encoder"),
+    ],
+)
+def test_a_config_that_cannot_be_sized_is_refused_by_name(change, words):
+    with pytest.raises(OptionError, match=words):
+        shape_from_config({**SMOLLM2_135M, **change}, "odd-model")
+
+
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [
+        ({"torch_dtype": "bfloat16"}, "bf16"),
+        ({"dtype": "float32"}, "fp32"),
+        ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "int4"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({}, None),
+    ],
+)
+def test_the_stored_precision_is_read_from_the_config(config, stored):
+    assert shape_from_config({**SMOLLM2_135M, **config}, "x").stored_precision == stored
+
+
+def test_precisions_order_as_their_bits_do():
+    shape = find_model("llama-3.1-8b").shape
+    names = ("fp32", "bf16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+    sizes = [weight_bytes(shape, find_precision(name)) for name in names]
+    assert sizes == sorted(sizes, reverse=True)
+    assert weight_bytes(shape, find_precision("int4")) < weight_bytes(shape, find_precision("int8"))
+
+
+def test_an_unknown_precision_names_the_nearest():
+    with pytest.raises(OptionError, match="Q4_K_M"):
+        find_precision("Q4_KM")

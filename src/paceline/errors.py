@@ -2,7 +2,8 @@
 
 PacelineError                 catch this to catch all of them
 ├── OptionError               a value the user chose is not possible
-│   └── PromptError           the prompt is empty, too long or not a prompt
+│   └── PromptError           the prompt is empty or not a prompt
+│       └── ContextLengthExceeded  prompt and answer do not fit the model or its cache
 ├── ModelError                something about a model's files or its kind
 │   ├── ModelNotFound         no such name, directory or file
 │   ├── FetchError            it exists, but could not be obtained
@@ -11,7 +12,7 @@ PacelineError                 catch this to catch all of them
 ├── PairError                 target and draft do not fit together
 ├── OutOfMemory               names the knob that makes it smaller
 ├── MissingExtra              an optional package is needed; the message is the exact pip line
-├── RoundFailed               the model broke while it was writing; only the texts of that round are lost
+├── StepFailed               the model broke while it was writing; only the texts of that round are lost
 ├── TrainingDiverged          the loss of a training is no longer a number
 └── EngineClosed              the engine was asked to work after it was closed
 
@@ -30,7 +31,11 @@ class OptionError(PacelineError, ValueError):
 
 
 class PromptError(OptionError):
-    """The prompt is empty, too long, or not a prompt at all."""
+    """The prompt is empty, or not a prompt at all."""
+
+
+class ContextLengthExceeded(PromptError):
+    """Prompt and answer do not fit the model's context or its cache."""
 
 
 class ModelError(PacelineError):
@@ -61,7 +66,7 @@ class OutOfMemory(PacelineError, MemoryError):
     """KVManager ran out; the message names the knob."""
 
 
-class RoundFailed(PacelineError, RuntimeError):
+class StepFailed(PacelineError, RuntimeError):
     """The model broke while it was writing."""
 
 

@@ -16,9 +16,9 @@ import uvicorn
 from paceline.build import engine
 from paceline.config import DecoderOptions
 from paceline.core.cost_model import CostModel
+from paceline.core.stats import EngineStats
 from paceline.engines.local.async_engine import LocalEngine
 from paceline.engines.local.settings import EngineSettings
-from paceline.engines.stats import EngineStats
 from paceline.serve.app import create_app
 from paceline.serve.run import open_socket, server_config
 from paceline.serve.settings import ServerConfig

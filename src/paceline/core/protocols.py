@@ -10,13 +10,13 @@ A class that implements one of them inherits from it: what has a sensible defaul
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sequence import Sequence
-from paceline.core.stats import SpecStats
+from paceline.core.stats import EngineStats
 from paceline.core.types import (
     Capability,
     DraftInput,
@@ -150,17 +150,35 @@ class Drafter(Protocol):
         return None
 
 
+class Tokenizer(Protocol):
+    """Token ids <-> characters, for one model."""
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids of a string, or of chat messages through the model's template. Raises PromptError."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Characters without the model's special tokens."""
+
+
 @runtime_checkable
 class Engine(Protocol):
-    """Requests in, outputs out. The server, the bench and every command speak only to this."""
+    """Requests in, outputs out. The server, the decoder, bench and every command speak only to this.
+
+    methods  names a request may give, the engine's default first
+    """
 
     info: ModelInfo
+    tokenizer: Tokenizer
+    methods: tuple[str, ...]
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Generate one sequence. Closing the iterator aborts the request within one step."""
+        """Generate one sequence. Closing the iterator aborts the request within one step.
 
-    def stats(self) -> SpecStats:
-        """All that was done since the engine started."""
+        Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way.
+        """
+
+    def stats(self) -> EngineStats:
+        """What the engine does now and has done since it started. Safe from any thread."""
 
     async def close(self) -> None:
         """Stop; sequences in progress end with finish_reason "abort"."""

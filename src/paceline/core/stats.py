@@ -96,3 +96,23 @@ class SpecStats:
             "tokens_per_step": self.tokens_per_step,
             "acceptance_by_position": self.acceptance_by_position,
         }
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot of an engine. The first group is of now; counts only ever rise."""
+
+    waiting: int = 0
+    running: int = 0
+    blocks_used: int = 0  # by running sequences
+    blocks_cached: int = 0  # by the prefix cache; evicted when needed
+    blocks_free: int = 0
+
+    spec: SpecStats = field(default_factory=SpecStats)
+    by_method: dict[str, SpecStats] = field(default_factory=dict)
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    preemptions: int = 0
+    failures: int = 0  # steps that raised
+    prompt_tokens: int = 0
+    draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of one sequence, by their num_draft_tokens

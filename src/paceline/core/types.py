@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,6 +185,18 @@ class DraftOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the output must match: a JSON schema, any JSON object, a regular expression or a Lark grammar.
+
+    kind   "json_schema", "json_object", "regex" or "grammar"
+    value  the schema as JSON text, the expression or the grammar; empty for "json_object"
+    """
+
+    kind: str
+    value: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate."""
 
@@ -198,7 +209,7 @@ class Request:
     num_draft_tokens: int | None = None  # None: the engine's draft-length policy
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
-    constraint: Any = None  # core.sequence.Constraint
+    structured_output: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)

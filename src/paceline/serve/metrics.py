@@ -11,9 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from paceline.core.protocols import Engine
-from paceline.core.stats import SpecStats
+from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.types import RequestOutput
-from paceline.engines.stats import EngineStats
 
 FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import ModelInfo, Request
+from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.errors import OptionError
 from paceline.hub.tokenizer import Message, Tokenizer
 from paceline.serve.errors import ApiError
 from paceline.serve.schema import ChatMessage, ChatRequest, CommonParams, CompletionRequest, Content, TokenizeRequest
 from paceline.serve.settings import ServerConfig
-from paceline.serve.structured_output import Grammars
 
 COMPLETION_TOKENS = 16  # what OpenAI writes if a plain completion does not say how much
 SEEDS = 1 << 63
@@ -42,7 +41,6 @@ class Desk:
 
     def __init__(self, tokenizer: Tokenizer, info: ModelInfo, settings: ServerConfig) -> None:
         self._tokenizer, self._card, self._settings = tokenizer, info, settings
-        self._grammars: Grammars | None = None
 
     def chat(self, body: ChatRequest) -> Job:
         """Raises ApiError, OptionError or PromptError."""
@@ -110,7 +108,7 @@ class Desk:
             num_draft_tokens=k if isinstance(k, int) else None,
             prediction=self._prediction(body),
             logprobs=logprobs,
-            constraint=self._constraint(body),
+            structured_output=self._structured_output(body),
         )
 
     def _check(self, body: CommonParams, prompts: list[list[int]], wanted: int) -> None:
@@ -136,17 +134,19 @@ class Desk:
         words = joined_content(body.prediction.content)
         return [int(token) for token in self._tokenizer.hf_tokenizer(words, add_special_tokens=False).input_ids] or None
 
-    def _constraint(self, body: CommonParams) -> Any:
-        wanted = body.response_format
-        if wanted is None or wanted.type == "text":
+    def _structured_output(self, body: CommonParams) -> StructuredOutput | None:
+        response_format = body.response_format
+        if response_format is None or response_format.type == "text":
             return None
-        if self._grammars is None:
-            self._grammars = Grammars(self._tokenizer.hf_tokenizer, self._card)
-        if wanted.type == "json_object":
-            return self._grammars.json()
-        if wanted.json_schema is None:
+        if response_format.type == "json_object":
+            return StructuredOutput("json_object")
+        if response_format.json_schema is None:
             raise ApiError(400, "response_format json_schema needs its json_schema", param="response_format")
-        return self._grammars.json(wanted.json_schema.schema_)
+        schema = response_format.json_schema.schema_
+        try:
+            return StructuredOutput("json_schema", json.dumps(schema) if schema else "")
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"the JSON schema cannot be read: {error}") from error
 
 
 def as_message(message: ChatMessage) -> Message:

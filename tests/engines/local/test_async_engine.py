@@ -20,7 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request, RequestOutput
 from paceline.engines.local.async_engine import LocalEngine
 from paceline.engines.local.settings import EngineSettings
-from paceline.errors import EngineClosed, OptionError, PromptError, RoundFailed
+from paceline.errors import EngineClosed, OptionError, PromptError, StepFailed
 
 PROMPTS = [f"Count to {seq_id} and back again, and again, and again." for seq_id in range(3, 15)]
 METHODS = ("none", "ngram", "suffix", "lookahead", None)
@@ -173,7 +173,7 @@ def test_a_broken_pass_is_told_to_its_reader_and_the_engine_goes_on(tiny_folder:
             raise RuntimeError("injected")
 
         target.forward = broken
-        with pytest.raises(RoundFailed, match="injected"):
+        with pytest.raises(StepFailed, match="injected"):
             await whole(made.generate(request(made, PROMPTS[0])))
         assert len(ids(await whole(made.generate(request(made, PROMPTS[0]))))) == 24
 

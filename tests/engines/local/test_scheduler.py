@@ -8,7 +8,7 @@ import pytest
 
 from paceline.engines.local.scheduler import Scheduler
 from paceline.engines.local.settings import EngineSettings
-from paceline.errors import OptionError, OutOfMemory, RoundFailed
+from paceline.errors import OptionError, OutOfMemory, StepFailed
 from tests.support.engine_toy import WatchedRunner, alone, parts, text_of, ticket_of, tokens_of
 
 SMALL = EngineSettings(max_num_seqs=4, kv_cache_tokens=96, block=4, prefill_chunk=8, residents=4)
@@ -148,7 +148,7 @@ def test_a_broken_pass_costs_its_own_texts_and_no_other(error: Exception) -> Non
     waiting, told = ticket_of(text_of(prompt, 10))
     runner.breaks = error
     scheduler.round()
-    assert isinstance(lost_told[-1].error, OutOfMemory if isinstance(error, OutOfMemory) else RoundFailed)
+    assert isinstance(lost_told[-1].error, OutOfMemory if isinstance(error, OutOfMemory) else StepFailed)
     scheduler.add(waiting)
     finish(scheduler)
     assert tokens_of(told) == alone(prompt, 10)

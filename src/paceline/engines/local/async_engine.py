@@ -14,8 +14,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.core.sequence import Sequence
-from paceline.core.stats import SpecStats
+from paceline.core.sequence import Constraint, Sequence
+from paceline.core.stats import EngineStats
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request, RequestOutput
 from paceline.core.verify import COUPLED
@@ -25,7 +25,7 @@ from paceline.engines.local.scheduler import Scheduler
 from paceline.engines.local.settings import EngineSettings
 from paceline.engines.local.step import EngineParts
 from paceline.engines.local.stop_conditions import stop_rules
-from paceline.engines.stats import EngineStats
+from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import EngineClosed, OptionError, PromptError
 from paceline.hub.tokenizer import Stream, Tokenizer
 
@@ -62,20 +62,18 @@ class LocalEngine:
         self._scheduler = Scheduler(parts, settings or EngineSettings())
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._grammars: GrammarCompiler | None = None
         self._thread = threading.Thread(target=self._work, name="paceline-worker", daemon=True)
         self._thread.start()
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """Write one sequence. Raises OptionError or PromptError at once; RoundFailed or OutOfMemory on the way."""
+        """Write one sequence. Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way."""
         return self._stream(self._text(request))
 
-    def stats(self) -> SpecStats:
-        return self._scheduler.stats
-
-    def load(self) -> EngineStats:
-        """What the engine is doing now and has done so far."""
+    def stats(self) -> EngineStats:
+        """What the engine does now and has done since it started."""
         return self._scheduler.load()
 
     async def close(self) -> None:
@@ -92,7 +90,7 @@ class LocalEngine:
             request.prompt,
             request.sampling,
             self._rules(request),
-            constraint=request.constraint,
+            constraint=self._constraint(request),
             logprobs=request.logprobs,
         )
         seq.method, seq.prediction = self._method(request), request.prediction
@@ -100,6 +98,13 @@ class LocalEngine:
         if request.sampling.seed is not None and self._verifier.rule != "lossy-typical":
             seq.acceptance = COUPLED  # the sequence is then a function of its seed, whatever else is in the batch
         return seq
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        if request.structured_output is None:
+            return None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer.hf_tokenizer, self.info)
+        return self._grammars.compile(request.structured_output)
 
     def _method(self, request: Request) -> str:
         if request.method is None:

@@ -13,14 +13,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from paceline.core.stats import SpecStats
+from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.types import StepResult
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.request_state import RequestState, StepOutput
 from paceline.engines.local.settings import EngineSettings
 from paceline.engines.local.step import EngineParts, begin, num_unread, read_some, step
-from paceline.engines.stats import EngineStats
-from paceline.errors import OutOfMemory, PacelineError, RoundFailed
+from paceline.errors import OutOfMemory, PacelineError, StepFailed
 from paceline.kv.prefix_cache import common_prefix_length
 
 WORTH_WAITING = 64  # tokens that need not be read twice
@@ -91,7 +90,8 @@ class Scheduler:
             preemptions=self._preemptions,
             failures=self._failures,
             prompt_tokens=self._prompt_tokens,
-            ks=dict(self._ks),
+            spec=self.stats,
+            draft_lengths=dict(self._ks),
             by_method=dict(self._by_method),
         )
 
@@ -211,7 +211,7 @@ def _arrival(request_state: RequestState) -> int:
 def _explained(error: Exception) -> PacelineError:
     if isinstance(error, PacelineError):
         return error
-    failure = RoundFailed(f"the model failed while writing ({type(error).__name__}: {error})")
+    failure = StepFailed(f"the model failed while writing ({type(error).__name__}: {error})")
     failure.__cause__ = error
     return failure
 

@@ -1,0 +1,97 @@
+"""Structured output by construction: llguidance computes which tokens may follow, node by node, so drafting stays on.
+
+A mask is computed after the sequence and after every draft token on its path. The matcher walks there and back, so it
+never keeps a token that was only drafted.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.types import ModelInfo, StructuredOutput
+from paceline.errors import MissingExtra, OptionError
+
+if TYPE_CHECKING:
+    import llguidance
+
+ANY_OBJECT = json.dumps({"type": "object"})
+# Free whitespace would let a small model write blanks until its length ends.
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarCompiler:
+    """Compiles constraints for one tokenizer. Opening the tokenizer takes about a second, so an engine has one."""
+
+    def __init__(self, hf_tokenizer: Any, info: ModelInfo) -> None:
+        try:
+            import llguidance.hf
+        except ImportError as error:
+            raise MissingExtra("llguidance", "serve") from error
+        self._info = info
+        eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
+        self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
+
+    def compile(self, wanted: StructuredOutput) -> GrammarConstraint:
+        """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
+        import llguidance
+
+        try:
+            grammar = _grammar(wanted)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"the {wanted.kind} cannot be read: {error}") from error
+        matcher = llguidance.LLMatcher(self._tokens, grammar)
+        if matcher.is_error():
+            name = "JSON schema" if wanted.kind.startswith("json") else wanted.kind
+            raise OptionError(f"the {name} is not supported: {matcher.get_error().splitlines()[0]}")
+        return GrammarConstraint(matcher, self._info)
+
+
+def _grammar(wanted: StructuredOutput) -> str:
+    import llguidance
+
+    matcher = llguidance.LLMatcher
+    if wanted.kind in ("json_schema", "json_object"):
+        return str(matcher.grammar_from_json_schema(wanted.value or ANY_OBJECT, defaults=SPACING))
+    if wanted.kind == "regex":
+        return str(matcher.grammar_from_regex(wanted.value))
+    if wanted.kind == "grammar":
+        return str(matcher.grammar_from_lark(wanted.value))
+    raise OptionError(f"structured output is json_schema, json_object, regex or grammar; not {wanted.kind!r}")
+
+
+class GrammarConstraint:
+    """A grammar over one sequence (core.sequence.Constraint)."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, info: ModelInfo) -> None:
+        self._matcher, self._vocab_size = matcher, info.vocab_size
+        self._eos = info.eos_token_ids
+
+    def allowed(self, path: list[int]) -> Tensor:
+        consumed = self._matcher.try_consume_tokens(path) if path else 0
+        if consumed < len(path):  # no row behind a draft token that the grammar excludes is ever sampled from
+            self._matcher.rollback(consumed)
+            return torch.ones(self._vocab_size, dtype=torch.bool)
+        mask = self._mask()
+        if consumed:
+            self._matcher.rollback(consumed)
+        return mask
+
+    def advance(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if token in self._eos or not self._matcher.try_consume_tokens([token]):
+                return
+
+    def _mask(self) -> Tensor:
+        """The grammar's tokens; an end token only where the output is complete."""
+        if self._matcher.is_stopped():
+            mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        else:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
+        mask[sorted(self._eos)] = self._matcher.is_accepting()
+        return mask

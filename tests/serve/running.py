@@ -47,7 +47,7 @@ class Running:
         """The engine's load once nothing is in progress any more."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            load = self.engine.load()
+            load = self.engine.stats()
             if not load.running and not load.waiting and not load.blocks_used:
                 return load
             time.sleep(0.02)

@@ -67,7 +67,7 @@ BODIES = {
     "bias of a word": f'{{{MESSAGES}, "logit_bias": {{"cat": 1}}}}'.encode(),
     "bias too large": f'{{{MESSAGES}, "logit_bias": {{"5": 1e30}}}}'.encode(),
     "unknown method": f'{{{MESSAGES}, "speculative": {{"method": "magic"}}}}'.encode(),
-    "k too large": f'{{{MESSAGES}, "speculative": {{"draft_tokens": 9999}}}}'.encode(),
+    "k too large": f'{{{MESSAGES}, "speculative": {{"num_draft_tokens": 9999}}}}'.encode(),
     "impossible schema": (
         f'{{{MESSAGES}, "response_format": {{"type": "json_schema", "json_schema": '
         '{"name": "x", "schema": {"type": "nonsense"}}}}'
@@ -180,7 +180,7 @@ def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) -> None:
-    total, before = tiny.quiet(), tiny.engine.stats().new_tokens
+    total, before = tiny.quiet(), tiny.engine.stats().spec.new_tokens
     asked = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
     with slowed(tiny, 0.01):
         if stream:
@@ -190,7 +190,7 @@ def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) 
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
         after = tiny.quiet()
-    assert tiny.engine.stats().new_tokens - before < 450, "the text must not be written to its end"
+    assert tiny.engine.stats().spec.new_tokens - before < 450, "the text must not be written to its end"
     assert after.blocks_free + after.blocks_cached == total.blocks_free + total.blocks_cached
 
 

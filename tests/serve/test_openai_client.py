@@ -76,7 +76,7 @@ def test_guesses_are_shown_and_change_nothing(default: Running) -> None:
     assert guessed.choices[0].text == plain.choices[0].text
     figures = guessed.choices[0].x_paceline
     assert figures["accepted"] > 0 and figures["drafted"] >= figures["accepted"]
-    assert sum(figures["guessed_tokens"]) == figures["accepted"] and figures["tokens_per_step"] > 1
+    assert sum(figures["from_draft_tokens"]) == figures["accepted"] and figures["tokens_per_step"] > 1
     assert plain.choices[0].x_paceline["drafted"] == 0
 
 

@@ -64,20 +64,14 @@ class EngineNumbers(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        load = load_of(self._engine)
+        load = self._engine.stats()
         yield from _now(load)
         yield from _so_far(load)
         yield _ks(load)
-        by_method = load.by_method or {"default": self._engine.stats()}
+        by_method = load.by_method or {"default": load.spec}
         yield from _guessing(by_method)
         yield _by_position("paceline_offered_at_position", "Rounds that offered a guess at this depth", by_method)
         yield _by_position("paceline_accepted_at_position", "Guesses that stood, by depth", by_method)
-
-
-def load_of(engine: Engine) -> EngineStats:
-    """What the engine tells of itself; one that tells nothing is taken to be idle."""
-    tell = getattr(engine, "load", None)
-    return tell() if tell is not None else EngineStats()
 
 
 def _now(load: EngineStats) -> Iterator[Metric]:
@@ -99,9 +93,9 @@ def _so_far(load: EngineStats) -> Iterator[Metric]:
 
 def _ks(load: EngineStats) -> Metric:
     family = HistogramMetricFamily("paceline_draft_tokens", "Guesses allowed a text and round (k)")
-    buckets = [(str(edge), sum(count for k, count in load.ks.items() if k <= edge)) for edge in KS]
-    total = sum(load.ks.values())
-    family.add_metric((), [*buckets, ("+Inf", total)], sum(k * count for k, count in load.ks.items()))
+    buckets = [(str(edge), sum(count for k, count in load.draft_lengths.items() if k <= edge)) for edge in KS]
+    total = sum(load.draft_lengths.values())
+    family.add_metric((), [*buckets, ("+Inf", total)], sum(k * count for k, count in load.draft_lengths.items()))
     return family
 
 

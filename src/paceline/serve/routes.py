@@ -17,7 +17,7 @@ from paceline.core.protocols import Engine
 from paceline.serve.access_log import LOG, NOTES
 from paceline.serve.errors import ApiError, as_api_error
 from paceline.serve.limits import AdmissionControl, strict_route
-from paceline.serve.metrics import Metrics, load_of
+from paceline.serve.metrics import Metrics
 from paceline.serve.requests import Desk, Job
 from paceline.serve.responses import ChatForm, CompletionForm, Form, Json, ResponseBuilder, TokenFormatter
 from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -98,7 +98,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/health", responses={503: ERROR[503]})
     async def health() -> JSONResponse:
         """Whether requests are taken."""
-        load = load_of(context.engine)
+        load = context.engine.stats()
         state = {"status": "closing" if context.gate.closing else "ok", "running": load.running, "waiting": load.waiting}
         return JSONResponse(state, 503 if context.gate.closing else 200)
 
@@ -116,7 +116,7 @@ STARTED = int(time.time())
 def model_card(context: ServerContext, name: str) -> Json:
     info = context.engine.info
     about = {
-        "methods": list(getattr(context.engine, "methods", ())),
+        "methods": list(context.engine.methods),
         "num_draft_tokens": "auto" if context.settings.num_draft_tokens is None else context.settings.num_draft_tokens,
         "max_seq_len": info.max_seq_len,
     }

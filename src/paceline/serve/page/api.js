@@ -38,7 +38,7 @@ export async function* written(body, key, signal) {
     const about = choice.x_paceline ?? {};
     yield {
       tokens: choice.logprobs?.content ?? [],
-      guessed: about.guessed === true,
+      guessed: about.from_draft === true,
       drafted: about.drafted ?? null,
       finish: choice.finish_reason,
       figures: choice.finish_reason ? about : null,

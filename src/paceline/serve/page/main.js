@@ -13,9 +13,9 @@ let model = null;
 // --- what the user chose ---------------------------------------------------------------------------------------------
 
 function speculative(on) {
-  if (!on) return { method: "none", draft_tokens: 0 };
+  if (!on) return { method: "none", num_draft_tokens: 0 };
   const k = at("draft-tokens").value;
-  return { method: at("method").value, draft_tokens: k === "auto" ? "auto" : Number(k) };
+  return { method: at("method").value, num_draft_tokens: k === "auto" ? "auto" : Number(k) };
 }
 
 function request(messages, on, temperature) {
@@ -154,7 +154,7 @@ async function connect() {
     const about = first.x_paceline;
     const methods = about.methods.filter((method) => !["none", "prediction"].includes(method));
     fill(at("method"), methods, methods[0]);
-    fill(at("draft-tokens"), ["auto", "1", "2", "3", "4", "6", "8", "12", "16"], about.draft_tokens);
+    fill(at("draft-tokens"), ["auto", "1", "2", "3", "4", "6", "8", "12", "16"], about.num_draft_tokens);
     at("model").textContent = model;
   } catch (error) {
     at("model").textContent = error.message || "the server cannot be reached";

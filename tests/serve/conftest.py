@@ -1,25 +1,27 @@
-"""Two servers a session: the tiny model where the text does not matter, the default model where it does."""
+"""Two servers a session: the tiny model where the output does not matter, the default model where it does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.serve.settings import Limits, ServerConfig
-from tests.serve.running import NAME, Running, running
+from paceline.serve.config import RequestLimits, ServerConfig
+from tests.serve.running import NAME, RunningServer, serving_model
+from tests.support.tiny import byte_tokenizer, tiny_llama
 
 
 @pytest.fixture(scope="session")
-def tiny(tiny_folder: Path) -> Iterator[Running]:
-    limits = Limits(body_bytes=1 << 20, choices=8, stall=2.0, seconds=60)
-    with running(str(tiny_folder), ServerConfig((NAME, "alias"), limits=limits), opening_seconds=2.0) as served:
-        yield served
+def tiny_server() -> Iterator[RunningServer]:
+    limits = RequestLimits(
+        max_body_bytes=1 << 20, max_choices=8, stall_timeout=2.0, request_timeout=60, drain_timeout=5
+    )
+    with serving_model(tiny_llama(), byte_tokenizer(), ServerConfig((NAME, "alias"), limits=limits)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def default(default_model: Any, default_tokenizer: Any) -> Iterator[Running]:
-    with running(default_model, ServerConfig((NAME,)), default_tokenizer) as served:
-        yield served
+def default_server(default_model: Any, default_tokenizer: Any) -> Iterator[RunningServer]:
+    with serving_model(default_model, default_tokenizer, ServerConfig((NAME,))) as server:
+        yield server

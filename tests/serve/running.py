@@ -1,4 +1,4 @@
-"""A server that runs in a thread of the test, so that the test can also look behind it."""
+"""A server that runs in a thread of the test, so that the test can also look at its engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import httpx
 import openai
 import uvicorn
 
-from paceline.build import engine
+from paceline.build import engine as build_engine
 from paceline.config import DecoderOptions
 from paceline.core.cost_model import CostModel
+from paceline.core.protocols import Engine
 from paceline.core.stats import EngineStats
-from paceline.engines.local.async_engine import LocalEngine
 from paceline.engines.local.settings import EngineSettings
 from paceline.serve.app import create_app
-from paceline.serve.run import open_socket, server_config
-from paceline.serve.settings import ServerConfig
+from paceline.serve.config import ServerConfig
+from paceline.serve.run import bind_socket, uvicorn_config
 
 NAME = "model"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A server one can talk to."""
+class RunningServer:
+    """A server to send requests to. model: the transformers model its engine runs, if any."""
 
     url: str
-    engine: LocalEngine
+    engine: Engine
+    model: Any = None
 
     @property
     def port(self) -> int:
@@ -43,68 +45,70 @@ class Running:
     def http(self, **headers: str) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
-    def quiet(self, seconds: float = 20) -> EngineStats:
-        """The engine's load once nothing is in progress any more."""
+    def wait_until_idle(self, seconds: float = 20) -> EngineStats:
+        """The engine's stats once no sequence waits, runs or holds blocks."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            load = self.engine.stats()
-            if not load.running and not load.waiting and not load.blocks_used:
-                return load
+            stats = self.engine.stats()
+            if not stats.running and not stats.waiting and not stats.blocks_used:
+                return stats
             time.sleep(0.02)
-        raise AssertionError(f"still busy: {load}")
+        raise AssertionError(f"still busy: {stats}")
 
 
 @contextmanager
-def running(target: Any, settings: ServerConfig, tokenizer: Any = None, **choices: Any) -> Iterator[Running]:
-    """Serve a model. choices: the fields of EngineSettings, and method."""
-    method = choices.pop("method", "ngram")
-    stall = choices.pop("opening_seconds", 30.0)
-    options = DecoderOptions(target, method=method, tokenizer=tokenizer, profile=CostModel())
-    working = engine(options, EngineSettings(max_num_seqs=settings.batch, **choices))
-    listening = open_socket("127.0.0.1", 0)
-    app = create_app(working, working.tokenizer, settings)
-    server = uvicorn.Server(server_config(app, drain_seconds=5, stall_seconds=stall))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+def serving(engine: Engine, config: ServerConfig, model: Any = None) -> Iterator[RunningServer]:
+    """Serve any engine."""
+    bound_socket = bind_socket("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn_config(create_app(engine, config), config.limits))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound_socket]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", working)
+        yield RunningServer(f"http://127.0.0.1:{bound_socket.getsockname()[1]}", engine, model)
     finally:
         server.should_exit = True
         thread.join(20)
-        listening.close()
+        bound_socket.close()
 
 
 @contextmanager
-def broken_pass(served: Running, error: Exception) -> Iterator[None]:
-    """The next pass of the model raises `error`."""
-    target: Any = served.engine._scheduler._with.target
-    whole = target.forward
+def serving_model(model: Any, tokenizer: Any, config: ServerConfig, **settings: Any) -> Iterator[RunningServer]:
+    """Serve a loaded transformers model. settings: the fields of EngineSettings."""
+    options = DecoderOptions(model, method="ngram", tokenizer=tokenizer, profile=CostModel())
+    local_engine: Any = build_engine(options, EngineSettings(max_num_seqs=config.max_num_seqs, **settings))
+    with serving(local_engine, config, model) as server:
+        yield server
 
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        target.forward = whole
+
+@contextmanager
+def failing_pass(server: RunningServer, error: Exception) -> Iterator[None]:
+    """The next forward pass of the model raises `error`."""
+    forward = server.model.forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        server.model.forward = forward
         raise error
 
-    target.forward = broken
+    server.model.forward = fail
     try:
         yield
     finally:
-        target.forward = whole
+        server.model.forward = forward
 
 
 @contextmanager
-def slowed(served: Running, seconds: float) -> Iterator[None]:
-    """Every pass takes at least so long: for tests that must come in time on any machine."""
-    target: Any = served.engine._scheduler._with.target
-    whole = target.forward
+def slowed(server: RunningServer, seconds: float) -> Iterator[None]:
+    """Every forward pass takes at least so long, so that a test can act before a sequence has finished."""
+    forward = server.model.forward
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
-        return whole(*args, **kwargs)
+        return forward(*args, **kwargs)
 
-    target.forward = slow
+    server.model.forward = slow
     try:
         yield
     finally:
-        target.forward = whole
+        server.model.forward = forward

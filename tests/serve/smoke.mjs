@@ -5,16 +5,16 @@ import { createRequire } from "node:module";
 import { pathToFileURL } from "node:url";
 
 const [, , baseURL, model] = process.argv;
-const found = createRequire(`${process.env.NODE_PATH ?? process.cwd()}/`).resolve("openai");
-const { OpenAI } = await import(pathToFileURL(found));
+const entryPoint = createRequire(`${process.env.NODE_PATH ?? process.cwd()}/`).resolve("openai");
+const { OpenAI } = await import(pathToFileURL(entryPoint));
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 
-const asked = { model, messages: [{ role: "user", content: "hi" }], max_tokens: 8, temperature: 0 };
-const whole = await client.chat.completions.create(asked);
+const params = { model, messages: [{ role: "user", content: "hi" }], max_tokens: 8, temperature: 0 };
+const whole = await client.chat.completions.create(params);
 let streamed = "";
 let usage = null;
 for await (const chunk of await client.chat.completions.create({
-  ...asked, stream: true, stream_options: { include_usage: true },
+  ...params, stream: true, stream_options: { include_usage: true },
 })) {
   streamed += chunk.choices[0]?.delta?.content ?? "";
   usage = chunk.usage ?? usage;
@@ -22,7 +22,7 @@ for await (const chunk of await client.chat.completions.create({
 const models = await client.models.list();
 let refused = null;
 try {
-  await client.chat.completions.create({ ...asked, temperature: 9 });
+  await client.chat.completions.create({ ...params, temperature: 9 });
 } catch (error) {
   refused = error.status;
 }

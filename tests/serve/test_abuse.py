@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is a 4xx in OpenAI's shape or a clean close, and the next request is served."""
+"""Every malformed request gets a 4xx in OpenAI's shape or a clean close, and the next request is served."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ import httpx
 import pytest
 
 from paceline.errors import OutOfMemory
-from tests.serve.running import NAME, Running, broken_pass, slowed
+from tests.serve.running import CHAT, COMPLETIONS, NAME, RunningServer, failing_pass, slowed
 
-CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
 JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(autouse=True)
-def next_request_is_served(tiny: Running) -> Iterator[None]:
+def next_request_is_served(tiny_server: RunningServer) -> Iterator[None]:
     yield
-    asked = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}  # by chance the first token may end a text
-    good = tiny.http().post(PLAIN, json=asked)
-    assert good.status_code == 200 and good.json()["usage"]["completion_tokens"] == 2
-    tiny.quiet()
+    body = {"prompt": "abc", "max_tokens": 2, "ignore_eos": True}  # the first token can be an end token
+    response = tiny_server.http().post(COMPLETIONS, json=body)
+    assert response.status_code == 200 and response.json()["usage"]["completion_tokens"] == 2
+    tiny_server.wait_until_idle()
 
 
-def refused(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     """The message of an error in OpenAI's shape."""
     assert 400 <= response.status_code < 500, response.text
     error = response.json()["error"]
@@ -36,8 +35,8 @@ def refused(response: httpx.Response) -> str:
 
 
 BODIES = {
-    "nothing": b"",
-    "half": b'{"messages": [',
+    "empty": b"",
+    "truncated": b'{"messages": [',
     "not an object": b"[1, 2]",
     "a number": b"7",
     "NaN": f'{{{MESSAGES}, "temperature": NaN}}'.encode(),
@@ -47,7 +46,7 @@ BODIES = {
     "zero": f'{{{MESSAGES}, "n": 0}}'.encode(),
     "huge": f'{{{MESSAGES}, "max_tokens": {10**40}}}'.encode(),
     "a number of 5,000 digits": f'{{{MESSAGES}, "seed": {"9" * 5000}}}'.encode(),
-    "a word for a number": f'{{{MESSAGES}, "max_tokens": "5"}}'.encode(),
+    "a string for a number": f'{{{MESSAGES}, "max_tokens": "5"}}'.encode(),
     "a number for a flag": f'{{{MESSAGES}, "stream": 1}}'.encode(),
     "unknown field": f'{{{MESSAGES}, "max_token": 5}}'.encode(),
     "unknown role": b'{"messages": [{"role": "king", "content": "hi"}]}',
@@ -64,7 +63,7 @@ BODIES = {
     "too many choices": f'{{{MESSAGES}, "n": 100}}'.encode(),
     "too many logprobs": f'{{{MESSAGES}, "logprobs": true, "top_logprobs": 1000}}'.encode(),
     "bias of no token": f'{{{MESSAGES}, "logit_bias": {{"999999999": 1}}}}'.encode(),
-    "bias of a word": f'{{{MESSAGES}, "logit_bias": {{"cat": 1}}}}'.encode(),
+    "bias of a string": f'{{{MESSAGES}, "logit_bias": {{"cat": 1}}}}'.encode(),
     "bias too large": f'{{{MESSAGES}, "logit_bias": {{"5": 1e30}}}}'.encode(),
     "unknown method": f'{{{MESSAGES}, "speculative": {{"method": "magic"}}}}'.encode(),
     "k too large": f'{{{MESSAGES}, "speculative": {{"num_draft_tokens": 9999}}}}'.encode(),
@@ -82,118 +81,123 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_wrong_body_is_refused(tiny: Running, name: str) -> None:
-    refused(tiny.http().post(CHAT, content=BODIES[name], headers=JSON))
+def test_a_malformed_body_is_refused(tiny_server: RunningServer, name: str) -> None:
+    error_message(tiny_server.http().post(CHAT, content=BODIES[name], headers=JSON))
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [1.5], ["a", 1], {"a": 1}, None, True])
-def test_a_wrong_prompt_is_refused(tiny: Running, prompt: object) -> None:
-    refused(tiny.http().post(PLAIN, json={"prompt": prompt, "max_tokens": 2}))
+def test_a_malformed_prompt_is_refused(tiny_server: RunningServer, prompt: object) -> None:
+    error_message(tiny_server.http().post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}))
 
 
-def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny: Running) -> None:
+def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny_server: RunningServer) -> None:
     body = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
 
-    def unannounced() -> Iterator[bytes]:
+    def without_length() -> Iterator[bytes]:
         yield from (body[start : start + 65536] for start in range(0, len(body), 65536))
 
-    assert tiny.http().post(PLAIN, content=body, headers=JSON).status_code == 413
+    assert tiny_server.http().post(COMPLETIONS, content=body, headers=JSON).status_code == 413
     try:
-        answer = tiny.http().post(PLAIN, content=unannounced(), headers=JSON)
-        assert answer.status_code == 413
+        response = tiny_server.http().post(COMPLETIONS, content=without_length(), headers=JSON)
+        assert response.status_code == 413
     except httpx.WriteError:
-        pass  # the server had answered and closed before all of it was sent
+        pass  # the server responded and closed before the whole body was sent
 
 
-def test_a_body_that_is_not_json_by_its_type_is_refused(tiny: Running) -> None:
-    refused(tiny.http().post(PLAIN, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}))
+def test_a_body_of_another_content_type_is_refused(tiny_server: RunningServer) -> None:
+    plain_text = {"Content-Type": "text/plain"}
+    error_message(tiny_server.http().post(COMPLETIONS, content=b'{"prompt": "a"}', headers=plain_text))
 
 
-def test_another_host_name_is_refused(tiny: Running) -> None:
-    refused(tiny.http(Host="evil.example").get("/v1/models"))
-    assert tiny.http(Host=f"localhost:{tiny.port}").get("/v1/models").status_code == 200
+def test_another_host_header_is_refused(tiny_server: RunningServer) -> None:
+    error_message(tiny_server.http(Host="evil.example").get("/v1/models"))
+    assert tiny_server.http(Host=f"localhost:{tiny_server.port}").get("/v1/models").status_code == 200
 
 
-def test_unknown_paths_and_methods(tiny: Running) -> None:
-    assert tiny.http().get("/v1/nothing").status_code == 404
-    assert tiny.http().get(CHAT).status_code == 405
-    assert tiny.http().get("/page/../app.py").status_code == 404
-    assert tiny.http().get("/page/%2e%2e/app.py").status_code == 404
+def test_unknown_paths_and_methods(tiny_server: RunningServer) -> None:
+    assert tiny_server.http().get("/v1/nothing").status_code == 404
+    assert tiny_server.http().get(CHAT).status_code == 405
+    assert tiny_server.http().get("/page/../app.py").status_code == 404
+    assert tiny_server.http().get("/page/%2e%2e/app.py").status_code == 404
 
 
-def test_a_half_open_connection_is_closed(tiny: Running) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
-        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-        line.settimeout(8)
-        assert line.recv(1024) == b""  # closed, without a word
+def test_a_half_open_connection_is_closed(tiny_server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        connection.settimeout(8)
+        assert connection.recv(1024) == b""  # closed without a response
 
 
-def test_a_body_that_never_comes_is_given_up(tiny: Running) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
-        line.sendall(
+def test_a_body_that_never_arrives_times_out(tiny_server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
+        connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100\r\n\r\n{"
         )
-        line.settimeout(8)
-        assert b"408" in line.recv(4096).split(b"\r\n", 1)[0]
+        connection.settimeout(8)
+        assert b"408" in connection.recv(4096).split(b"\r\n", 1)[0]
 
 
-def test_a_slow_reader_holds_nobody_up(tiny: Running) -> None:
+def test_a_slow_reader_does_not_delay_other_requests(tiny_server: RunningServer) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 300, "stream": True, "ignore_eos": True}).encode()
-    head = f"POST {PLAIN} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        line.sendall(head.encode() + body)
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.sendall(head.encode() + body)
         started = time.monotonic()
-        assert tiny.http().post(PLAIN, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
+        assert tiny_server.http().post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
         assert time.monotonic() - started < 5
 
 
-def test_garbage_instead_of_http(tiny: Running) -> None:
-    with socket.create_connection(("127.0.0.1", tiny.port)) as line:
-        line.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
-        line.settimeout(8)
-        answer = line.recv(4096)
-    assert not answer or answer.startswith(b"HTTP/1.1 400")
+def test_garbage_instead_of_http(tiny_server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
+        connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
+        connection.settimeout(8)
+        response = connection.recv(4096)
+    assert not response or response.startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "code"), [(RuntimeError("injected"), "model_failed"), (OutOfMemory("full"), "out_of_memory")]
 )
-def test_a_failing_pass_is_a_500_for_its_batch_alone(tiny: Running, error: Exception, code: str, stream: bool) -> None:
-    with broken_pass(tiny, error):
-        answer = tiny.http().post(PLAIN, json={"prompt": "some text", "max_tokens": 4, "stream": stream})
-    assert answer.status_code == 500 and answer.json()["error"]["code"] == code
+def test_a_failing_pass_is_a_500_for_its_batch_alone(
+    tiny_server: RunningServer, error: Exception, code: str, stream: bool
+) -> None:
+    with failing_pass(tiny_server, error):
+        response = tiny_server.http().post(COMPLETIONS, json={"prompt": "some text", "max_tokens": 4, "stream": stream})
+    assert response.status_code == 500 and response.json()["error"]["code"] == code
 
 
-def test_a_failure_in_mid_stream_is_the_last_event(tiny: Running) -> None:
-    asked = {"prompt": "some text", "max_tokens": 400, "stream": True, "ignore_eos": True}
-    with slowed(tiny, 0.01), tiny.http().stream("POST", PLAIN, json=asked) as answer:
-        lines = answer.iter_lines()
+def test_a_failure_in_the_middle_of_a_stream_is_the_last_event(tiny_server: RunningServer) -> None:
+    body = {"prompt": "some text", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with slowed(tiny_server, 0.01), tiny_server.http().stream("POST", COMPLETIONS, json=body) as response:
+        lines = response.iter_lines()
         next(lines)
-        with broken_pass(tiny, RuntimeError("injected")):
-            rest = [line for line in lines if line]
-    assert "model_failed" in rest[-1]
+        with failing_pass(tiny_server, RuntimeError("injected")):
+            events = [line for line in lines if line]
+    assert "model_failed" in events[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_clients_that_leave_take_nothing_with_them(tiny: Running, stream: bool) -> None:
-    total, before = tiny.quiet(), tiny.engine.stats().spec.new_tokens
-    asked = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
-    with slowed(tiny, 0.01):
+def test_a_client_that_disconnects_aborts_its_request(tiny_server: RunningServer, stream: bool) -> None:
+    before = tiny_server.wait_until_idle()
+    tokens_before = before.spec.new_tokens
+    body = {"prompt": "some text", "max_tokens": 450, "stream": stream, "ignore_eos": True}
+    with slowed(tiny_server, 0.01):
         if stream:
-            with tiny.http().stream("POST", PLAIN, json=asked) as answer:
-                next(answer.iter_lines())
+            with tiny_server.http().stream("POST", COMPLETIONS, json=body) as response:
+                next(response.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{tiny.url}{PLAIN}", json=asked, timeout=httpx.Timeout(30, read=0.3))
-        after = tiny.quiet()
-    assert tiny.engine.stats().spec.new_tokens - before < 450, "the text must not be written to its end"
-    assert after.blocks_free + after.blocks_cached == total.blocks_free + total.blocks_cached
+                httpx.post(f"{tiny_server.url}{COMPLETIONS}", json=body, timeout=httpx.Timeout(30, read=0.3))
+        after = tiny_server.wait_until_idle()
+    assert after.spec.new_tokens - tokens_before < 450, "the sequence must not be generated to its end"
+    assert after.blocks_free + after.blocks_cached == before.blocks_free + before.blocks_cached
 
 
-def test_the_name_may_be_an_alias(tiny: Running) -> None:
+def test_a_model_has_several_names(tiny_server: RunningServer) -> None:
     for name in (NAME, "alias"):
-        assert tiny.http().post(PLAIN, json={"model": name, "prompt": "a", "max_tokens": 1}).status_code == 200
+        body = {"model": name, "prompt": "a", "max_tokens": 1}
+        assert tiny_server.http().post(COMPLETIONS, json=body).status_code == 200

@@ -1,4 +1,4 @@
-"""`paceline serve` as a process: its messages, its signals, its keys."""
+"""`paceline serve` as a process: its messages, its signals, its flags."""
 
 from __future__ import annotations
 
@@ -22,63 +22,68 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.cli import main
-from paceline.cli.serve import KEYS_VARIABLE, api_keys, configure, serve_settings
+from paceline.cli.serve import api_keys, configure, server_config
 from paceline.errors import OptionError
+from paceline.serve.config import API_KEYS_VARIABLE, RequestLimits
 from paceline.serve.limits import AdmissionControl
-from paceline.serve.run import DrainingServer, open_socket, server_config, welcome
-from paceline.serve.settings import Limits
+from paceline.serve.run import DrainingServer, bind_socket, start_listening, uvicorn_config
 from tests.support.tiny import write_tiny_model
 
 LONG = {"prompt": "some text", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
-def arguments(*words: str) -> argparse.Namespace:
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEYS_VARIABLE, raising=False)
+
+
+def parsed(*flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     configure(parser)
-    return parser.parse_args(words)
+    return parser.parse_args(flags)
 
 
-@dataclass
-class Process:
-    running: subprocess.Popen[str]
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProcess:
+    """A `paceline serve` process."""
+
+    popen: subprocess.Popen[str]
     url: str
 
 
 @contextmanager
-def process(folder: Path) -> Iterator[Process]:
-    command = [
-        sys.executable,
-        "-m",
-        "paceline",
-        "serve",
-        "--target",
-        str(folder),
-        "--port",
-        "0",
-        "--drain-seconds",
-        "30",
-    ]
-    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **quiet}
-    )
+def server_process(folder: Path) -> Iterator[ServerProcess]:
+    command = [sys.executable, "-m", "paceline", "serve", str(folder), "--port", "0", "--drain-timeout", "30"]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        assert running.stdout is not None
-        output = running.stdout.readline()
-        found = re.search(r"(http://127\.0\.0\.1:\d+)/v1", output)
-        assert found, output or (running.stderr.read() if running.stderr else "")
-        yield Process(running, found.group(1))
+        assert popen.stdout is not None
+        line = popen.stdout.readline()
+        match = re.search(r"(http://127\.0\.0\.1:\d+)/v1", line)
+        assert match, line or (popen.stderr.read() if popen.stderr else "")
+        yield ServerProcess(popen, match.group(1))
     finally:
-        if running.poll() is None:
-            running.kill()
-        running.communicate()
+        if popen.poll() is None:
+            popen.kill()
+        popen.communicate()
 
 
-def read(url: str, lines: list[str], begun: threading.Event) -> None:
-    """Read a long stream to its end, or to wherever it breaks."""
+@dataclass(frozen=True, slots=True)
+class StreamClient:
+    """A client in the middle of a long stream."""
+
+    thread: threading.Thread
+    lines: list[str]
+
+
+def read_stream(url: str, lines: list[str], begun: threading.Event) -> None:
+    """Read a long stream to its end, or until the connection breaks."""
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as answer:
-            for line in answer.iter_lines():
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=60) as response:
+            for line in response.iter_lines():
                 lines.append(line)
                 begun.set()
     except httpx.HTTPError as error:
@@ -86,52 +91,53 @@ def read(url: str, lines: list[str], begun: threading.Event) -> None:
         begun.set()
 
 
-def reader(url: str) -> tuple[threading.Thread, list[str]]:
-    """A client in the middle of a long stream."""
+def stream_client(url: str) -> StreamClient:
     lines: list[str] = []
     begun = threading.Event()
-    thread = threading.Thread(target=read, args=(url, lines, begun), daemon=True)
+    thread = threading.Thread(target=read_stream, args=(url, lines, begun), daemon=True)
     thread.start()
     assert begun.wait(60)
     assert lines[0].startswith("data: "), lines
-    return thread, lines
+    return StreamClient(thread, lines)
 
 
 @pytest.fixture(scope="module")
 def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that writes a long text in seconds, so that signals come in the middle of it on any machine."""
+    """A model that takes seconds for a long sequence, so that signals come in the middle of it on any machine."""
     return write_tiny_model(tmp_path_factory.mktemp("deep") / "model", num_hidden_layers=20)
 
 
+@pytest.mark.slow
 def test_the_first_signal_lets_requests_finish(deep_folder: Path) -> None:
-    with process(deep_folder) as served:
-        thread, lines = reader(served.url)
-        served.running.send_signal(signal.SIGTERM)
-        thread.join(60)
-        assert "data: [DONE]" in lines
-        log = served.running.communicate(timeout=30)[1]
-        assert served.running.returncode in (0, -signal.SIGTERM)
+    with server_process(deep_folder) as server:
+        client = stream_client(server.url)
+        server.popen.send_signal(signal.SIGTERM)
+        client.thread.join(60)
+        assert "data: [DONE]" in client.lines
+        log = server.popen.communicate(timeout=30)[1]
+        assert server.popen.returncode in (0, -signal.SIGTERM)
     events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    assert any(event["event"] == "closing" and event["in_flight"] == 1 for event in events)
+    assert any(event["event"] == "shutting down" and event["in_flight"] == 1 for event in events)
     assert any(event.get("new_tokens") == 400 for event in events)
 
 
-def test_the_second_signal_ends_them(deep_folder: Path) -> None:
-    with process(deep_folder) as served:
-        thread, lines = reader(served.url)
-        served.running.send_signal(signal.SIGTERM)
-        assert served.running.stderr is not None
-        next(line for line in served.running.stderr if "closing" in line)  # two signals at once would count as one
-        served.running.send_signal(signal.SIGTERM)
-        served.running.communicate(timeout=20)
-        thread.join(20)
-        assert "data: [DONE]" not in lines
+@pytest.mark.slow
+def test_the_second_signal_aborts_requests(deep_folder: Path) -> None:
+    with server_process(deep_folder) as server:
+        client = stream_client(server.url)
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.popen.stderr is not None
+        next(line for line in server.popen.stderr if "shutting down" in line)  # two signals at once count as one
+        server.popen.send_signal(signal.SIGTERM)
+        server.popen.communicate(timeout=20)
+        client.thread.join(20)
+        assert "data: [DONE]" not in client.lines
 
 
-def test_a_second_signal_counts_even_on_top_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_inside_the_handler_of_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     app = FastAPI()
-    app.state.gate = AdmissionControl(Limits(), batch=1)
-    server = DrainingServer(server_config(app, drain_seconds=1, stall_seconds=1.0))
+    app.state.admission = AdmissionControl(RequestLimits(), max_num_seqs=1)
+    server = DrainingServer(uvicorn_config(app, RequestLimits(drain_timeout=1, stall_timeout=1.0)))
 
     def interrupted(*_: Any, **__: Any) -> None:
         monkeypatch.undo()
@@ -142,57 +148,83 @@ def test_a_second_signal_counts_even_on_top_of_the_first(monkeypatch: pytest.Mon
     assert server.should_exit and server.force_exit
 
 
-def test_a_port_in_use_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert main(["serve", "--target", "no-such-model", "--port", str(taken.getsockname()[1])]) == 2
+# --- the port ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert main(["serve", "no-such-model", "--port", str(other.getsockname()[1])]) == 2
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
-def test_nobody_is_let_in_before_the_address_is_said() -> None:
-    with open_socket("127.0.0.1", 0) as listening:
-        address = listening.getsockname()
+def test_connections_are_refused_until_the_server_listens() -> None:
+    with bind_socket("127.0.0.1", 0) as bound_socket:
+        address = bound_socket.getsockname()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address, timeout=5)
-        assert welcome(listening) == f"http://127.0.0.1:{address[1]}"
+        assert start_listening(bound_socket) == f"http://127.0.0.1:{address[1]}"
         socket.create_connection(address, timeout=5).close()
 
 
-def test_a_port_taken_while_the_model_loaded_is_said() -> None:
-    with open_socket("127.0.0.1", 0) as first, open_socket("127.0.0.1", first.getsockname()[1]) as second:
-        welcome(first)
+def test_a_port_taken_while_the_model_is_loaded_is_an_error() -> None:
+    with bind_socket("127.0.0.1", 0) as first, bind_socket("127.0.0.1", first.getsockname()[1]) as second:
+        start_listening(first)
         with pytest.raises(OptionError, match="cannot listen"):
-            welcome(second)
+            start_listening(second)
 
 
-def test_beyond_this_machine_a_key_is_a_must(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+# --- flags ------------------------------------------------------------------------------------------------------------
+
+
+def test_listening_beyond_this_machine_needs_an_api_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "--api-key" in capsys.readouterr().err
-    assert serve_settings(arguments("--host", "0.0.0.0", "--no-key")).hosts == ()
-    assert "127.0.0.1" in serve_settings(arguments()).hosts
+    assert server_config(parsed("--host", "0.0.0.0", "--no-api-key")).network.accepted_hosts == ()
+    assert "127.0.0.1" in server_config(parsed("--allowed-host", "a.example")).network.accepted_hosts
 
 
-def test_keys_come_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("from-a-file-1\nfrom-a-file-2\n")
-    monkeypatch.setenv(KEYS_VARIABLE, "from-outside-1,from-outside-2")
-    found = api_keys(arguments("--api-key", "from-a-flag", "--api-key-file", str(file)))
-    assert found == ("from-a-flag", "from-outside-1", "from-outside-2", "from-a-file-1", "from-a-file-2")
+    monkeypatch.setenv(API_KEYS_VARIABLE, "from-outside-1,from-outside-2")
+    keys = api_keys(parsed("--api-key", "from-a-flag", "--api-key-file", str(file)))
+    assert keys == ("from-a-flag", "from-outside-1", "from-outside-2", "from-a-file-1", "from-a-file-2")
     with pytest.raises(OptionError, match="cannot be read"):
-        api_keys(arguments("--api-key-file", str(tmp_path / "none")))
+        api_keys(parsed("--api-key-file", str(tmp_path / "none")))
 
 
-@pytest.mark.parametrize(("words", "message"), [(["-k", "999"], "0 to 128"), (["--max-queue", "-1"], "queue")])
-def test_impossible_arguments_are_refused(words: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-k", "999"], "0 to 128"),
+        (["--max-waiting", "-1"], "max_waiting"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--max-model-len", "1"], "max_model_len"),
+        (["--api-key", "short"], "8 characters"),
+    ],
+)
+def test_impossible_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        serve_settings(arguments(*words))
+        server_config(parsed(*flags))
 
 
-def test_what_the_arguments_say_is_what_is_served() -> None:
-    settings: Any = serve_settings(arguments("-k", "3", "--served-name", "a", "--served-name", "b", "--max-body", "99"))
-    assert settings.num_draft_tokens == 3 and settings.names == ("a", "b") and settings.limits.body_bytes == 99
-    assert serve_settings(arguments()).num_draft_tokens is None
+def test_flags_reach_the_configuration() -> None:
+    flags = ["some/model", "-k", "3", "--served-model-name", "a", "--served-model-name", "b", "--max-body-bytes", "99"]
+    config = server_config(parsed(*flags, "--max-model-len", "512", "--log-prompts", "--max-num-seqs", "4"))
+    assert config.num_draft_tokens == 3 and config.served_model_names == ("a", "b")
+    assert config.limits.max_body_bytes == 99 and config.max_model_len == 512 and config.max_num_seqs == 4
+    assert config.log_prompts and config.limits.request_timeout == 600
+
+
+def test_the_defaults_serve_the_default_model_under_its_own_name() -> None:
+    config = server_config(parsed())
+    assert config.served_model_names == ("default",) and config.num_draft_tokens is None
+    assert server_config(parsed("some/model")).served_model_names == ("some/model",)
+
+
+def test_help_has_four_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["options", "model", "speculation", "sampling", "server"]

@@ -1,4 +1,4 @@
-"""Keys, queues, time-outs, headers, logs, metrics."""
+"""API keys, admission control, timeouts, headers, the access log, metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,140 +15,152 @@ import pytest
 
 from paceline.errors import OptionError
 from paceline.serve.access_log import JsonLines
-from paceline.serve.auth import Keys
+from paceline.serve.auth import ApiKeys
+from paceline.serve.config import NetworkConfig, RequestLimits, ServerConfig
+from paceline.serve.errors import ApiError
 from paceline.serve.limits import AdmissionControl, strict_json
-from paceline.serve.settings import Limits, ServerConfig
-from tests.serve.running import NAME, Running, running, slowed
+from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving_model, slowed
+from tests.support.tiny import byte_tokenizer, tiny_llama
 
-PLAIN = "/v1/completions"
-SECRET, OTHER = "correct horse battery", "another key entirely"
+KEY, OTHER_KEY = "correct horse battery", "another key entirely"
 LONG = {"prompt": "some text", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def guarded(tiny_folder: Path) -> Iterator[Running]:
-    limits = Limits(queue=2, per_key=2, seconds=1.5, choices=4, prompt_tokens=64, new_tokens=460)
-    friend = ("http://friend.example",)
-    settings = ServerConfig((NAME,), 1, keys=(SECRET, OTHER), origins=friend, log_prompts=True, limits=limits)
-    with running(str(tiny_folder), settings, kv_cache_tokens=1024, residents=0) as served:
-        yield served
+def limited_server() -> Iterator[RunningServer]:
+    limits = RequestLimits(
+        max_waiting=2,
+        max_requests_per_key=2,
+        request_timeout=1.5,
+        max_choices=4,
+        max_prompt_tokens=64,
+        max_new_tokens=460,
+        drain_timeout=5,
+    )
+    network = NetworkConfig(api_keys=(KEY, OTHER_KEY), cors_origins=("http://friend.example",))
+    config = ServerConfig((NAME,), log_prompts=True, network=network, limits=limits, max_num_seqs=1)
+    with serving_model(tiny_llama(), byte_tokenizer(), config, kv_cache_tokens=1024) as server:
+        yield server
 
 
-def bearer(key: str = SECRET) -> dict[str, str]:
+def bearer(key: str = KEY) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-# --- keys -------------------------------------------------------------------------------------------------------------
+# --- API keys ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json"])
-def test_without_a_key_there_is_only_the_page_and_health(guarded: Running, path: str) -> None:
-    for headers in ({}, bearer("wrong"), {"Authorization": SECRET}, {"Authorization": f"Basic {SECRET}"}):
-        answer = guarded.http(**headers).get(path)
-        assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
-    assert guarded.http(**bearer()).get(path).status_code == 200
-    assert guarded.http().get("/health").status_code == 200 and guarded.http().get("/").status_code == 200
+def test_without_an_api_key_only_the_page_and_health_are_served(limited_server: RunningServer, path: str) -> None:
+    for headers in ({}, bearer("wrong"), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
+        response = limited_server.http(**headers).get(path)
+        assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert limited_server.http(**bearer()).get(path).status_code == 200
+    assert limited_server.http().get("/health").status_code == 200 and limited_server.http().get("/").status_code == 200
 
 
-def test_a_body_is_not_read_from_who_may_not_come_in(guarded: Running) -> None:
-    answer = guarded.http().post(PLAIN, content=b"{" * 100, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 401
+def test_a_body_without_an_api_key_is_not_read(limited_server: RunningServer) -> None:
+    response = limited_server.http().post(COMPLETIONS, content=b"{" * 100, headers={"Content-Type": "application/json"})
+    assert response.status_code == 401
 
 
-def test_the_client_knows_a_wrong_key(guarded: Running) -> None:
+def test_a_wrong_api_key_is_an_authentication_error(limited_server: RunningServer) -> None:
     with pytest.raises(openai.AuthenticationError):
-        guarded.client("wrong").models.list()
-    assert guarded.client(OTHER).models.list().data
+        limited_server.client("wrong").models.list()
+    assert limited_server.client(OTHER_KEY).models.list().data
 
 
-def test_keys_look_at_every_key_and_keep_none_in_the_clear() -> None:
-    keys = Keys((SECRET, OTHER))
-    assert keys.owner(f"Bearer {OTHER}") and keys.owner(f"bearer {SECRET}") != keys.owner(f"bearer {OTHER}")
+def test_api_keys_are_kept_as_hashes() -> None:
+    keys = ApiKeys((KEY, OTHER_KEY))
+    assert keys.owner(f"Bearer {OTHER_KEY}") and keys.owner(f"bearer {KEY}") != keys.owner(f"bearer {OTHER_KEY}")
     assert keys.owner("Bearer \udcff") is None and keys.owner("") is None
-    assert SECRET not in repr(vars(keys))
+    assert KEY not in repr(vars(keys))
     with pytest.raises(OptionError, match="8 characters"):
-        ServerConfig((NAME,), keys=("short",))
+        NetworkConfig(api_keys=("short",))
 
 
-# --- how much at a time -----------------------------------------------------------------------------------------------
+# --- admission control ------------------------------------------------------------------------------------------------
 
 
-def test_more_than_the_queue_holds_is_told_to_come_back(guarded: Running) -> None:
-    def one(number: int) -> Any:
-        key = SECRET if number % 2 else OTHER
-        return guarded.http(**bearer(key)).post(PLAIN, json={**LONG, "max_tokens": 60})
+def test_requests_beyond_the_queue_get_429_with_retry_after(limited_server: RunningServer) -> None:
+    def post(index: int) -> Any:
+        key = KEY if index % 2 else OTHER_KEY
+        return limited_server.http(**bearer(key)).post(COMPLETIONS, json={**LONG, "max_tokens": 60})
 
-    with slowed(guarded, 0.01), ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(one, range(10)))
-    found = {answer.status_code for answer in answers}
-    assert found <= {200, 408, 429} and 429 in found
-    turned_away = [answer for answer in answers if answer.status_code == 429]
-    assert all(int(answer.headers["Retry-After"]) >= 1 for answer in turned_away)
-    assert {answer.json()["error"]["code"] for answer in turned_away} <= {"queue_full", "key_busy"}
-    guarded.quiet()
+    with slowed(limited_server, 0.01), ThreadPoolExecutor(10) as pool:
+        responses = list(pool.map(post, range(10)))
+    statuses = {response.status_code for response in responses}
+    assert statuses <= {200, 408, 429} and 429 in statuses
+    refused = [response for response in responses if response.status_code == 429]
+    assert all(int(response.headers["Retry-After"]) >= 1 for response in refused)
+    assert {response.json()["error"]["code"] for response in refused} <= {"queue_full", "key_busy"}
+    limited_server.wait_until_idle()
 
 
-def test_the_gate_counts_texts_and_keys() -> None:
-    gate = AdmissionControl(Limits(queue=1, per_key=2), batch=2)
-    with gate.admit("a", 2), pytest.raises(Exception, match="waiting"), gate.admit("b", 2):
+def test_admission_control_counts_sequences_and_keys() -> None:
+    admission = AdmissionControl(RequestLimits(max_waiting=1, max_requests_per_key=2), max_num_seqs=2)
+    with admission.admit("a", 2), pytest.raises(ApiError, match="waiting"), admission.admit("b", 2):
         pass
-    with gate.admit("a", 1), gate.admit("a", 1), pytest.raises(Exception, match="in progress"), gate.admit("a", 1):
-        pass
-    assert gate.in_flight == 0
-    gate.closing = True
-    with pytest.raises(Exception, match="shutting down"), gate.admit("a", 1):
+    with admission.admit("a", 1), admission.admit("a", 1):
+        assert admission.in_flight == 2
+        with pytest.raises(ApiError, match="in progress"), admission.admit("a", 1):
+            pass
+    assert admission.in_flight == 0
+    admission.shutting_down = True
+    with pytest.raises(ApiError, match="shutting down"), admission.admit("a", 1):
         pass
 
 
-def test_a_request_that_takes_too_long_is_ended(guarded: Running) -> None:
-    guarded.quiet()
-    with slowed(guarded, 0.05):
-        answer = guarded.http(**bearer()).post(PLAIN, json=LONG)
-        assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
-        events = guarded.http(**bearer()).post(PLAIN, json={**LONG, "stream": True}).text.split("\n\n")
+@pytest.mark.slow
+def test_a_request_that_takes_too_long_is_aborted(limited_server: RunningServer) -> None:
+    limited_server.wait_until_idle()
+    with slowed(limited_server, 0.05):
+        response = limited_server.http(**bearer()).post(COMPLETIONS, json=LONG)
+        assert response.status_code == 408 and response.json()["error"]["code"] == "timeout"
+        events = limited_server.http(**bearer()).post(COMPLETIONS, json={**LONG, "stream": True}).text.split("\n\n")
         assert "timeout" in [event for event in events if event][-1]
-    guarded.quiet()
+    limited_server.wait_until_idle()
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": "x" * 80}, {"max_tokens": 461}, {"n": 5}, {"prompt": ["a"] * 5}])
-def test_one_request_has_its_limits(guarded: Running, wrong: dict[str, Any]) -> None:
-    answer = guarded.http(**bearer()).post(PLAIN, json={"prompt": "a", "max_tokens": 1, **wrong})
-    assert answer.status_code == 400, answer.text
+@pytest.mark.parametrize("params", [{"prompt": "x" * 80}, {"max_tokens": 461}, {"n": 5}, {"prompt": ["a"] * 5}])
+def test_a_request_beyond_its_limits_is_refused(limited_server: RunningServer, params: dict[str, Any]) -> None:
+    response = limited_server.http(**bearer()).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, **params})
+    assert response.status_code == 400, response.text
 
 
-@pytest.mark.parametrize("wrong", [{"body_bytes": 0}, {"seconds": float("nan")}, {"queue": -1}])
-def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("limits", [{"max_body_bytes": 0}, {"request_timeout": float("nan")}, {"max_waiting": -1}])
+def test_impossible_limits_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
-        Limits(**wrong)
+        RequestLimits(**limits)
 
 
-def test_numbers_that_are_none_are_no_json() -> None:
+def test_strict_json_refuses_nan_infinity_and_depth() -> None:
     for body in (b"NaN", b'{"a": Infinity}', b"\xff", b"[" * 70 + b"]" * 70):
-        with pytest.raises(Exception, match="body"):
+        with pytest.raises(ApiError, match="body"):
             strict_json(body)
     assert strict_json(b'{"a": [1, 2.5, null, "x"]}') == {"a": [1, 2.5, None, "x"]}
 
 
-# --- headers, logs, numbers -------------------------------------------------------------------------------------------
+# --- headers, access log, metrics -------------------------------------------------------------------------------------
 
 
-def test_other_origins_may_not_call_unless_asked(guarded: Running, tiny: Running) -> None:
-    foreign = {"Origin": "http://foe.example", "Access-Control-Request-Method": "POST"}
-    assert "access-control-allow-origin" not in tiny.http(**foreign).options("/v1/models").headers
-    assert "access-control-allow-origin" not in guarded.http(**foreign).get("/health").headers
-    friend = guarded.http(Origin="http://friend.example").get("/health")
+def test_only_configured_origins_may_call(limited_server: RunningServer, tiny_server: RunningServer) -> None:
+    stranger = {"Origin": "http://foe.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in tiny_server.http(**stranger).options("/v1/models").headers
+    assert "access-control-allow-origin" not in limited_server.http(**stranger).get("/health").headers
+    friend = limited_server.http(Origin="http://friend.example").get("/health")
     assert friend.headers["access-control-allow-origin"] == "http://friend.example"
 
 
-def test_answers_carry_an_id_and_protective_headers(tiny: Running) -> None:
-    headers = tiny.http().get("/").headers
+def test_responses_carry_an_id_and_security_headers(tiny_server: RunningServer) -> None:
+    headers = tiny_server.http().get("/").headers
     assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
     assert "default-src 'self'" in headers["content-security-policy"] and "server" not in headers
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
 
 
-class Kept(logging.Handler):
-    """Keeps what a logger is told, on the logger itself: a configured server has cut its way up."""
+class LineHandler(logging.Handler):
+    """Collects log lines. It hangs on the logger itself, because a configured server does not propagate records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,64 +171,65 @@ class Kept(logging.Handler):
         self.lines.append(self.format(record))
 
 
-@pytest.fixture()
-def logged() -> Iterator[list[str]]:
-    log, kept = logging.getLogger("paceline.serve"), Kept()
-    before = log.level
-    log.addHandler(kept)
-    log.setLevel(logging.INFO)
-    yield kept.lines
-    log.removeHandler(kept)
-    log.setLevel(before)
+@pytest.fixture
+def log_lines() -> Iterator[list[str]]:
+    logger, handler = logging.getLogger("paceline.serve"), LineHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler.lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def request_line(lines: list[str]) -> dict[str, Any]:
-    """The line of the request just made; it is written after the answer has left."""
-    until = time.monotonic() + 10
-    while not lines and time.monotonic() < until:
+    """The line of the last request; it is written after the response has been sent."""
+    deadline = time.monotonic() + 10
+    while not lines and time.monotonic() < deadline:
         time.sleep(0.01)
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    line: dict[str, Any] = json.loads(lines[-1])
+    return line
 
 
-def test_the_log_is_json_without_prompts(tiny: Running, logged: list[str]) -> None:
-    tiny.http().post(PLAIN, json={"prompt": "a very secret prompt", "max_tokens": 3, "ignore_eos": True})
-    last = request_line(logged)
-    assert "secret" not in "".join(logged)
-    assert last["route"] == PLAIN and last["status"] == 200 and last["new_tokens"] == 3 and last["prompt_tokens"] == 20
+def test_the_access_log_is_json_without_prompts(tiny_server: RunningServer, log_lines: list[str]) -> None:
+    tiny_server.http().post(COMPLETIONS, json={"prompt": "a very secret prompt", "max_tokens": 3, "ignore_eos": True})
+    line = request_line(log_lines)
+    assert "secret" not in "".join(log_lines)
+    assert line["route"] == COMPLETIONS and line["status"] == 200
+    assert line["new_tokens"] == 3 and line["prompt_tokens"] == 20
 
 
-def test_prompts_are_logged_only_if_asked(guarded: Running, logged: list[str]) -> None:
-    guarded.http(**bearer()).post(PLAIN, json={"prompt": "not so secret", "max_tokens": 3})
-    assert request_line(logged)["prompts"] == ["not so secret"] and SECRET not in "".join(logged)
+def test_prompts_are_logged_where_configured(limited_server: RunningServer, log_lines: list[str]) -> None:
+    limited_server.http(**bearer()).post(COMPLETIONS, json={"prompt": "not so secret", "max_tokens": 3})
+    assert request_line(log_lines)["prompts"] == ["not so secret"] and KEY not in "".join(log_lines)
 
 
-def number(text: str, name: str) -> float:
+def metric(text: str, name: str) -> float:
     """The sum of a metric over its labels."""
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}[{{ ]", line))
 
 
-def test_metrics_count_what_happened(tiny: Running) -> None:
-    tiny.quiet()
-    before = tiny.http().get("/metrics").text
-    asked = {"prompt": "again and again and again and", "max_tokens": 20, "temperature": 0}
-    tiny.http().post(PLAIN, json={**asked, "speculative": {"method": "lookahead", "num_draft_tokens": 3}})
-    tiny.quiet()
-    after = tiny.http().get("/metrics").text
+def test_metrics_count_requests_tokens_and_steps(tiny_server: RunningServer) -> None:
+    tiny_server.wait_until_idle()
+    before = tiny_server.http().get("/metrics").text
+    body = {"prompt": "again and again and again and", "max_tokens": 20, "temperature": 0}
+    tiny_server.http().post(COMPLETIONS, json={**body, "speculative": {"method": "lookahead", "num_draft_tokens": 3}})
+    tiny_server.wait_until_idle()
+    after = tiny_server.http().get("/metrics").text
 
-    def risen(name: str) -> float:
-        return number(after, name) - number(before, name)
+    def increase(name: str) -> float:
+        return metric(after, name) - metric(before, name)
 
-    assert risen("paceline_generated_tokens_total") == 20
-    assert risen("paceline_drafted_tokens_total") > 0
-    assert risen("paceline_time_to_first_token_seconds_count") == 1
-    assert risen("paceline_draft_tokens_count") == risen("paceline_steps_total") > 0
-    assert risen("paceline_offered_at_position_total") == risen("paceline_drafted_tokens_total")
-    assert risen("paceline_prompt_tokens_total") == 29
-    assert 'paceline_requests_total{route="/v1/completions",status="200"}' in after
-    assert number(after, "paceline_cache_pages") == 512 and number(after, "paceline_running") == 0
+    assert increase("paceline_generation_tokens_total") == 20
+    assert increase("paceline_spec_draft_tokens_total") > 0
+    assert increase("paceline_time_to_first_token_seconds_count") == 1
+    assert increase("paceline_spec_num_draft_tokens_count") == increase("paceline_steps_total") > 0
+    assert increase("paceline_spec_draft_tokens_per_position_total") == increase("paceline_spec_draft_tokens_total")
+    assert increase("paceline_prompt_tokens_total") == 29
+    assert 'paceline_http_requests_total{route="/v1/completions",status="200"}' in after
+    assert metric(after, "paceline_kv_blocks") == 512 and metric(after, "paceline_requests_running") == 0
 
 
-def test_unknown_paths_do_not_become_labels(tiny: Running) -> None:
-    tiny.http().get("/some/path/nobody/knows")
-    assert "nobody" not in tiny.http().get("/metrics").text
+def test_unknown_paths_do_not_become_labels(tiny_server: RunningServer) -> None:
+    tiny_server.http().get("/some/unknown/path")
+    assert "unknown" not in tiny_server.http().get("/metrics").text

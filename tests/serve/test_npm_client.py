@@ -1,4 +1,4 @@
-"""The `openai` package of npm talks to the server too. NODE_PATH names the folder that holds it."""
+"""The `openai` package of npm works with the server. NODE_PATH names the folder that holds it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.running import NAME, Running
+from tests.serve.running import NAME, RunningServer
 
 SMOKE = Path(__file__).parent / "smoke.mjs"
 
 
 @pytest.fixture(scope="module")
 def node() -> str:
-    found = shutil.which("node")
-    if found is None:
+    executable = shutil.which("node")
+    if executable is None:
         pytest.skip("needs node")
     modules = Path(os.environ.get("NODE_PATH", "node_modules"))
     if not (modules / "openai").is_dir():
         pytest.skip("needs the npm package: npm install openai, and NODE_PATH set to its node_modules")
-    return found
+    return executable
 
 
-def test_the_npm_client_is_served(node: str, tiny: Running) -> None:
-    command = [node, str(SMOKE), f"{tiny.url}/v1", NAME]
+def test_the_npm_client_is_served(node: str, tiny_server: RunningServer) -> None:
+    command = [node, str(SMOKE), f"{tiny_server.url}/v1", NAME]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     output = json.loads(result.stdout)

@@ -1,4 +1,4 @@
-"""One line a request: JSON, without prompts and without answers unless asked."""
+"""One JSON line a request, without prompts and outputs unless they are asked for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.metrics import Metrics
 
 LOG = logging.getLogger("paceline.serve")
-NOTES = "paceline_notes"  # what a route has to say about its request, in the scope
+LOG_FIELDS = "paceline_log_fields"  # where the scope of a request holds what its route adds to the log line
 
 
 class JsonLines(logging.Formatter):
-    """A record as one JSON document."""
+    """A log record as one JSON document."""
 
     def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
-            "time": f"{moment}.{int(record.msecs):03}Z",
+            "time": f"{timestamp}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
@@ -34,14 +35,14 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def configure_logs(level: str) -> None:
-    """Lines go to standard error."""
+def configure_logging(level: str) -> None:
+    """Send the log lines of paceline and uvicorn to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("paceline", "uvicorn"):
-        log = logging.getLogger(name)
-        log.handlers, log.propagate = [handler], False
-        log.setLevel(level.upper())
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper())
 
 
 class AccessLogMiddleware:
@@ -54,32 +55,27 @@ class AccessLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number, started, status = uuid.uuid4().hex, time.perf_counter(), 500
-        notes: dict[str, Any] = scope.setdefault(NOTES, {})
+        request_id, start, status = uuid.uuid4().hex, time.perf_counter(), 500
+        extra: dict[str, Any] = scope.setdefault(LOG_FIELDS, {})
 
-        async def outwards(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = number
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            await self._app(scope, receive, outwards)
+            await self._app(scope, receive, send_with_id)
         finally:
-            self._record(scope, number, notes.pop("status", status), time.perf_counter() - started, notes)
+            self._record(scope, request_id, extra.pop("status", status), time.perf_counter() - start)
 
-    def _record(self, scope: Scope, number: str, status: int, seconds: float, notes: dict[str, Any]) -> None:
-        # An unknown path must not become a label: anyone could fill the memory with them.
+    def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        # An unknown path is not a label: clients could create labels without end.
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.requests.labels(route, str(status)).inc()
-        self._metrics.whole.labels(route).observe(seconds)
-        fields = {
-            "id": number,
-            "method": scope["method"],
-            "route": route,
-            "status": status,
-            "seconds": round(seconds, 4),
-        }
-        key = scope.get("paceline_key")
-        LOG.info("request", extra={"fields": {**fields, **({"key": key} if key else {}), **notes}})
+        self._metrics.observe_request(route, status, seconds)
+        fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
+        fields |= {"seconds": round(seconds, 4)}
+        if scope.get(KEY_SCOPE):
+            fields["key"] = scope[KEY_SCOPE]
+        LOG.info("request", extra={"fields": {**fields, **scope[LOG_FIELDS]}})

@@ -1,9 +1,8 @@
-"""The application: routes, middleware, the page."""
+"""The application: routes, middleware, the web page."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
 from paceline.core.protocols import Engine
-from paceline.hub.tokenizer import Tokenizer
-from paceline.serve import errors
 from paceline.serve.access_log import AccessLogMiddleware
 from paceline.serve.auth import AuthMiddleware
-from paceline.serve.limits import AdmissionControl
-from paceline.serve.metrics import Metrics
-from paceline.serve.requests import Desk
-from paceline.serve.responses import TokenFormatter
-from paceline.serve.routes import ServerContext, router
-from paceline.serve.settings import ServerConfig
+from paceline.serve.config import ServerConfig
+from paceline.serve.context import ServerContext
+from paceline.serve.errors import install_handlers
+from paceline.serve.routes import router
 
 PAGE = Path(__file__).parent / "page"
 ERROR_SCHEMA: dict[str, Any] = {
@@ -45,34 +40,34 @@ ERROR_SCHEMA: dict[str, Any] = {
 }
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServerConfig) -> FastAPI:
-    """A server over an engine, which it closes at the end. `app.state.gate` decides whether it takes requests."""
-    metrics, gate = Metrics(engine), AdmissionControl(settings.limits, settings.batch)
-    reader = ThreadPoolExecutor(1, "paceline-reader")
-    desk = Desk(tokenizer, engine.info, settings)
-    context = ServerContext(engine, desk, TokenFormatter(tokenizer, engine.info.eos_token_ids), gate, metrics, settings, reader)
+def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
+    """A server over an engine, which it closes at shutdown. `app.state.admission` decides whether it takes requests."""
+    context = ServerContext.of(engine, config)
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        gate.closing = True
-        await engine.close()
-        reader.shutdown()
+        await context.close()
 
-    # FastAPI's own documentation pages load scripts from elsewhere; the schema itself is at /openapi.json.
-    app = FastAPI(title="paceline", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
-    app.state.gate = gate
-    errors.install(app)
+    # FastAPI's own documentation pages load scripts from other sites; the schema itself is at /openapi.json.
+    app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.admission = context.admission
+    install_handlers(app)
     app.include_router(router(context))
     _add_page(app)
     _describe_errors(app)
-    if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
-        )
-    app.add_middleware(AuthMiddleware, settings=settings)
-    app.add_middleware(AccessLogMiddleware, metrics=metrics)
+    _add_middleware(app, context)
     return app
+
+
+def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+    """The last one added sees a request first."""
+    network = context.config.network
+    if network.cors_origins:
+        origins = list(network.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    app.add_middleware(AuthMiddleware, network=network)
+    app.add_middleware(AccessLogMiddleware, metrics=context.metrics)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -84,18 +79,18 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _describe_errors(app: FastAPI) -> None:
-    """Our errors have OpenAI's shape, and FastAPI's description of its own 422 is not true here."""
-    made = app.openapi
+    """Errors have OpenAI's shape, so FastAPI's description of its own 422 does not apply."""
+    default_openapi = app.openapi
 
-    def described() -> dict[str, Any]:
-        schema = made()
-        parts = schema.setdefault("components", {}).setdefault("schemas", {})
-        parts["Error"] = ERROR_SCHEMA
+    def openapi() -> dict[str, Any]:
+        document = default_openapi()
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas["Error"] = ERROR_SCHEMA
         for name in ("HTTPValidationError", "ValidationError"):
-            parts.pop(name, None)
-        for operations in schema["paths"].values():
+            schemas.pop(name, None)
+        for operations in document["paths"].values():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-        return schema
+        return document
 
-    app.openapi = described  # type: ignore[method-assign]
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Who is let in: API keys, hosts, headers. All of it before a body is read."""
+"""Authentication: API keys, Host headers and content types, checked before a body is read."""
 
 from __future__ import annotations
 
@@ -9,85 +9,93 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serve.config import NetworkConfig
 from paceline.serve.errors import ApiError
-from paceline.serve.settings import ServerConfig
 
-OPEN_PATHS = ("/health", "/")  # and the page's own files
-PAGE = "/page/"
+OPEN_PATHS = ("/health", "/")  # served without a key, as are the files of the web page
+PAGE_PREFIX = "/page/"
 NO_KEY = "anonymous"
+KEY_SCOPE = "paceline_key"  # where the scope of a request holds the short name of its API key
 PAGE_POLICY = "default-src 'self'; connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
-HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY"}
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": PAGE_POLICY,
+}
 
 
 def digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-class Keys:
+class ApiKeys:
     """API keys, compared in constant time. Only their hashes are kept."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = [digest(key) for key in keys]
 
     def owner(self, authorization: str) -> str | None:
-        """A short name for the key sent, or None if it is not one of ours. Looks at all keys, whichever fits."""
+        """A short name for the key of an Authorization header; None for an unknown key.
+
+        The header is compared with every key, so that the time taken does not tell which one matches.
+        """
         if not self._digests:
             return NO_KEY
-        word, _, sent = authorization.partition(" ")
-        given = digest(sent.strip())
-        fits = [hmac.compare_digest(given, known) for known in self._digests]
-        return given.hex()[:8] if any(fits) and word.lower() == "bearer" else None
+        scheme, _, key = authorization.partition(" ")
+        key_digest = digest(key.strip())
+        matches = [hmac.compare_digest(key_digest, valid_digest) for valid_digest in self._digests]
+        return key_digest.hex()[:8] if any(matches) and scheme.lower() == "bearer" else None
 
 
 class AuthMiddleware:
-    """Turns away what may not come in, and sets the headers of what goes out."""
+    """Refuses requests that are not allowed, and adds security headers to every response."""
 
-    def __init__(self, app: ASGIApp, settings: ServerConfig) -> None:
-        self._app, self._settings = app, settings
-        self._keys = Keys(settings.keys)
+    def __init__(self, app: ASGIApp, network: NetworkConfig) -> None:
+        self._app, self._accepted_hosts = app, network.accepted_hosts
+        self._keys = ApiKeys(network.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        async def outwards(message: Message) -> None:
+        async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
-                headers.setdefault("Content-Security-Policy", PAGE_POLICY)
             await send(message)
 
         try:
-            scope["paceline_key"] = self._checked(scope, Headers(scope=scope))
+            scope[KEY_SCOPE] = self._authenticate(scope, Headers(scope=scope))
         except ApiError as error:
-            await error.response()(scope, receive, outwards)
+            await error.response()(scope, receive, send_secured)
             return
-        await self._app(scope, receive, outwards)
+        await self._app(scope, receive, send_secured)
 
-    def _checked(self, scope: Scope, headers: Headers) -> str:
-        """The key's short name. Raises ApiError."""
-        if not self._known_host(headers.get("host", "")):
-            raise ApiError(403, "this server does not answer to that host name; --allowed-host adds one", code="host")
+    def _authenticate(self, scope: Scope, headers: Headers) -> str:
+        """The short name of the API key. Raises ApiError 401, 403 or 415."""
+        if not self._accepts_host(headers.get("host", "")):
+            raise ApiError(403, "this Host header is not accepted; --allowed-host adds one", code="host")
         path, method = scope["path"], scope["method"]
-        if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PAGE):
+        if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PAGE_PREFIX):
             return NO_KEY
         owner = self._keys.owner(headers.get("authorization", ""))
         if owner is None:
-            words = "a valid API key is needed: Authorization: Bearer KEY"
-            raise ApiError(401, words, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        # A form posted by some web page cannot carry this type without asking first.
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        # A browser sends this content type from another origin only after a CORS preflight.
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and content_type != "application/json":
             raise ApiError(415, "the body must be JSON: Content-Type: application/json")
         return owner
 
-    def _known_host(self, host: str) -> bool:
-        if not self._settings.hosts:
+    def _accepts_host(self, host: str) -> bool:
+        if not self._accepted_hosts:
             return True
         try:
             name = urlsplit(f"//{host}").hostname
         except ValueError:
             return False
-        return name in self._settings.hosts
+        return name in self._accepted_hosts

@@ -1,25 +1,27 @@
-"""All that can go wrong, in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, with the right status."""
+"""Errors as responses: OpenAI's {"error": {"message", "type", "param", "code"}}, with a status by exception type."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from paceline.errors import EngineClosed, OptionError, OutOfMemory, PacelineError, PromptError
+from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, OutOfMemory, PacelineError
 
 LOG = logging.getLogger("paceline.serve")
-INVALID, DENIED, LIMIT, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
-TYPES = {401: DENIED, 403: DENIED, 429: LIMIT}
-CLIENT_GONE = 499  # nobody reads it; it is for the log
+INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
+ERROR_TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
+CLIENT_GONE = 499  # for the log alone: the client has disconnected
+RETRY_SOON = {"Retry-After": "5"}
 
 
 class ApiError(HTTPException):
-    """An answer that is not a text. Of FastAPI's kind: any other raised while a body is read becomes a bare 400."""
+    """An error response. FastAPI turns any other exception raised while it reads a body into a bare 400."""
 
     def __init__(
         self,
@@ -35,58 +37,71 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, INVALID if self.status < 500 else SERVER)
-        return {"error": {"message": _clean(self.message), "type": kind, "param": self.param, "code": self.code}}
+        default_type = INVALID_REQUEST if self.status < 500 else SERVER_ERROR
+        # A message can quote the request, which can hold lone surrogates.
+        message = self.message.encode("utf-8", "replace").decode("utf-8")
+        error_type = ERROR_TYPES.get(self.status, default_type)
+        return {"error": {"message": message, "type": error_type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
 
 
-def _clean(message: str) -> str:
-    """A message may quote what was sent, and what was sent may hold halves of characters."""
-    return message.encode("utf-8", "replace").decode("utf-8")
+@dataclass(frozen=True, slots=True)
+class ErrorStatus:
+    """The response to one type of exception."""
+
+    status: int
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+STATUS_BY_TYPE: dict[type[PacelineError], ErrorStatus] = {
+    ContextLengthExceeded: ErrorStatus(400, "context_length_exceeded"),
+    OptionError: ErrorStatus(400),
+    EngineClosed: ErrorStatus(503, "shutting_down", RETRY_SOON),
+    OutOfMemory: ErrorStatus(500, "out_of_memory"),
+    PacelineError: ErrorStatus(500, "model_failed"),
+}
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Whatever was raised, as the client should see it."""
+    """The response to an exception: that of the nearest class in STATUS_BY_TYPE, else a 500 without details."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, PromptError):
-        code = "context_length_exceeded" if "at most" in str(error) or "the cache holds" in str(error) else None
-        return ApiError(400, str(error), code=code)
-    if isinstance(error, OptionError):
-        return ApiError(400, str(error))
-    if isinstance(error, EngineClosed):
-        return ApiError(503, str(error), code="closing", headers={"Retry-After": "5"})
-    if isinstance(error, OutOfMemory):
-        return ApiError(500, str(error), code="out_of_memory")
-    if isinstance(error, PacelineError):
-        return ApiError(500, str(error), code="model_failed")
-    return ApiError(500, "something broke inside the server; its log says what", code="internal_error")
+    for error_type in type(error).__mro__:
+        if error_type in STATUS_BY_TYPE:
+            entry = STATUS_BY_TYPE[error_type]
+            return ApiError(entry.status, str(error), code=entry.code, headers=entry.headers)
+    return ApiError(500, "the server failed; its log has the details", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Every error of the application takes OpenAI's shape."""
+def log_failure(api_error: ApiError, cause: BaseException) -> None:
+    """Log the cause of an error that is the server's own."""
+    if api_error.status >= 500:
+        LOG.error("request failed", exc_info=cause)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Give every error of the application OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     @app.exception_handler(PacelineError)
-    async def known(request: Request, error: Exception) -> JSONResponse:
-        shown = as_api_error(error)
-        if shown.status >= 500:
-            LOG.error("failed", exc_info=error)
-        return shown.response()
+    async def expected(request: Request, error: Exception) -> JSONResponse:
+        api_error = as_api_error(error)
+        log_failure(api_error, error)
+        return api_error.response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-        param = ".".join(place) or None
+        path = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
+        param = ".".join(path) or None
         return ApiError(400, f"{param or 'the body'}: {first.get('msg', 'is not valid')}", param=param).response()
 
-    @app.exception_handler(AnyHTTPException)
-    async def plain(request: Request, error: AnyHTTPException) -> JSONResponse:
-        headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+    @app.exception_handler(StarletteHTTPException)
+    async def http(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""How much at a time, and strict reading of bodies."""
+"""Admission control, and limits on request bodies."""
 
 from __future__ import annotations
 
@@ -13,53 +13,60 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
 from paceline.serve.auth import NO_KEY
-from paceline.serve.errors import ApiError
-from paceline.serve.settings import Limits
+from paceline.serve.config import RequestLimits
+from paceline.serve.errors import RETRY_SOON, ApiError
 
-DEEPEST = 64  # levels of a JSON document
+MAX_JSON_DEPTH = 64
+CLOSE = {"Connection": "close"}
 
 
 class AdmissionControl:
-    """Counts texts in flight. What does not fit is told to come back, not kept waiting for ever."""
+    """Counts the sequences in flight and refuses what exceeds the queue, so that no client waits without end.
 
-    def __init__(self, limits: Limits, batch: int) -> None:
-        self._limits, self._batch = limits, batch
+    max_num_seqs   sequences the engine runs at a time; the rest of those in flight are waiting
+    shutting_down  no request is admitted any more
+    """
+
+    def __init__(self, limits: RequestLimits, max_num_seqs: int) -> None:
+        self._limits, self._max_num_seqs = limits, max_num_seqs
         self.in_flight = 0
-        self.closing = False
-        self._by_key: Counter[str] = Counter()
+        self.shutting_down = False
+        self._requests_by_key: Counter[str] = Counter()
 
     @contextmanager
-    def admit(self, key: str, texts: int) -> Iterator[None]:
-        """Hold a place for a request of so many texts. Raises ApiError 429 or 503."""
-        self._check(key, texts)
-        self.in_flight += texts
-        self._by_key[key] += 1
+    def admit(self, key: str, num_seqs: int) -> Iterator[None]:
+        """Count a request of so many sequences while it runs. Raises ApiError 429 or 503."""
+        if self.shutting_down:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_SOON)
+        self._check_key(key)
+        self._check_queue(num_seqs)
+        self.in_flight += num_seqs
+        self._requests_by_key[key] += 1
         try:
             yield
         finally:
-            self.in_flight -= texts
-            self._by_key[key] -= 1
-            if not self._by_key[key]:
-                del self._by_key[key]
+            self.in_flight -= num_seqs
+            self._requests_by_key[key] -= 1
+            if not self._requests_by_key[key]:
+                del self._requests_by_key[key]
 
-    def _check(self, key: str, texts: int) -> None:
-        if self.closing:
-            raise ApiError(503, "the server is shutting down", code="closing", headers={"Retry-After": "5"})
-        most = self._limits.per_key
-        if most and key != NO_KEY and self._by_key[key] >= most:
-            raise ApiError(
-                429, f"this key has {most} requests in progress", code="key_busy", headers={"Retry-After": "1"}
-            )
-        ahead = self.in_flight - self._batch
-        if self.in_flight and ahead + texts > self._limits.queue:
-            wait = {"Retry-After": str(1 + max(0, ahead) // self._batch)}
-            raise ApiError(429, "too many requests are waiting; try again soon", code="queue_full", headers=wait)
+    def _check_key(self, key: str) -> None:
+        limit = self._limits.max_requests_per_key
+        if limit and key != NO_KEY and self._requests_by_key[key] >= limit:
+            message = f"this API key has {limit} requests in progress"
+            raise ApiError(429, message, code="key_busy", headers={"Retry-After": "1"})
+
+    def _check_queue(self, num_seqs: int) -> None:
+        num_waiting = self.in_flight - self._max_num_seqs
+        if self.in_flight and num_waiting + num_seqs > self._limits.max_waiting:
+            retry = {"Retry-After": str(1 + max(0, num_waiting) // self._max_num_seqs)}
+            raise ApiError(429, "too many requests are waiting; retry later", code="queue_full", headers=retry)
 
 
-class StrictRequest(Request):
-    """A request whose body has a size, a time and a depth."""
+class LimitedRequest(Request):
+    """A request whose body is limited in size, time and depth."""
 
-    limits: Limits = Limits()
+    limits: RequestLimits = RequestLimits()
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -68,67 +75,68 @@ class StrictRequest(Request):
 
     async def _read(self) -> bytes:
         declared = self.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self.limits.body_bytes:
-            self._too_large()
-        parts, size = [], 0
+        self._check_size(int(declared) if declared.isdigit() else 0)
+        body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.stall):
+            async with asyncio.timeout(self.limits.stall_timeout):
                 async for part in self.stream():
-                    size += len(part)
-                    if size > self.limits.body_bytes:
-                        self._too_large()
-                    parts.append(part)
+                    body += part
+                    self._check_size(len(body))
         except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", headers={"Connection": "close"}) from None
-        return b"".join(parts)
+            raise ApiError(408, "the body did not arrive in time", headers=CLOSE) from None
+        return bytes(body)
 
-    def _too_large(self) -> NoReturn:
-        raise ApiError(
-            413, f"the body may have {self.limits.body_bytes} bytes at most", headers={"Connection": "close"}
-        )
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.limits.max_body_bytes:
+            raise ApiError(413, f"the body may have {self.limits.max_body_bytes} bytes at most", headers=CLOSE)
 
     async def json(self) -> Any:
         return strict_json(await self.body())
 
 
 def strict_json(body: bytes) -> Any:
-    """A JSON document without NaN and infinities, not deeper than DEEPEST. Raises ApiError 400."""
+    """A JSON document without NaN and infinities, at most MAX_JSON_DEPTH levels deep. Raises ApiError 400."""
     try:
-        document = json.loads(body, parse_constant=_no_number)
+        document = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}") from None
-    level, depth = [document], 0
-    while level:
-        if depth > DEEPEST:
-            raise ApiError(400, f"the body is nested more than {DEEPEST} levels deep")
-        depth += 1
-        inside = (
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        )
-        level = [value for values in inside for value in values if isinstance(value, dict | list)]
+    _check_depth(document)
     return document
 
 
-def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
+def _check_depth(document: Any) -> None:
+    """Level by level, because recursion would fail on the documents that are refused here."""
+    containers, depth = [document], 0
+    while containers:
+        if depth > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the body is nested more than {MAX_JSON_DEPTH} levels deep")
+        depth += 1
+        containers = [child for container in containers for child in _children(container)]
 
 
-def strict_route(limits: Limits) -> type[APIRoute]:
-    """Routes whose bodies are read under these limits."""
+def _children(value: Any) -> list[Any]:
+    if not isinstance(value, dict | list):
+        return []
+    children = value.values() if isinstance(value, dict) else value
+    return [child for child in children if isinstance(child, dict | list)]
 
-    class Reading(StrictRequest):
-        pass
 
-    Reading.limits = limits
+def _refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
 
-    class StrictRoute(APIRoute):
+
+def limited_route(limits: RequestLimits) -> type[APIRoute]:
+    """A route class that reads request bodies under these limits."""
+    request_class = type("RouteRequest", (LimitedRequest,), {"limits": limits})
+
+    class LimitedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
+            handler = super().get_route_handler()
 
-            async def strictly(request: Request) -> Response:
-                return await handle(Reading(request.scope, request.receive))
+            async def limited_handler(request: Request) -> Response:
+                return await handler(request_class(request.scope, request.receive))
 
-            return strictly
+            return limited_handler
 
-    return StrictRoute
+    return LimitedRoute

@@ -1,166 +1,200 @@
-"""From what a client sent to what the engine takes."""
+"""Request bodies to engine requests: chat template, tokens, limits, sampling parameters, structured output."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
 
+from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import ModelInfo, Request, StructuredOutput
-from paceline.errors import OptionError
-from paceline.hub.tokenizer import Message, Tokenizer
+from paceline.core.types import Request, StructuredOutput
+from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.serve.config import ServerConfig
 from paceline.serve.errors import ApiError
-from paceline.serve.schema import ChatMessage, ChatRequest, CommonParams, CompletionRequest, Content, TokenizeRequest
-from paceline.serve.settings import ServerConfig
+from paceline.serve.schema import (
+    SEED_LIMIT,
+    ChatMessage,
+    ChatRequest,
+    CommonParams,
+    CompletionRequest,
+    Content,
+    ResponseFormatParam,
+    TokenizeRequest,
+)
+from paceline.serve.token_text import TokenText
 
-COMPLETION_TOKENS = 16  # what OpenAI writes if a plain completion does not say how much
-SEEDS = 1 << 63
+COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One text asked for. echo: what is shown before it."""
+class EncodedPrompt:
+    """Token ids of a prompt. echo: what the response shows before the output."""
 
-    request: Request
+    token_ids: list[int]
     echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ChoiceRequest:
+    """One choice of a response: the engine request, and what is shown before its output."""
+
+    request: Request
+    echo: str = ""
+
+    @property
+    def uses_prediction(self) -> bool:
+        """Whether the draft tokens come from the client's prediction."""
+        return bool(self.request.prediction) and not self.request.method
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionTask:
     """All that one HTTP request asks for."""
 
-    choices: list[Choice]
+    choices: list[ChoiceRequest]
     prompt_tokens: int
-    stream: bool
-    include_usage: bool
-    figures: bool  # x_paceline
+    stream: bool = False
+    include_usage: bool = False
+    include_stats: bool = False  # x_paceline
 
 
-class Desk:
-    """Reads requests: templates, tokens, limits, grammars."""
+class RequestBuilder:
+    """Builds engine requests from request bodies. Raises ApiError, OptionError or PromptError."""
 
-    def __init__(self, tokenizer: Tokenizer, info: ModelInfo, settings: ServerConfig) -> None:
-        self._tokenizer, self._card, self._settings = tokenizer, info, settings
+    def __init__(self, engine: Engine, token_text: TokenText, config: ServerConfig) -> None:
+        self._tokenizer, self._info = engine.tokenizer, engine.info
+        self._token_text, self._config = token_text, config
+        self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
 
-    def chat(self, body: ChatRequest) -> Job:
-        """Raises ApiError, OptionError or PromptError."""
+    def chat(self, body: ChatRequest) -> CompletionTask:
+        """The engine requests of a chat completion."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        wanted = body.max_completion_tokens or body.max_tokens or self._settings.limits.default_new_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._config.limits.default_max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompt = self._tokenizer.encode([as_message(message) for message in body.messages])
-        return self._job(body, [prompt], [""], wanted, logprobs)
+        return self._task(body, [EncodedPrompt(self._encode_messages(body.messages))], max_tokens, logprobs)
 
-    def completion(self, body: CompletionRequest) -> Job:
-        """Raises ApiError, OptionError or PromptError."""
+    def completion(self, body: CompletionRequest) -> CompletionTask:
+        """The engine requests of a completion."""
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise ApiError(400, "best_of is supported only where it equals n", param="best_of")
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo together with logprobs is not supported", param="echo")
-        texts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
-        prompts = [self._tokenizer.encode(text) for text in texts]
-        echoes = [""] * len(texts)
-        if body.echo:
-            echoes = [text if isinstance(text, str) else self._tokenizer.decode(ids) for text, ids in zip(texts, prompts)]
-        return self._job(body, prompts, echoes, body.max_tokens or COMPLETION_TOKENS, body.logprobs)
+        is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+        inputs = [body.prompt] if is_single else body.prompt
+        prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
+        return self._task(body, prompts, body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
 
-    def tokens(self, body: TokenizeRequest) -> list[int]:
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages")
-        if body.messages is not None:
-            return self._tokenizer.encode([as_message(message) for message in body.messages])
-        return self._tokenizer.encode(body.prompt or "")
+    def tokenize(self, body: TokenizeRequest) -> list[int]:
+        """Token ids of a prompt or of messages."""
+        if body.messages is not None and body.prompt is None:
+            return self._encode_messages(body.messages)
+        if body.prompt is not None and body.messages is None:
+            return self._tokenizer.encode(body.prompt)
+        raise ApiError(400, "give either prompt or messages")
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._settings.names:
-            words = f"there is no model {name[:80]!r} here; there is {', '.join(self._settings.names)}"
-            raise ApiError(404, words, param="model", code="model_not_found")
+        """Raise ApiError 404 for a model that is not served."""
+        names = self._config.served_model_names
+        if name is not None and name not in names:
+            message = f"there is no model {name[:80]!r} here; there is {', '.join(names)}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+    # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _job(
-        self, body: CommonParams, prompts: list[list[int]], echoes: list[str], wanted: int, logprobs: int | None
-    ) -> Job:
-        self._check(body, prompts, wanted)
-        sampling = sampling_of(body, self._card.vocab_size)
-        choices: list[Choice] = []
-        for prompt, echo in zip(prompts, echoes):
-            for _ in range(body.n or 1):
-                request = self._request(body, prompt, _reseeded(sampling, len(choices)), wanted, logprobs)
-                choices.append(Choice(request, echo))
-        counted = sum(len(prompt) for prompt in prompts)
-        usage = bool(body.stream_options and body.stream_options.include_usage)
-        return Job(choices, counted, bool(body.stream), usage, bool(body.x_paceline))
+    def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
+        return self._tokenizer.encode([template_message(message) for message in messages])
 
-    def _request(
-        self, body: CommonParams, prompt: list[int], sampling: SamplingParams, wanted: int, logprobs: int | None
-    ) -> Request:
-        chosen = body.speculative
-        k = chosen.num_draft_tokens if chosen is not None else None
-        k = self._settings.num_draft_tokens if k is None else k
-        return Request(
-            prompt,
-            sampling,
-            wanted,
-            stop=body.stops,
-            ignore_eos=bool(body.ignore_eos),
-            method=chosen.method if chosen else None,
-            num_draft_tokens=k if isinstance(k, int) else None,
-            prediction=self._prediction(body),
-            logprobs=logprobs,
-            structured_output=self._structured_output(body),
-        )
+    def _prompt(self, prompt: str | list[int], echo: bool) -> EncodedPrompt:
+        token_ids = self._tokenizer.encode(prompt)
+        if not echo:
+            return EncodedPrompt(token_ids)
+        return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
 
-    def _check(self, body: CommonParams, prompts: list[list[int]], wanted: int) -> None:
-        limits, count = self._settings.limits, len(prompts) * (body.n or 1)
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int) -> None:
+        limits, num_choices = self._config.limits, len(prompts) * (body.n or 1)
         self.check_model(body.model)
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        if count > limits.choices:
-            raise ApiError(400, f"one request may ask for {limits.choices} texts at most, not {count}", param="n")
-        if wanted > limits.new_tokens:
-            raise ApiError(400, f"one text may have {limits.new_tokens} new tokens at most", param="max_tokens")
-        longest = max(len(prompt) for prompt in prompts)
-        if longest > limits.prompt_tokens:
-            raise ApiError(
-                400,
-                f"the prompt has {longest} tokens; {limits.prompt_tokens} are allowed",
-                code="context_length_exceeded",
+        if num_choices > limits.max_choices:
+            raise ApiError(400, f"a request may have {limits.max_choices} choices, not {num_choices}", param="n")
+        if max_tokens > limits.max_new_tokens:
+            raise ApiError(400, f"max_tokens may be {limits.max_new_tokens} at most", param="max_tokens")
+        for prompt in prompts:
+            self._check_prompt(prompt.token_ids)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        num_tokens, limit = len(token_ids), self._config.limits.max_prompt_tokens
+        if not token_ids:
+            raise PromptError("the prompt is empty; there is nothing to continue")
+        if num_tokens > limit:
+            raise ContextLengthExceeded(f"the prompt has {num_tokens} tokens; this server takes at most {limit}")
+        if num_tokens >= self.max_model_len:
+            longest = self.max_model_len - 1
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens; {self._info.name} reads at most {longest}"
             )
+
+    # --- engine requests ----------------------------------------------------------------------------------------------
+
+    def _task(
+        self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, logprobs: int | None
+    ) -> CompletionTask:
+        self._check(body, prompts, max_tokens)
+        template = self._template(body, max_tokens, logprobs)
+        copies = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        choices = [
+            ChoiceRequest(self._request(template, prompt, index), prompt.echo) for index, prompt in enumerate(copies)
+        ]
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        return CompletionTask(choices, prompt_tokens, bool(body.stream), body.include_usage, bool(body.x_paceline))
+
+    def _request(self, template: Request, prompt: EncodedPrompt, index: int) -> Request:
+        max_new_tokens = min(template.max_new_tokens, self.max_model_len - len(prompt.token_ids))
+        sampling = seeded_for_choice(template.sampling, index)
+        return replace(template, prompt=prompt.token_ids, sampling=sampling, max_new_tokens=max_new_tokens)
+
+    def _template(self, body: CommonParams, max_tokens: int, logprobs: int | None) -> Request:
+        """The request of every choice, but for its prompt and its seed."""
+        return Request(
+            [],
+            sampling_params(body, self._info.vocab_size),
+            max_tokens,
+            stop=body.stop_strings,
+            ignore_eos=bool(body.ignore_eos),
+            method=body.speculative.method if body.speculative else None,
+            num_draft_tokens=self._num_draft_tokens(body),
+            prediction=self._prediction(body),
+            logprobs=logprobs,
+            structured_output=structured_output(body.response_format),
+        )
+
+    def _num_draft_tokens(self, body: CommonParams) -> int | None:
+        k = body.speculative.num_draft_tokens if body.speculative else None
+        k = self._config.num_draft_tokens if k is None else k
+        return k if isinstance(k, int) else None
 
     def _prediction(self, body: CommonParams) -> list[int] | None:
         if body.prediction is None:
             return None
-        words = joined_content(body.prediction.content)
-        return [int(token) for token in self._tokenizer.hf_tokenizer(words, add_special_tokens=False).input_ids] or None
-
-    def _structured_output(self, body: CommonParams) -> StructuredOutput | None:
-        response_format = body.response_format
-        if response_format is None or response_format.type == "text":
-            return None
-        if response_format.type == "json_object":
-            return StructuredOutput("json_object")
-        if response_format.json_schema is None:
-            raise ApiError(400, "response_format json_schema needs its json_schema", param="response_format")
-        schema = response_format.json_schema.schema_
-        try:
-            return StructuredOutput("json_schema", json.dumps(schema) if schema else "")
-        except (ValueError, RecursionError) as error:
-            raise OptionError(f"the JSON schema cannot be read: {error}") from error
+        return self._token_text.encode(content_text(body.prediction.content)) or None
 
 
-def as_message(message: ChatMessage) -> Message:
-    """As chat templates know it: they have no developers, and content is one text."""
+def template_message(message: ChatMessage) -> dict[str, str]:
+    """A message as chat templates expect it: no role "developer", and content as one string."""
     role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": joined_content(message.content or "")}
+    return {"role": role, "content": content_text(message.content or "")}
 
 
-def joined_content(content: Content) -> str:
+def content_text(content: Content) -> str:
+    """The text of a message's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def sampling_of(body: CommonParams, vocab_size: int) -> SamplingParams:
-    """OpenAI's defaults where the client is silent: temperature 1."""
+def sampling_params(body: CommonParams, vocab_size: int) -> SamplingParams:
+    """Sampling parameters with OpenAI's defaults: temperature 1 where none is given."""
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
@@ -169,22 +203,36 @@ def sampling_of(body: CommonParams, vocab_size: int) -> SamplingParams:
         repetition_penalty=body.repetition_penalty or 1.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=logit_bias(body.logit_bias or {}, vocab_size),
         seed=body.seed,
     )
 
 
-def _bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for word, value in given.items():
-        if not word.isascii() or not word.isdigit() or len(word) > 12 or int(word) >= vocab_size:
+def logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Biases by token id; JSON has only strings as keys. Raises OptionError for keys that are no token ids."""
+    for key in biases:
+        if not key.isascii() or not key.isdigit() or len(key) > 12 or int(key) >= vocab_size:
             raise OptionError(f"logit_bias is keyed by token ids from 0 to {vocab_size - 1}")
-        found[int(word)] = value
-    return found
+    return {int(key): bias for key, bias in biases.items()}
 
 
-def _reseeded(sampling: SamplingParams, number: int) -> SamplingParams:
-    """Each of several texts has a seed of its own, and the same one every time."""
-    if sampling.seed is None or not number:
+def seeded_for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
+    """Sampling with the seed of choice `index`: choices differ, and a repeated request gives the same ones."""
+    if sampling.seed is None or not index:
         return sampling
-    return replace(sampling, seed=(sampling.seed + number) % SEEDS)
+    return replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
+
+
+def structured_output(response_format: ResponseFormatParam | None) -> StructuredOutput | None:
+    """What the output must match. Raises ApiError or OptionError."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return StructuredOutput("json_object")
+    if response_format.json_schema is None:
+        raise ApiError(400, "response_format json_schema needs its json_schema", param="response_format")
+    schema = response_format.json_schema.schema_
+    try:
+        return StructuredOutput("json_schema", json.dumps(schema) if schema else "")
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"the JSON schema cannot be read: {error}") from error

@@ -1,238 +1,274 @@
-"""From pieces to OpenAI's replies and chunks."""
+"""Engine outputs to OpenAI's responses, whole or as the chunks of a stream."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.core.stats import SpecStats
 from paceline.core.types import RequestOutput, TokenLogprob
-from paceline.hub.tokenizer import Tokenizer
-from paceline.serve.requests import Choice, Job
+from paceline.serve.requests import ChoiceRequest, CompletionTask
+from paceline.serve.token_text import TokenText
 
 Json = dict[str, Any]
-LEAST_LOGPROB = -9999.0  # JSON has no minus infinity
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """An engine output, and the index of the choice it belongs to."""
+
+    index: int
+    output: RequestOutput
 
 
 @dataclass(slots=True)
-class Written:
-    """One choice as it grows."""
+class ChoiceState:
+    """One choice while its output arrives."""
 
-    choice: Choice
+    choice: ChoiceRequest
     text: str = ""
-    tokens: int = 0
-    from_draft: list[bool] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)  # of each token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # of each token in the text
     finish_reason: str | None = None
     stats: SpecStats = field(default_factory=SpecStats)
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.from_draft)
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.choice.request.logprobs is not None
+
     def add(self, output: RequestOutput) -> None:
-        self.offsets += [len(self.text)] * len(output.token_ids)
+        num_tokens = len(output.token_ids)
+        self.offsets += [len(self.text)] * num_tokens
         self.text += output.text
-        self.tokens += len(output.token_ids)
-        self.from_draft += [output.from_draft] * len(output.token_ids)
+        self.from_draft += [output.from_draft] * num_tokens
         self.logprobs += output.logprobs or ()
         self.finish_reason = output.finish_reason or self.finish_reason
         self.stats = output.stats or self.stats
 
-    def figures(self) -> Json:
-        """What x_paceline asks for."""
-        return {"from_draft_tokens": [int(flag) for flag in self.from_draft], **self.stats.as_dict()}
-
-
-def usage(job: Job, texts: list[Written]) -> Json:
-    """Tokens counted; what a client's prediction brought is among the details."""
-    written = sum(text.tokens for text in texts)
-    predicted = [text.stats for text in texts if text.choice.request.prediction and not text.choice.request.method]
-    accepted = sum(stats.accepted for stats in predicted)
-    return {
-        "prompt_tokens": job.prompt_tokens,
-        "completion_tokens": written,
-        "total_tokens": job.prompt_tokens + written,
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": sum(stats.drafted for stats in predicted) - accepted,
-        },
-    }
+    def speculation(self) -> Json:
+        """What x_paceline adds to a finished choice."""
+        return {"from_draft_mask": [int(flag) for flag in self.from_draft], **self.stats.as_dict()}
 
 
 class TokenFormatter:
-    """Tokens as the API shows them: a text, and the bytes it really stands for. End tokens are no part of an answer."""
+    """Log-probabilities as the API shows them. End tokens are no part of an output."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: frozenset[int]) -> None:
-        self._tokenizer, self._ends = tokenizer.hf_tokenizer, ends
-        self._special = frozenset(getattr(tokenizer.hf_tokenizer, "all_special_ids", ()))
+    def __init__(self, token_text: TokenText, eos_token_ids: frozenset[int]) -> None:
+        self._token_text, self._eos_token_ids = token_text, eos_token_ids
 
-    def text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens))
+    def prompt_text(self, token_ids: list[int]) -> str:
+        return self._token_text.decode(token_ids)
 
-    def shown(self, token: int) -> str:
-        return str(self._tokenizer.decode([token]))
+    def chat(self, logprobs: list[TokenLogprob]) -> Json:
+        """The logprobs of a chat completion's choice."""
+        return {"content": [self._with_alternatives(entry) for entry in self._shown(logprobs)], "refusal": None}
 
-    def entry(self, token: int, logprob: float) -> Json:
-        word = self.shown(token)
-        return {"token": word, "logprob": max(logprob, LEAST_LOGPROB), "bytes": self._bytes(token, word)}
-
-    def _bytes(self, token: int, word: str) -> list[int] | None:
-        """The replacement sign stands for part of a character; the vocabulary's own spelling has the byte."""
-        if token in self._special:
-            return None  # no part of the text
-        if "�" not in word:
-            return list(word.encode("utf-8", "replace"))
-        output = str(self._tokenizer.convert_ids_to_tokens(token))
-        if output.startswith("<0x") and output.endswith(">"):
-            return [int(output[3:-1], 16)]
-        return [BYTES.get(response, 0xFF) for response in output]
-
-    def chat(self, found: list[TokenLogprob]) -> Json:
-        return {"content": [self._with_top(one) for one in found if one.token not in self._ends], "refusal": None}
-
-    def _with_top(self, one: TokenLogprob) -> Json:
-        entry = self.entry(one.token, one.logprob)
-        entry["top_logprobs"] = [self.entry(token, logprob) for token, logprob in one.top]
-        return entry
-
-    def completion(self, found: list[TokenLogprob], offsets: list[int]) -> Json:
-        found = [one for one in found if one.token not in self._ends]
+    def completion(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json:
+        """The logprobs of a completion's choice. offsets: where each token starts in the text."""
+        shown = self._shown(logprobs)
         return {
-            "tokens": [self.shown(one.token) for one in found],
-            "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],
+            "tokens": [self._text(entry.token) for entry in shown],
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in shown],
             "top_logprobs": [
-                {self.shown(token): max(logprob, LEAST_LOGPROB) for token, logprob in one.top} for one in found
+                {self._text(token): max(logprob, MIN_LOGPROB) for token, logprob in entry.top} for entry in shown
             ],
-            "text_offset": offsets[: len(found)],  # an end token can only be the last
+            "text_offset": offsets[: len(shown)],  # an end token can only be the last
         }
 
+    def _shown(self, logprobs: list[TokenLogprob]) -> list[TokenLogprob]:
+        return [entry for entry in logprobs if entry.token not in self._eos_token_ids]
 
-def _byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies spell printable bytes as themselves and the others as letters from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    def _text(self, token: int) -> str:
+        return self._token_text.decode([token])
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        token_bytes = self._token_text.token_bytes(token)
+        return {"token": self._text(token), "logprob": max(logprob, MIN_LOGPROB), "bytes": token_bytes}
+
+    def _with_alternatives(self, entry: TokenLogprob) -> Json:
+        alternatives = [self._entry(token, logprob) for token, logprob in entry.top]
+        return {**self._entry(entry.token, entry.logprob), "top_logprobs": alternatives}
 
 
-BYTES = _byte_letters()
+class ResponseFormat(Protocol):
+    """The shape of one of the two kinds of completion. Each method gives fields of a choice."""
 
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
 
-class Form(Protocol):
-    """How one of the two kinds of completion looks. `chunks` are choices of a stream, `choice` of a whole reply."""
-
-    word: str  # what its id begins with
-    whole: str  # its object
-    part: str  # the object of a chunk
-
-    def opening(self) -> Json: ...
-    def chunk(self, text: Written, output: RequestOutput) -> Json: ...
+    def opening(self, echo: str) -> Json: ...
+    def delta(self, text: str) -> Json: ...
     def closing(self) -> Json: ...
-    def choice(self, text: Written) -> Json: ...
+    def whole(self, echo: str, text: str) -> Json: ...
+    def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json: ...
 
 
-class ChatForm:
-    """Messages."""
+class ChatFormat:
+    """Chat completions."""
 
-    word, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, words: TokenFormatter) -> None:
-        self._words = words
+    def __init__(self, formatter: TokenFormatter) -> None:
+        self._formatter = formatter
 
-    def opening(self) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    def opening(self, echo: str) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def chunk(self, text: Written, output: RequestOutput) -> Json:
-        logprobs = None if output.logprobs is None else self._words.chat(list(output.logprobs))
-        return {"delta": {"content": output.text}, "logprobs": logprobs}
-
-    def closing(self) -> Json:
-        return {"delta": {}, "logprobs": None}
-
-    def choice(self, text: Written) -> Json:
-        asked = text.choice.request.logprobs is not None
-        message = {"role": "assistant", "content": text.text, "refusal": None}
-        return {"message": message, "logprobs": self._words.chat(text.logprobs) if asked else None}
-
-
-class CompletionForm:
-    """Plain texts."""
-
-    word, whole, part = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, words: TokenFormatter) -> None:
-        self._words = words
-
-    def opening(self) -> Json:
-        return {"text": "", "logprobs": None}
-
-    def chunk(self, text: Written, output: RequestOutput) -> Json:
-        logprobs = None
-        if output.logprobs is not None:
-            count = len(output.logprobs)
-            logprobs = self._words.completion(list(output.logprobs), text.offsets[-count:] if count else [])
-        return {"text": output.text, "logprobs": logprobs}
+    def delta(self, text: str) -> Json:
+        return {"delta": {"content": text}}
 
     def closing(self) -> Json:
-        return {"text": "", "logprobs": None}
+        return {"delta": {}}
 
-    def choice(self, text: Written) -> Json:
-        asked = text.choice.request.logprobs is not None
-        logprobs = self._words.completion(text.logprobs, text.offsets) if asked else None
-        return {"text": text.choice.echo + text.text, "logprobs": logprobs}
+    def whole(self, echo: str, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json:
+        return self._formatter.chat(logprobs)
+
+
+class CompletionFormat:
+    """Completions of a prompt."""
+
+    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, formatter: TokenFormatter) -> None:
+        self._formatter = formatter
+
+    def opening(self, echo: str) -> Json:
+        return {"text": echo}
+
+    def delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def closing(self) -> Json:
+        return {"text": ""}
+
+    def whole(self, echo: str, text: str) -> Json:
+        return {"text": echo + text}
+
+    def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json:
+        return self._formatter.completion(logprobs, offsets)
 
 
 class ResponseBuilder:
-    """The reply to one request, whole or in chunks."""
+    """Builds the response to one request from the engine's outputs."""
 
-    def __init__(self, form: Form, job: Job, model: str) -> None:
-        self._form, self._job, self._model = form, job, model
-        self.id = f"{form.word}-{uuid.uuid4().hex}"
+    def __init__(self, response_format: ResponseFormat, task: CompletionTask, model: str) -> None:
+        self._format, self._task, self._model = response_format, task, model
+        self.id = f"{response_format.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self.figures = job.figures
-        self.texts = [Written(choice) for choice in job.choices]
+        self._states = [ChoiceState(choice) for choice in task.choices]
 
-    def _head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+    async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> Json:
+        """The whole response, once every choice has finished."""
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._states[delta.index].add(delta.output)
+        choices = [self._whole_choice(index, state) for index, state in enumerate(self._states)]
+        return {**self._header(self._format.object_name), "choices": choices, "usage": self.usage()}
 
-    def whole(self) -> Json:
-        """The reply when every text is written."""
-        choices = []
-        for index, text in enumerate(self.texts):
-            choice = {"index": index, **self._form.choice(text), "finish_reason": text.finish_reason}
-            if self.figures:
-                choice["x_paceline"] = text.figures()
-            choices.append(choice)
-        return {**self._head(self._form.whole), "choices": choices, "usage": usage(self._job, self.texts)}
+    async def chunks(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> AsyncGenerator[Json, None]:
+        """The chunks of a stream.
 
-    def opening(self, index: int) -> Json:
-        choice = self._form.opening()
-        if self.texts[index].choice.echo:
-            choice["text"] = self.texts[index].choice.echo
-        return self._chunk(index, choice)
+        The first chunk waits for the first output, so that an error before it is a response with its own status.
+        """
+        async with aclosing(deltas):
+            first = await anext(deltas, None)
+            for chunk in self._opening_chunks():
+                yield chunk
+            for chunk in self._delta_chunks(first) if first else ():
+                yield chunk
+            async for delta in deltas:
+                for chunk in self._delta_chunks(delta):
+                    yield chunk
+        if self._task.include_usage:
+            yield {**self._header(self._format.chunk_object_name), "choices": [], "usage": self.usage()}
 
-    def chunk(self, index: int, output: RequestOutput) -> Json:
-        """A piece of text `index`, which has already been added to it."""
-        choice = self._form.chunk(self.texts[index], output)
-        if self.figures:
-            about = {"from_draft": output.from_draft, "drafted": output.num_drafted, "tokens": len(output.token_ids)}
-            choice["x_paceline"] = about
-        return self._chunk(index, choice)
-
-    def closing(self, index: int) -> Json:
-        choice, text = self._form.closing(), self.texts[index]
-        if self.figures:
-            choice["x_paceline"] = text.figures()
-        return self._chunk(index, choice, text.finish_reason)
-
-    def last(self) -> Json:
-        """The chunk that carries only the usage."""
-        return {**self._head(self._form.part), "choices": [], "usage": usage(self._job, self.texts)}
-
-    def _chunk(self, index: int, choice: Json, finish_reason: str | None = None) -> Json:
-        document = {
-            **self._head(self._form.part),
-            "choices": [{"index": index, **choice, "finish_reason": finish_reason}],
+    def usage(self) -> Json:
+        """Token counts. The details count the draft tokens of a client's prediction."""
+        completion_tokens = sum(state.num_tokens for state in self._states)
+        predicted = [state.stats for state in self._states if state.choice.uses_prediction]
+        accepted = sum(stats.accepted for stats in predicted)
+        return {
+            "prompt_tokens": self._task.prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": self._task.prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(stats.drafted for stats in predicted) - accepted,
+            },
         }
-        if self._job.include_usage:
-            document["usage"] = None
-        return document
+
+    def log_fields(self) -> Json:
+        """Counts for the access log: neither prompt nor output."""
+        all_stats = [state.stats for state in self._states]
+        return {
+            "new_tokens": sum(stats.new_tokens for stats in all_stats),
+            "draft_tokens": sum(stats.drafted for stats in all_stats),
+            "accepted_tokens": sum(stats.accepted for stats in all_stats),
+        }
+
+    # --- choices ------------------------------------------------------------------------------------------------------
+
+    def _whole_choice(self, index: int, state: ChoiceState) -> Json:
+        logprobs = self._format.logprobs(state.logprobs, state.offsets) if state.has_logprobs else None
+        fields = self._format.whole(state.choice.echo, state.text)
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": state.finish_reason}
+        return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
+
+    def _opening_chunks(self) -> Iterator[Json]:
+        for index, state in enumerate(self._states):
+            yield self._chunk(index, self._format.opening(state.choice.echo))
+
+    def _delta_chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
+        state, output = self._states[delta.index], delta.output
+        state.add(output)
+        if output.text or output.logprobs or self._task.include_stats:
+            yield self._output_chunk(delta.index, state, output)
+        if output.finish_reason:
+            stats = state.speculation() if self._task.include_stats else None
+            yield self._chunk(delta.index, self._format.closing(), None, stats, state.finish_reason)
+
+    def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput) -> Json:
+        logprobs = stats = None
+        if output.logprobs is not None:
+            offsets = state.offsets[len(state.offsets) - len(output.logprobs) :]
+            logprobs = self._format.logprobs(list(output.logprobs), offsets)
+        if self._task.include_stats:
+            stats = {
+                "from_draft": output.from_draft,
+                "num_tokens": len(output.token_ids),
+                "num_draft_tokens": output.num_drafted,
+            }
+        return self._chunk(index, self._format.delta(output.text), logprobs, stats)
+
+    # --- documents ----------------------------------------------------------------------------------------------------
+
+    def _header(self, object_name: str) -> Json:
+        return {"id": self.id, "object": object_name, "created": self._created, "model": self._model}
+
+    def _chunk(
+        self,
+        index: int,
+        fields: Json,
+        logprobs: Json | None = None,
+        stats: Json | None = None,
+        finish_reason: str | None = None,
+    ) -> Json:
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}
+        if stats is not None:
+            choice["x_paceline"] = stats
+        usage = {"usage": None} if self._task.include_usage else {}
+        return {**self._header(self._format.chunk_object_name), "choices": [choice], **usage}

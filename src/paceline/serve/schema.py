@@ -1,4 +1,4 @@
-"""What clients may send. Unknown fields are refused, so that a misspelt one is noticed."""
+"""Request bodies. Unknown fields are refused, so that a misspelt field is an error instead of being ignored."""
 
 from __future__ import annotations
 
@@ -8,92 +8,102 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from paceline.config import LARGEST_K
 
-MOST_TOKENS = 1 << 31
-SEED = 1 << 63
+MAX_INT = 1 << 31
+SEED_LIMIT = 1 << 63
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MOST_TOKENS)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 
 
-class Strict(BaseModel):
-    """No guessing about types: "5" is not 5."""
+class StrictModel(BaseModel):
+    """Types are not coerced: "5" is not 5."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class TextPart(Strict):
+class ContentPart(StrictModel):
+    """A part of a message; only text is supported."""
+
     type: Literal["text"]
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | list[ContentPart]
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictModel):
+    """One message of a conversation."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
 
 
-class Speculative(Strict):
-    """How this one text is guessed for. num_draft_tokens: 0 is off, "auto" as many as pay."""
+class SpeculativeParams(StrictModel):
+    """Speculation for this request. num_draft_tokens: 0 turns it off, "auto" uses the draft-length policy."""
 
     method: str | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=LARGEST_K)] | Literal["auto"] | None = None
 
 
-class Prediction(Strict):
-    """A draft the client brings."""
+class PredictionParam(StrictModel):
+    """Draft tokens from the client: text that the output is expected to repeat."""
 
     type: Literal["content"]
     content: Content
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
+    """What a stream carries beside the output."""
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(Strict):
+class JsonSchemaParam(StrictModel):
+    """A JSON schema the output must match."""
+
     name: Annotated[str, StringConstraints(max_length=64)]
     description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormatParam(StrictModel):
+    """What the output must be."""
+
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchemaParam | None = None
 
 
-class CommonParams(Strict):
-    """What chat and plain completions have in common."""
+class CommonParams(StrictModel):
+    """What chat completions and completions have in common."""
 
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-SEED, lt=SEED)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
-    prediction: Prediction | None = None
-    speculative: Speculative | None = None
-    response_format: ResponseFormat | None = None
-    x_paceline: bool | None = Field(default=None, description="put figures about guessing into the reply")
-    # Taken and not acted upon: they change nothing about the text.
+    prediction: PredictionParam | None = None
+    speculative: SpeculativeParams | None = None
+    response_format: ResponseFormatParam | None = None
+    x_paceline: bool | None = Field(default=None, description="add speculation statistics to the response")
+    # Accepted and ignored: they do not change the output.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -102,16 +112,22 @@ class CommonParams(Strict):
     prompt_cache_key: str | None = None
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
 
 
 class ChatRequest(CommonParams):
+    """Body of /v1/chat/completions."""
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # Tools are not supported; a client that sends none explicitly means the same as one that is silent.
+    # Tools are not supported. An empty list of tools means the same as no field.
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -119,6 +135,8 @@ class ChatRequest(CommonParams):
 
 
 class CompletionRequest(CommonParams):
+    """Body of /v1/completions."""
+
     prompt: (
         str
         | TokenIds
@@ -131,8 +149,8 @@ class CompletionRequest(CommonParams):
     suffix: None = None
 
 
-class TokenizeRequest(Strict):
-    """One of prompt and messages."""
+class TokenizeRequest(StrictModel):
+    """Body of /tokenize: prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None

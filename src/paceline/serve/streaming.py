@@ -1,13 +1,12 @@
-"""Pieces of several texts to one client: server-sent events, deadlines, and clients that leave."""
+"""Outputs of several sequences to one client: merging, deadlines, server-sent events, clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,37 +14,39 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.types import RequestOutput
-from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error
+from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error, log_failure
+from paceline.serve.responses import ChoiceDelta
 
 LOG = logging.getLogger("paceline.serve")
 DONE = "[DONE]"
 Result = TypeVar("Result")
+Observer = Callable[[RequestOutput], None]
+Event = ChoiceDelta | Exception | None  # None: one stream has ended
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
-    """A piece, and which of the texts it belongs to."""
+async def merge_outputs(
+    streams: list[AsyncIterator[RequestOutput]], observers: list[Observer], timeout: float
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """The outputs of several sequences as they arrive; each observer sees those of its sequence.
 
-    index: int
-    piece: RequestOutput
-
-
-async def together(streams: list[AsyncIterator[RequestOutput]], seconds: float) -> AsyncGenerator[ChoiceDelta, None]:
-    """The pieces of several texts as they come. Closing it, an error or the deadline ends them all."""
-    arrived: asyncio.Queue[ChoiceDelta | BaseException | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_forward(index, stream, arrived)) for index, stream in enumerate(streams)]
-    deadline, left = asyncio.get_running_loop().time() + seconds, len(tasks)
+    Closing the generator, an error in one stream and the timeout abort all of them. Raises ApiError 408.
+    """
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    pairs = enumerate(zip(streams, observers))
+    tasks = [asyncio.create_task(_forward(index, *pair, events)) for index, pair in pairs]
+    deadline, num_running = asyncio.get_running_loop().time() + timeout, len(tasks)
     try:
-        while left:
-            async with asyncio.timeout_at(deadline):
-                found = await arrived.get()
-            if isinstance(found, BaseException):
-                raise found
-            left -= found is None
-            if found is not None:
-                yield found
+        while num_running:
+            async with asyncio.timeout_at(deadline):  # around the wait alone: a timeout must not span a yield
+                event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                num_running -= 1
+            else:
+                yield event
     except TimeoutError:
-        raise ApiError(408, f"the request took longer than {seconds:g} seconds", code="timeout") from None
+        raise ApiError(408, f"the request took longer than {timeout:g} seconds", code="timeout") from None
     finally:
         for task in tasks:
             task.cancel()
@@ -53,86 +54,102 @@ async def together(streams: list[AsyncIterator[RequestOutput]], seconds: float) 
 
 
 async def _forward(
-    index: int, stream: AsyncIterator[RequestOutput], arrived: asyncio.Queue[ChoiceDelta | BaseException | None]
+    index: int, stream: AsyncIterator[RequestOutput], observer: Observer, events: asyncio.Queue[Event]
 ) -> None:
     try:
         async with aclosing(stream) as outputs:  # type: ignore[type-var]
             async for output in outputs:
-                arrived.put_nowait(ChoiceDelta(index, output))
-        arrived.put_nowait(None)
-    except Exception as error:  # it is raised again by whoever reads the queue
-        arrived.put_nowait(error)
+                observer(output)
+                events.put_nowait(ChoiceDelta(index, output))
+        events.put_nowait(None)
+    except Exception as error:  # merge_outputs raises it
+        events.put_nowait(error)
 
 
-async def while_wanted(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work as long as the client is there. Raises ApiError when it has left."""
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of the work. Cancels it and raises ApiError when the client disconnects."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(_gone(request.receive))
+    disconnect = asyncio.create_task(_disconnected(request.receive))
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(CLIENT_GONE, "the client has left", code="client_gone")
+            raise _client_gone()
         return task.result()
     finally:
-        for pending in (task, watch):
+        for pending in (task, disconnect):
             pending.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream(Response):
-    """Server-sent events. A client that leaves, or takes nothing for `stall` seconds, ends the work behind it.
+def _client_gone() -> ApiError:
+    return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
-    finished: called once at the end, with the error that cut the stream short or None
+
+class EventStream(Response):
+    """Server-sent events. The generation is aborted when the client disconnects or stalls.
+
+    first      the first chunk, awaited before the status is sent
+    chunks     those that follow
+    on_finish  called once at the end, with the error that cut the stream short or None
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[Any, None], stall: float, finished: Callable[[ApiError | None], None]
+        self,
+        first: Any,
+        chunks: AsyncGenerator[Any, None],
+        stall_timeout: float,
+        on_finish: Callable[[ApiError | None], None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._stall, self._finished = events, stall, finished
+        self._first, self._chunks = first, chunks
+        self._stall_timeout, self._on_finish = stall_timeout, on_finish
+        self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._write(send))
-        watch = asyncio.create_task(_gone(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({writer, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            left = not writer.done()
-            for task in (writer, watch):
+            if not writer.done():
+                self._error = _client_gone()
+            for task in (writer, disconnect):
                 task.cancel()
-            found = (await asyncio.gather(writer, watch, return_exceptions=True))[0]
-            self._finished(_ending(found, left))
+            await asyncio.gather(writer, disconnect, return_exceptions=True)
+            self._on_finish(self._error)
 
-    async def _write(self, send: Send) -> ApiError | None:
-        """Send everything; returns the error that was sent as the last event, if any."""
-        async with aclosing(self._events) as events:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            error: ApiError | None = None
-            try:
+    async def _write(self, send: Send) -> None:
+        """Send every event. A client that does not receive, or is gone, ends the generation."""
+        try:
+            async with aclosing(self._chunks), aclosing(self._events()) as events:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for event in events:
-                    await self._send(send, json.dumps(event, ensure_ascii=False))
-                await self._send(send, DONE)
-            except ApiError as found:
-                error = found
-                await self._send(send, json.dumps(found.body, ensure_ascii=False))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-            return error
+                    await self._send(send, event)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            self._error = _client_gone()
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        """The data of each event. An error on the way is the last event."""
+        try:
+            yield json.dumps(self._first, ensure_ascii=False)
+            async for chunk in self._chunks:
+                yield json.dumps(chunk, ensure_ascii=False)
+            yield DONE
+        except Exception as error:  # the status has been sent, so the client gets the error as an event
+            self._error = as_api_error(error)
+            log_failure(self._error, error)
+            yield json.dumps(self._error.body, ensure_ascii=False)
 
     async def _send(self, send: Send, data: str) -> None:
         body = f"data: {data}\n\n".encode("utf-8", "replace")
-        async with asyncio.timeout(self._stall):
+        async with asyncio.timeout(self._stall_timeout):
             await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-def _ending(found: object, left: bool) -> ApiError | None:
-    if left or isinstance(found, TimeoutError | OSError):
-        return ApiError(CLIENT_GONE, "the client has left", code="client_gone")
-    return as_api_error(found) if isinstance(found, BaseException) else found if isinstance(found, ApiError) else None

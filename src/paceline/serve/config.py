@@ -1,0 +1,119 @@
+"""Everything that can be chosen about a server, validated once.
+
+A field with a flag in its metadata is a flag of `paceline serve`. The command line and the table of docs/serving.md
+follow these fields, so a setting is written here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import OptionError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+API_KEYS_VARIABLE = "PACELINE_API_KEYS"
+MIN_API_KEY_LENGTH = 8
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def option(default: Any, flag: str, metavar: str | None, help: str, group: str = "server", **extra: Any) -> Any:
+    """A dataclass field that is also a command-line flag."""
+    return field(default=default, metadata={"flag": flag, "metavar": metavar, "help": help, "group": group, **extra})
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkConfig:
+    """Where the server listens, and which clients it serves.
+
+    api_keys  with no keys every client that reaches the port is served, so listening beyond this machine without keys
+              must be asked for with no_api_key
+    """
+
+    host: str = option("127.0.0.1", "--host", "ADDRESS", "address to listen on; default: this machine only")
+    port: int = option(8000, "--port", "N", "port to listen on; 0: any free port")
+    api_keys: tuple[str, ...] = option((), "--api-key", "KEY", f"API key; repeatable; also {API_KEYS_VARIABLE}")
+    api_key_file: str | None = option(None, "--api-key-file", "PATH", "file of API keys, one a line")
+    no_api_key: bool = option(False, "--no-api-key", None, "listen beyond this machine without an API key")
+    allowed_hosts: tuple[str, ...] = option((), "--allowed-host", "NAME", "Host header to accept; repeatable")
+    cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
+
+    def __post_init__(self) -> None:
+        if any(len(key) < MIN_API_KEY_LENGTH for key in self.api_keys):
+            raise OptionError(
+                f"an API key has at least {MIN_API_KEY_LENGTH} characters; `openssl rand -hex 24` makes a good one"
+            )
+        if not (self.is_loopback or self.api_keys or self.no_api_key):
+            raise OptionError(
+                f"anyone could use a server on {self.host}: set an API key (--api-key, --api-key-file or "
+                f"{API_KEYS_VARIABLE}), or pass --no-api-key"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in LOOPBACK
+
+    @property
+    def accepted_hosts(self) -> tuple[str, ...]:
+        """Host headers that are served; empty: any.
+
+        A local server checks them, because a web page can point a name of its own at this machine.
+        """
+        return (*(LOOPBACK if self.is_loopback else ()), *self.allowed_hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request, one API key and the server as a whole may ask for."""
+
+    max_waiting: int = option(256, "--max-waiting", "N", "sequences that may wait; more are refused with 429")
+    max_requests_per_key: int = option(0, "--max-requests-per-key", "N", "concurrent requests of a key; 0: no limit")
+    max_body_bytes: int = option(4 << 20, "--max-body-bytes", "N", "size of a request body")
+    max_prompt_tokens: int = option(1 << 20, "--max-prompt-tokens", "N", "tokens of one prompt")
+    max_new_tokens: int = option(1 << 20, "--max-new-tokens", "N", "tokens one choice may generate", "sampling")
+    default_max_tokens: int = option(1024, "--default-max-tokens", "N", "max_tokens where a chat has none", "sampling")
+    max_choices: int = option(32, "--max-choices", "N", "choices of one request: n times the prompts")
+    request_timeout: float = option(600.0, "--request-timeout", "S", "seconds for a whole request; then 408")
+    stall_timeout: float = option(30.0, "--stall-timeout", "S", "seconds a client may take to send or to receive")
+    drain_timeout: int = option(60, "--drain-timeout", "S", "seconds for running requests at shutdown")
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            zero_allowed = name in ("max_waiting", "max_requests_per_key", "drain_timeout")
+            if not math.isfinite(value) or value < 0 or (value < 1e-3 and not zero_allowed):
+                raise OptionError(f"{name} must be {'0 or more' if zero_allowed else 'above 0'}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the server presents the engine.
+
+    served_model_names  what clients call the model; responses carry the first
+    max_num_seqs        sequences the engine runs at a time; the admission control counts the others as waiting
+    max_model_len       prompt and output tokens of one sequence; None: the model's own limit
+    num_draft_tokens    k of requests that do not choose; None: the engine's draft-length policy
+    """
+
+    served_model_names: tuple[str, ...] = option(
+        (), "--served-model-name", "NAME", "model name in the API; repeatable; default: MODEL"
+    )
+    log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
+    log_prompts: bool = option(False, "--log-prompts", None, "write prompts into the log")
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    max_num_seqs: int = 16
+    max_model_len: int | None = None
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names or not all(self.served_model_names):
+            raise OptionError("a server needs a name for its model")
+        if self.max_num_seqs < 1:
+            raise OptionError(f"max_num_seqs must be 1 or more, not {self.max_num_seqs}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise OptionError(f"max_model_len must be 2 or more, not {self.max_model_len}")
+
+
+FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits)  # the order of their flags in --help and in the docs

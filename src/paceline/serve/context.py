@@ -1,0 +1,62 @@
+"""What the routes of one server work with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.core.protocols import Engine
+from paceline.serve.config import ServerConfig
+from paceline.serve.limits import AdmissionControl
+from paceline.serve.metrics import Metrics, TokenTimer
+from paceline.serve.requests import CompletionTask, RequestBuilder
+from paceline.serve.responses import ChoiceDelta, TokenFormatter
+from paceline.serve.streaming import Observer, merge_outputs
+from paceline.serve.token_text import token_text
+
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """The engine, and what stands between it and HTTP."""
+
+    engine: Engine
+    config: ServerConfig
+    requests: RequestBuilder
+    formatter: TokenFormatter
+    admission: AdmissionControl
+    metrics: Metrics
+    tokenizer_thread: ThreadPoolExecutor  # one thread, because tokenizers are not thread-safe
+
+    @classmethod
+    def of(cls, engine: Engine, config: ServerConfig) -> ServerContext:
+        text = token_text(engine.tokenizer)
+        return cls(
+            engine,
+            config,
+            RequestBuilder(engine, text, config),
+            TokenFormatter(text, engine.info.eos_token_ids),
+            AdmissionControl(config.limits, config.max_num_seqs),
+            Metrics(engine),
+            ThreadPoolExecutor(1, "paceline-tokenizer"),
+        )
+
+    async def tokenized(self, build: Callable[[Body], Result], body: Body) -> Result:
+        """Run the chat template and the tokenizer in their thread: a long prompt does not delay other requests."""
+        return await asyncio.get_running_loop().run_in_executor(self.tokenizer_thread, build, body)
+
+    def generate(self, task: CompletionTask) -> AsyncGenerator[ChoiceDelta, None]:
+        """The outputs of all choices as they arrive."""
+        streams = [self.engine.generate(choice.request) for choice in task.choices]
+        timers: list[Observer] = [TokenTimer(self.metrics) for _ in streams]
+        return merge_outputs(streams, timers, self.config.limits.request_timeout)
+
+    async def close(self) -> None:
+        self.admission.shutting_down = True
+        await self.engine.close()
+        self.tokenizer_thread.shutdown()

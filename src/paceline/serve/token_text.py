@@ -1,0 +1,73 @@
+"""Single tokens as the API shows them: their text, the bytes they contribute, and text as tokens.
+
+`Tokenizer` of core.protocols encodes prompts and decodes whole outputs. Log-probabilities and predictions need more:
+the bytes of a token that is part of a character, and tokens without a begin-of-sequence token. `token_text` gives what
+a tokenizer can provide; any tokenizer has the defaults of `TokenText`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, singledispatch
+
+from paceline.core.protocols import Tokenizer as AnyTokenizer
+from paceline.hub.tokenizer import Tokenizer
+from paceline.hub.vocabulary import spellings
+
+PARTIAL = "�"  # a tokenizer decodes part of a character to this
+
+
+class TokenText:
+    """Tokens and text by `encode` and `decode` alone."""
+
+    def __init__(self, tokenizer: AnyTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of text in the middle of a sequence."""
+        return self._tokenizer.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text with special tokens where the tokenizer can show them."""
+        return self._tokenizer.decode(tokens)
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        """The bytes a token adds to the output; None for a special token, which adds nothing."""
+        return list(self.decode([token]).encode("utf-8", "replace")) or None
+
+
+class VocabularyTokenText(TokenText):
+    """Tokens and text by the vocabulary of a Hugging Face tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._hf_tokenizer = tokenizer.hf_tokenizer
+        self._special = frozenset(tokenizer.hf_tokenizer.all_special_ids)
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._hf_tokenizer(text, add_special_tokens=False).input_ids]
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._hf_tokenizer.decode(tokens))
+
+    def token_bytes(self, token: int) -> list[int] | None:
+        if token in self._special:
+            return None
+        text = self.decode([token])
+        if PARTIAL not in text:
+            return list(text.encode("utf-8", "replace"))
+        return list(self._bytes_by_token.get(token, text.encode("utf-8", "replace")))
+
+    @cached_property
+    def _bytes_by_token(self) -> dict[int, bytes]:
+        return {token: spelling for spelling, token in spellings(self._hf_tokenizer).items()}
+
+
+@singledispatch
+def token_text(tokenizer: AnyTokenizer) -> TokenText:
+    """The token text of an engine's tokenizer."""
+    return TokenText(tokenizer)
+
+
+@token_text.register
+def _(tokenizer: Tokenizer) -> TokenText:
+    return VocabularyTokenText(tokenizer)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import Running, slowed
+from tests.serve.running import RunningServer, slowed
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 REPEAT = "again and again and again and again and again and again"
@@ -19,86 +19,89 @@ DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[playwright.Browser]:
     with playwright.sync_playwright() as tools:
-        opened = tools.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield opened
-        opened.close()
+        process = tools.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield process
+        process.close()
 
 
 @pytest.fixture
-def page(browser: playwright.Browser, tiny: Running) -> Iterator[playwright.Page]:
-    """The page, opened; it may ask for nothing outside, and say nothing in the console."""
-    opened = browser.new_page(viewport=DESKTOP)
-    asked: list[str] = []
-    complaints: list[str] = []
-    opened.on("request", lambda request: asked.append(request.url))
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    # A status of 400 is also written to the console by the browser itself; that one is asked for.
-    wrong = ("error", "warning")
-    opened.on(
-        "console", lambda line: complaints.append(line.text) if line.type in wrong and "400" not in line.text else None
-    )
-    opened.goto(tiny.url)
-    playwright.expect(opened.locator("#model")).to_have_text("model")
-    yield opened
-    assert not [url for url in asked if not url.startswith(tiny.url)]
-    assert not complaints
-    opened.close()
+def page(browser: playwright.Browser, tiny_server: RunningServer) -> Iterator[playwright.Page]:
+    """The opened page. It must load nothing from other sites, and log no error in the console."""
+    tab = browser.new_page(viewport=DESKTOP)
+    urls: list[str] = []
+    problems: list[str] = []
+
+    def on_console(message: playwright.ConsoleMessage) -> None:
+        # The browser itself logs a status of 400, which one test provokes.
+        if message.type in ("error", "warning") and "400" not in message.text:
+            problems.append(message.text)
+
+    tab.on("request", lambda request: urls.append(request.url))
+    tab.on("pageerror", lambda error: problems.append(str(error)))
+    tab.on("console", on_console)
+    tab.goto(tiny_server.url)
+    playwright.expect(tab.locator("#model")).to_have_text("model")
+    yield tab
+    assert not [url for url in urls if not url.startswith(tiny_server.url)]
+    assert not problems
+    tab.close()
 
 
-def send(page: playwright.Page, words: str, tokens: int) -> None:
-    page.fill("#max-tokens", str(tokens))
-    page.fill("#prompt", words)
+def send(page: playwright.Page, prompt: str, max_tokens: int) -> None:
+    page.fill("#max-tokens", str(max_tokens))
+    page.fill("#prompt", prompt)
     page.press("#prompt", "Enter")
 
 
-def finished(page: playwright.Page) -> None:
+def wait_until_finished(page: playwright.Page) -> None:
     playwright.expect(page.locator("#stop")).to_be_hidden(timeout=60_000)
 
 
-def test_typing_shows_coloured_tokens_and_figures(page: playwright.Page) -> None:
+def test_a_chat_shows_coloured_tokens_and_statistics(page: playwright.Page) -> None:
     page.select_option("#method", "lookahead")
-    page.select_option("#draft-tokens", "4")
+    page.select_option("#num-draft-tokens", "4")
     send(page, REPEAT, 120)
-    finished(page)
+    wait_until_finished(page)
     tokens = page.locator(".answer .t")
     assert 60 < tokens.count() <= 120
-    guessed = page.locator(".answer .t.guessed")
-    assert 0 < guessed.count() < tokens.count()
-    ground = "one => getComputedStyle(one).backgroundColor"
-    assert guessed.first.evaluate(ground) != page.locator(".answer .t.own").first.evaluate(ground)
+    accepted = page.locator(".answer .t.accepted")
+    assert 0 < accepted.count() < tokens.count()
+    background = "element => getComputedStyle(element).backgroundColor"
+    target = page.locator(".answer .t.target")
+    assert accepted.first.evaluate(background) != target.first.evaluate(background)
     assert float(page.inner_text("#tau")) > 1 and float(page.inner_text("#speed")) > 0
     assert page.inner_text("#acceptance").endswith("%") and float(page.inner_text("#k")) > 0
-    guessed.first.hover()
-    assert "guessed and accepted, probability" in page.inner_text("#tip")
+    accepted.first.hover()
+    assert "accepted draft token, probability" in page.inner_text("#tip")
 
 
 def test_speculation_can_be_switched_off(page: playwright.Page) -> None:
     page.uncheck("#speculation")
     send(page, REPEAT, 40)
-    finished(page)
-    assert page.locator(".answer .t").count() > 20 and page.locator(".answer .t.guessed").count() == 0
+    wait_until_finished(page)
+    assert page.locator(".answer .t").count() > 20 and page.locator(".answer .t.accepted").count() == 0
     assert page.inner_text("#k") == "0" and page.inner_text("#tau") == "1.00"
 
 
-def test_a_generation_can_be_stopped(page: playwright.Page, tiny: Running) -> None:
-    with slowed(tiny, 0.05):
+def test_a_generation_can_be_stopped(page: playwright.Page, tiny_server: RunningServer) -> None:
+    with slowed(tiny_server, 0.05):
         send(page, "a long one", 400)
         playwright.expect(page.locator(".answer .t").nth(3)).to_be_attached(timeout=30_000)
         page.click("#stop")
-        finished(page)
-    playwright.expect(page.locator(".figures")).to_have_text("stopped")
+        wait_until_finished(page)
+    playwright.expect(page.locator(".summary")).to_have_text("stopped")
     assert page.locator(".answer .t").count() < 400
-    tiny.quiet()
+    tiny_server.wait_until_idle()
 
 
-def test_the_keyboard_is_enough(page: playwright.Page) -> None:
+def test_the_keyboard_reaches_every_token_and_view(page: playwright.Page) -> None:
     send(page, "keys", 12)
-    finished(page)
+    wait_until_finished(page)
     page.focus(".answer")
     for _ in range(3):
         page.keyboard.press("ArrowRight")
     assert page.locator(".answer .t.marked").get_attribute("data-position") == "3"
-    assert "token 3" in page.inner_text("#tip") and "token 3" in page.inner_text("#said")
+    assert "token 3" in page.inner_text("#tip") and "token 3" in page.inner_text("#announcement")
     page.keyboard.press("Escape")
     playwright.expect(page.locator("#tip")).to_be_hidden()
     page.focus("#tab-chat")
@@ -106,35 +109,35 @@ def test_the_keyboard_is_enough(page: playwright.Page) -> None:
     playwright.expect(page.locator("#race")).to_be_visible()
 
 
-def test_a_race_shows_both_and_the_same_text(page: playwright.Page) -> None:
+def test_a_race_shows_both_outputs_and_that_they_are_equal(page: playwright.Page) -> None:
     page.click("#tab-race")
     page.select_option("#method", "lookahead")
-    page.select_option("#draft-tokens", "4")
+    page.select_option("#num-draft-tokens", "4")
     send(page, REPEAT, 60)
-    playwright.expect(page.locator("#verdict")).to_contain_text("the same text", timeout=60_000)
+    playwright.expect(page.locator("#result")).to_contain_text("the same output", timeout=60_000)
     assert page.inner_text("#lane-off") == page.inner_text("#lane-on")
-    assert page.locator("#lane-off .t.guessed").count() == 0 < page.locator("#lane-on .t.guessed").count()
-    assert "tokens a pass" in page.inner_text("#lane-on-figures")
+    assert page.locator("#lane-off .t.accepted").count() == 0 < page.locator("#lane-on .t.accepted").count()
+    assert "tokens per step" in page.inner_text("#lane-on-summary")
 
 
-def test_an_error_is_said(page: playwright.Page) -> None:
+def test_an_error_is_shown(page: playwright.Page) -> None:
     send(page, "long " * 400, 4)
-    finished(page)
-    assert "reads at most" in page.inner_text(".figures.error")
+    wait_until_finished(page)
+    assert "reads at most" in page.inner_text(".summary.error")
 
 
-def test_it_fits_a_phone_and_the_dark(browser: playwright.Browser, tiny: Running) -> None:
+def test_the_page_fits_a_phone_and_dark_mode(browser: playwright.Browser, tiny_server: RunningServer) -> None:
     context = browser.new_context(viewport=PHONE, color_scheme="dark", has_touch=True, is_mobile=True)
     page = context.new_page()
-    page.goto(tiny.url)
+    page.goto(tiny_server.url)
     playwright.expect(page.locator("#max-tokens")).to_be_hidden()
     page.click("summary")
     send(page, REPEAT, 40)
     page.click("summary")
-    finished(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing may stick out sideways"
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert ground == "rgb(19, 22, 21)"
+    wait_until_finished(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page must not scroll sideways"
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert background == "rgb(19, 22, 21)"
     page.locator(".answer .t").first.tap()
     playwright.expect(page.locator("#tip")).to_be_visible()
     box = page.locator("#tip").bounding_box()
@@ -142,11 +145,11 @@ def test_it_fits_a_phone_and_the_dark(browser: playwright.Browser, tiny: Running
     context.close()
 
 
-def test_everything_has_a_name_for_those_who_listen(page: playwright.Page) -> None:
+def test_every_control_has_an_accessible_name(page: playwright.Page) -> None:
     nameless = page.evaluate(
         """() => [...document.querySelectorAll("button, input, select, textarea, [role=tab], [role=log]")]
-            .filter((one) => !(one.labels?.length || one.getAttribute("aria-label") || one.textContent.trim()))
-            .map((one) => one.outerHTML)"""
+            .filter((element) => !(element.labels?.length || element.getAttribute("aria-label") || element.textContent.trim()))
+            .map((element) => element.outerHTML)"""
     )
     assert nameless == []
     assert page.get_attribute("html", "lang") == "en" and page.locator("h1").count() == 1

@@ -1,52 +1,50 @@
-// Talking to the server: the models it has, and an answer as it is written.
+// Requests to the server: its models, and a chat completion as a stream.
 
 export class ApiError extends Error {}
 
 function headers(key) {
-  const found = { "Content-Type": "application/json" };
-  if (key) found.Authorization = `Bearer ${key}`;
-  return found;
+  const fields = { "Content-Type": "application/json" };
+  if (key) fields.Authorization = `Bearer ${key}`;
+  return fields;
 }
 
-async function explained(response) {
+async function errorMessage(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `the server answered ${response.status}`;
+    return `the server returned status ${response.status}`;
   }
 }
 
-export async function models(key) {
+export async function listModels(key) {
   const response = await fetch("/v1/models", { headers: headers(key) });
-  if (!response.ok) throw new ApiError(await explained(response));
+  if (!response.ok) throw new ApiError(await errorMessage(response));
   return (await response.json()).data;
 }
 
-/* Yields {tokens: [{bytes, logprob}], guessed, drafted, finish, figures} as they come. */
-export async function* written(body, key, signal) {
-  const asked = { ...body, stream: true, logprobs: true, x_paceline: true };
+/* Yields {tokens: [{bytes, logprob}], fromDraft, numDraftTokens, finishReason} for each chunk. */
+export async function* streamChat(params, key, signal) {
+  const body = { ...params, stream: true, logprobs: true, x_paceline: true };
   const response = await fetch("/v1/chat/completions", {
-    method: "POST", headers: headers(key), body: JSON.stringify(asked), signal,
+    method: "POST", headers: headers(key), body: JSON.stringify(body), signal,
   });
-  if (!response.ok) throw new ApiError(await explained(response));
-  for await (const data of events(response.body)) {
+  if (!response.ok) throw new ApiError(await errorMessage(response));
+  for await (const data of readEvents(response.body)) {
     if (data === "[DONE]") return;
-    const document = JSON.parse(data);
-    if (document.error) throw new ApiError(document.error.message);
-    const choice = document.choices[0];
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message);
+    const choice = chunk.choices[0];
     if (!choice) continue;
-    const about = choice.x_paceline ?? {};
     yield {
       tokens: choice.logprobs?.content ?? [],
-      guessed: about.from_draft === true,
-      drafted: about.drafted ?? null,
-      finish: choice.finish_reason,
-      figures: choice.finish_reason ? about : null,
+      fromDraft: choice.x_paceline?.from_draft === true,
+      numDraftTokens: choice.x_paceline?.num_draft_tokens ?? null,
+      finishReason: choice.finish_reason,
     };
   }
 }
 
-async function* events(stream) {
+async function* readEvents(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {

@@ -1,48 +1,49 @@
-// Tokens per second, share of guesses accepted, tokens a pass, guesses a pass: of the answer being written.
+// Tokens per second, acceptance rate, tokens per step and draft tokens per step of the current answer.
 
-const WINDOW = 2000; // milliseconds the speed is taken over
-const places = Object.fromEntries(["speed", "acceptance", "tau", "k"].map((id) => [id, document.getElementById(id)]));
+const WINDOW = 2000; // milliseconds of the live speed
+const NAMES = ["speed", "acceptance", "tau", "k"];
+const elements = Object.fromEntries(NAMES.map((id) => [id, document.getElementById(id)]));
 
 export class Gauges {
   constructor() {
-    this.times = [];
-    this.first = null;
-    this.last = null;
-    this.tokens = this.accepted = this.drafted = this.rounds = 0;
-    this.recent = [];
+    this.arrivals = []; // [time, tokens] of the chunks in the window
+    this.firstTime = null;
+    this.lastTime = null;
+    this.tokens = this.accepted = this.drafted = this.steps = 0;
+    this.recentDraftLengths = [];
   }
 
-  add(piece) {
+  add(chunk) {
     const now = performance.now();
-    const count = piece.tokens.length;
-    this.first ??= now;
-    this.last = now;
+    const count = chunk.tokens.length;
+    this.firstTime ??= now;
+    this.lastTime = now;
     this.tokens += count;
-    if (piece.guessed) this.accepted += count;
-    if (piece.drafted !== null) {
-      this.rounds += 1;
-      this.drafted += piece.drafted;
-      this.recent = [...this.recent.slice(-7), piece.drafted];
+    if (chunk.fromDraft) this.accepted += count;
+    if (chunk.numDraftTokens !== null) {
+      this.steps += 1;
+      this.drafted += chunk.numDraftTokens;
+      this.recentDraftLengths = [...this.recentDraftLengths.slice(-7), chunk.numDraftTokens];
     }
-    this.times.push([now, count]);
-    while (this.times[0][0] < now - WINDOW) this.times.shift();
+    this.arrivals.push([now, count]);
+    while (this.arrivals[0][0] < now - WINDOW) this.arrivals.shift();
     this.show();
   }
 
-  /* From the first piece on, so that reading the prompt does not count. */
+  /* From the first chunk on, so that the prefill does not count. */
   get speed() {
-    const seconds = (this.last - this.first) / 1000;
+    const seconds = (this.lastTime - this.firstTime) / 1000;
     return seconds > 0 ? (this.tokens - 1) / seconds : 0;
   }
 
-  get lately() {
-    const span = (this.times.at(-1)[0] - this.times[0][0]) / 1000;
-    const count = this.times.slice(1).reduce((sum, [, tokens]) => sum + tokens, 0);
-    return span > 0 ? count / span : 0;
+  get liveSpeed() {
+    const seconds = (this.arrivals.at(-1)[0] - this.arrivals[0][0]) / 1000;
+    const count = this.arrivals.slice(1).reduce((sum, [, tokens]) => sum + tokens, 0);
+    return seconds > 0 ? count / seconds : 0;
   }
 
-  get tau() {
-    return this.rounds ? this.tokens / this.rounds : 0;
+  get tokensPerStep() {
+    return this.steps ? this.tokens / this.steps : 0;
   }
 
   get acceptance() {
@@ -50,20 +51,22 @@ export class Gauges {
   }
 
   show() {
-    places.speed.textContent = this.lately ? this.lately.toFixed(1) : "–";
-    places.acceptance.textContent = this.acceptance === null ? "–" : `${Math.round(100 * this.acceptance)} %`;
-    places.tau.textContent = this.tau ? this.tau.toFixed(2) : "–";
-    const k = this.recent.reduce((sum, each) => sum + each, 0) / (this.recent.length || 1);
-    places.k.textContent = Number.isInteger(k) ? String(k) : k.toFixed(1);
+    elements.speed.textContent = this.liveSpeed ? this.liveSpeed.toFixed(1) : "–";
+    elements.acceptance.textContent = this.acceptance === null ? "–" : `${Math.round(100 * this.acceptance)} %`;
+    elements.tau.textContent = this.tokensPerStep ? this.tokensPerStep.toFixed(2) : "–";
+    const k = this.recentDraftLengths.reduce((sum, length) => sum + length, 0) / (this.recentDraftLengths.length || 1);
+    elements.k.textContent = Number.isInteger(k) ? String(k) : k.toFixed(1);
   }
 
-  /* The whole answer's speed takes the place of the last moment's. */
+  /* The speed of the whole answer replaces the live speed. */
   finish() {
-    if (this.tokens) places.speed.textContent = this.speed.toFixed(1);
+    if (this.tokens) elements.speed.textContent = this.speed.toFixed(1);
   }
 
-  get words() {
-    const accepted = this.acceptance === null ? "nothing guessed" : `${Math.round(100 * this.acceptance)} % accepted`;
-    return `${this.tokens} tokens, ${this.speed.toFixed(1)} tokens/s, ${accepted}, ${this.tau.toFixed(2)} tokens a pass`;
+  get summary() {
+    const percent = Math.round(100 * this.acceptance);
+    const accepted = this.acceptance === null ? "no draft tokens" : `${percent} % of draft tokens accepted`;
+    const perStep = `${this.tokensPerStep.toFixed(2)} tokens per step`;
+    return `${this.tokens} tokens, ${this.speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
   }
 }

@@ -1,187 +1,188 @@
-// The page: a chat whose tokens show where they come from, and a race of one prompt with and without guessing.
+// The page: a chat that shows which tokens come from the draft, and a race of one prompt without and with speculation.
 
-import { models, written } from "./api.js";
+import { listModels, streamChat } from "./api.js";
 import { Gauges } from "./gauges.js";
-import { Answer, listen } from "./tokens.js";
+import { addTokenListeners, Answer } from "./tokens.js";
 
-const at = (id) => document.getElementById(id);
+const byId = (id) => document.getElementById(id);
 const conversation = [];
-let running = null; // the AbortController of what is being written
+let abortController = null; // of the running request
 let view = "chat";
 let model = null;
 
-// --- what the user chose ---------------------------------------------------------------------------------------------
+// --- request parameters ----------------------------------------------------------------------------------------------
 
-function speculative(on) {
-  if (!on) return { method: "none", num_draft_tokens: 0 };
-  const k = at("draft-tokens").value;
-  return { method: at("method").value, num_draft_tokens: k === "auto" ? "auto" : Number(k) };
+function speculativeParams(speculate) {
+  if (!speculate) return { method: "none", num_draft_tokens: 0 };
+  const k = byId("num-draft-tokens").value;
+  return { method: byId("method").value, num_draft_tokens: k === "auto" ? "auto" : Number(k) };
 }
 
-function request(messages, on, temperature) {
-  const most = Math.max(1, Math.round(Number(at("max-tokens").value)) || 256);
-  return { model, messages, temperature, max_tokens: most, speculative: speculative(on) };
+function requestParams(messages, speculate, temperature) {
+  const maxTokens = Math.max(1, Math.round(Number(byId("max-tokens").value)) || 256);
+  return { model, messages, temperature, max_tokens: maxTokens, speculative: speculativeParams(speculate) };
 }
 
-// --- writing ---------------------------------------------------------------------------------------------------------
+// --- generation ------------------------------------------------------------------------------------------------------
 
-async function write(body, place, onPiece = () => {}) {
-  const answer = new Answer(place);
+async function generate(params, element, onChunk = () => {}) {
+  const answer = new Answer(element);
   const gauges = new Gauges();
-  for await (const piece of written(body, at("key").value, running.signal)) {
-    for (const token of piece.tokens) answer.add(token, piece.guessed);
-    if (piece.tokens.length) gauges.add(piece);
-    onPiece(answer, gauges);
+  for await (const chunk of streamChat(params, byId("key").value, abortController.signal)) {
+    for (const token of chunk.tokens) answer.add(token, chunk.fromDraft);
+    if (chunk.tokens.length) gauges.add(chunk);
+    onChunk(answer, gauges);
   }
   gauges.finish();
   return { answer, gauges };
 }
 
-function busy(on) {
-  running = on ? new AbortController() : null;
-  at("send").disabled = on;
-  at("stop").hidden = !on;
-  if (on) at("stop").focus();
-  else at("prompt").focus();
+function setRunning(running) {
+  abortController = running ? new AbortController() : null;
+  byId("send").disabled = running;
+  byId("stop").hidden = !running;
+  if (running) byId("stop").focus();
+  else byId("prompt").focus();
 }
 
-function element(tag, kind, text = "") {
-  const made = document.createElement(tag);
-  made.className = kind;
-  made.textContent = text;
-  return made;
+function createElement(tag, className, text = "") {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = text;
+  return element;
 }
 
-function failed(error) {
+function errorText(error) {
   if (error.name === "AbortError") return "stopped";
   return error.message || "the connection was lost";
 }
 
 async function chat(prompt) {
-  const log = at("log");
-  at("hint").hidden = true;
+  const log = byId("log");
+  byId("hint").hidden = true;
   conversation.push({ role: "user", content: prompt });
-  const message = element("div", "message assistant");
-  const place = element("div", "answer");
-  place.tabIndex = 0;
-  place.setAttribute("aria-label", "Answer; arrow keys tell about each token");
-  message.append(place);
-  log.append(element("div", "message user", prompt), message);
-  const follow = () => { log.scrollTop = log.scrollHeight; };
-  follow();
+  const message = createElement("div", "message assistant");
+  const element = createElement("div", "answer");
+  element.tabIndex = 0;
+  element.setAttribute("aria-label", "Answer; the arrow keys describe each token");
+  message.append(element);
+  log.append(createElement("div", "message user", prompt), message);
+  const scrollToEnd = () => { log.scrollTop = log.scrollHeight; };
+  scrollToEnd();
   try {
-    const on = at("speculation").checked;
-    const body = request(conversation, on, Number(at("temperature").value) || 0);
-    const { answer, gauges } = await write(body, place, follow);
-    message.append(element("p", "figures", gauges.words));
-    at("said").textContent = `Answer: ${answer.text}`;
+    const temperature = Number(byId("temperature").value) || 0;
+    const params = requestParams(conversation, byId("speculation").checked, temperature);
+    const { answer, gauges } = await generate(params, element, scrollToEnd);
+    message.append(createElement("p", "summary", gauges.summary));
+    byId("announcement").textContent = `Answer: ${answer.text}`;
   } catch (error) {
     const stopped = error.name === "AbortError";
-    message.append(element("p", stopped ? "figures" : "figures error", failed(error)));
-    at("said").textContent = failed(error);
+    message.append(createElement("p", stopped ? "summary" : "summary error", errorText(error)));
+    byId("announcement").textContent = errorText(error);
   }
-  conversation.push({ role: "assistant", content: place.textContent });
-  follow();
+  conversation.push({ role: "assistant", content: element.textContent });
+  scrollToEnd();
 }
 
-async function lane(name, prompt, on) {
-  const place = at(`lane-${name}`);
-  place.replaceChildren();
-  const bar = at(`lane-${name}-bar`);
+async function runLane(name, prompt, speculate) {
+  const element = byId(`lane-${name}`);
+  element.replaceChildren();
+  const bar = byId(`lane-${name}-bar`);
   bar.value = 0;
-  const body = request([{ role: "user", content: prompt }], on, 0);
-  const started = performance.now();
-  const done = await write(body, place, (answer, gauges) => {
-    bar.value = answer.count / body.max_tokens;
-    const seconds = ((performance.now() - started) / 1000).toFixed(1);
-    at(`lane-${name}-figures`).textContent = `${answer.count} tokens, ${gauges.rounds} passes, ${seconds} s`;
+  const params = requestParams([{ role: "user", content: prompt }], speculate, 0);
+  const start = performance.now();
+  const result = await generate(params, element, (answer, gauges) => {
+    bar.value = answer.count / params.max_tokens;
+    const seconds = ((performance.now() - start) / 1000).toFixed(1);
+    byId(`lane-${name}-summary`).textContent = `${answer.count} tokens, ${gauges.steps} steps, ${seconds} s`;
   });
   bar.value = 1;
-  at(`lane-${name}-figures`).textContent = done.gauges.words;
-  return done;
+  byId(`lane-${name}-summary`).textContent = result.gauges.summary;
+  return result;
 }
 
 async function race(prompt) {
-  at("verdict").textContent = "";
+  byId("result").textContent = "";
   for (const name of ["off", "on"]) {
-    at(`lane-${name}`).replaceChildren();
-    at(`lane-${name}-figures`).textContent = "";
-    at(`lane-${name}-bar`).value = 0;
+    byId(`lane-${name}`).replaceChildren();
+    byId(`lane-${name}-summary`).textContent = "";
+    byId(`lane-${name}-bar`).value = 0;
   }
   try {
-    const off = await lane("off", prompt, false);
-    const on = await lane("on", prompt, true);
-    const ratio = on.gauges.speed / off.gauges.speed;
-    const same = on.answer.text === off.answer.text ? "the same text" : "not the same text (a near-tie fell differently)";
-    const passes = `${on.gauges.rounds} passes instead of ${off.gauges.rounds}`;
-    at("verdict").textContent = `${ratio.toFixed(2)} times the speed, ${passes}; ${same}.`;
+    const off = await runLane("off", prompt, false);
+    const on = await runLane("on", prompt, true);
+    const speedup = (on.gauges.speed / off.gauges.speed).toFixed(2);
+    const equal = on.answer.text === off.answer.text;
+    const output = equal ? "the same output" : "another output (two tokens were nearly equally likely)";
+    byId("result").textContent = `${speedup}× speed, ${on.gauges.steps} steps instead of ${off.gauges.steps}; ${output}.`;
   } catch (error) {
-    at("verdict").textContent = failed(error);
+    byId("result").textContent = errorText(error);
   }
 }
 
 async function submit(event) {
   event?.preventDefault();
-  const prompt = at("prompt").value.trim();
-  if (!prompt || running) return;
-  busy(true);
-  if (view === "chat") at("prompt").value = "";
+  const prompt = byId("prompt").value.trim();
+  if (!prompt || abortController) return;
+  setRunning(true);
+  if (view === "chat") byId("prompt").value = "";
   await (view === "chat" ? chat(prompt) : race(prompt));
-  busy(false);
+  setRunning(false);
 }
 
-// --- the frame -------------------------------------------------------------------------------------------------------
+// --- views and settings ----------------------------------------------------------------------------------------------
 
-function choose(name) {
+function showView(name) {
   view = name;
-  for (const each of ["chat", "race"]) {
-    at(each).hidden = each !== name;
-    at(`tab-${each}`).setAttribute("aria-selected", String(each === name));
-    at(`tab-${each}`).tabIndex = each === name ? 0 : -1;
+  for (const other of ["chat", "race"]) {
+    byId(other).hidden = other !== name;
+    byId(`tab-${other}`).setAttribute("aria-selected", String(other === name));
+    byId(`tab-${other}`).tabIndex = other === name ? 0 : -1;
   }
-  at("send").textContent = name === "chat" ? "Send" : "Race";
-  for (const each of [at("speculation").closest("label"), at("clear")]) each.hidden = name === "race";
+  byId("send").textContent = name === "chat" ? "Send" : "Race";
+  for (const element of [byId("speculation").closest("label"), byId("clear")]) element.hidden = name === "race";
 }
 
-function fill(select, values, chosen) {
-  select.replaceChildren(...values.map((value) => new Option(value, value, false, value === String(chosen))));
+function fillSelect(select, values, selected) {
+  select.replaceChildren(...values.map((value) => new Option(value, value, false, value === String(selected))));
 }
 
 async function connect() {
   try {
-    const [first] = await models(at("key").value);
+    const [first] = await listModels(byId("key").value);
     model = first.id;
-    const about = first.x_paceline;
-    const methods = about.methods.filter((method) => !["none", "prediction"].includes(method));
-    fill(at("method"), methods, methods[0]);
-    fill(at("draft-tokens"), ["auto", "1", "2", "3", "4", "6", "8", "12", "16"], about.num_draft_tokens);
-    at("model").textContent = model;
+    const details = first.x_paceline;
+    const methods = details.methods.filter((method) => !["none", "prediction"].includes(method));
+    fillSelect(byId("method"), methods, methods[0]);
+    const draftLengths = ["auto", "1", "2", "3", "4", "6", "8", "12", "16"];
+    fillSelect(byId("num-draft-tokens"), draftLengths, details.num_draft_tokens);
+    byId("model").textContent = model;
   } catch (error) {
-    at("model").textContent = error.message || "the server cannot be reached";
+    byId("model").textContent = error.message || "the server cannot be reached";
   }
 }
 
 function clear() {
   conversation.length = 0;
-  for (const message of at("log").querySelectorAll(".message")) message.remove();
-  at("hint").hidden = false;
-  at("prompt").focus();
+  for (const message of byId("log").querySelectorAll(".message")) message.remove();
+  byId("hint").hidden = false;
+  byId("prompt").focus();
 }
 
-at("composer").addEventListener("submit", submit);
-at("prompt").addEventListener("keydown", (event) => {
+byId("composer").addEventListener("submit", submit);
+byId("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
 });
-at("stop").addEventListener("click", () => running?.abort());
-at("clear").addEventListener("click", clear);
-at("key").addEventListener("change", connect);
-for (const name of ["chat", "race"]) at(`tab-${name}`).addEventListener("click", () => choose(name));
+byId("stop").addEventListener("click", () => abortController?.abort());
+byId("clear").addEventListener("click", clear);
+byId("key").addEventListener("change", connect);
+for (const name of ["chat", "race"]) byId(`tab-${name}`).addEventListener("click", () => showView(name));
 document.querySelector("nav").addEventListener("keydown", (event) => {
   if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-  choose(view === "chat" ? "race" : "chat");
-  at(`tab-${view}`).focus();
+  showView(view === "chat" ? "race" : "chat");
+  byId(`tab-${view}`).focus();
 });
-// On a small screen the answer needs the room.
-if (matchMedia("(max-width: 40rem)").matches) at("settings").open = false;
-listen();
+// A small screen has no space for the settings beside an answer.
+if (matchMedia("(max-width: 40rem)").matches) byId("settings").open = false;
+addTokenListeners();
 connect();

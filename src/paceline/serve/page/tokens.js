@@ -1,40 +1,40 @@
-// An answer made of tokens: their colours, and what hovering, tapping or the arrow keys tell about each.
+// An answer as tokens: their colours, and what hovering, tapping or the arrow keys show about each.
 
 const tip = document.getElementById("tip");
-const said = document.getElementById("said");
+const announcement = document.getElementById("announcement");
 
 export class Answer {
-  constructor(place) {
-    this.place = place;
+  constructor(element) {
+    this.element = element;
     this.decoder = new TextDecoder("utf-8");
     this.count = 0;
     this.text = "";
   }
 
-  add(token, guessed) {
-    // A character may be spread over several tokens: it is shown with the one that completes it.
-    const shown = this.decoder.decode(new Uint8Array(token.bytes ?? []), { stream: true });
+  add(token, fromDraft) {
+    // A character can be spread over several tokens: it is shown with the last of them.
+    const text = this.decoder.decode(new Uint8Array(token.bytes ?? []), { stream: true });
     const span = document.createElement("span");
-    span.className = `t ${guessed ? "guessed" : "own"}`;
-    span.textContent = shown;
+    span.className = `t ${fromDraft ? "accepted" : "target"}`;
+    span.textContent = text;
     span.dataset.position = String(++this.count);
-    span.dataset.chance = String(Math.exp(token.logprob));
-    this.text += shown;
-    this.place.append(span);
+    span.dataset.probability = String(Math.exp(token.logprob));
+    this.text += text;
+    this.element.append(span);
   }
 }
 
-export function described(span) {
-  const chance = Number(span.dataset.chance) * 100;
-  const shown = chance >= 99.95 ? "100" : chance >= 10 ? chance.toFixed(1) : chance.toPrecision(2);
-  const origin = span.classList.contains("guessed") ? "guessed and accepted" : "the model's own";
-  return `token ${span.dataset.position}, ${origin}, probability ${shown} %`;
+export function describe(span) {
+  const percent = Number(span.dataset.probability) * 100;
+  const probability = percent >= 99.95 ? "100" : percent >= 10 ? percent.toFixed(1) : percent.toPrecision(2);
+  const origin = span.classList.contains("accepted") ? "accepted draft token" : "token of the target";
+  return `token ${span.dataset.position}, ${origin}, probability ${probability} %`;
 }
 
 function show(span) {
   unmark();
   span.classList.add("marked");
-  tip.textContent = described(span);
+  tip.textContent = describe(span);
   tip.hidden = false;
   const box = span.getBoundingClientRect();
   const left = Math.min(Math.max(8, box.left), innerWidth - tip.offsetWidth - 8);
@@ -53,29 +53,29 @@ function hide() {
 }
 
 /* Arrow keys go from token to token inside the answer that has the focus. */
-function walk(event) {
+function onKeyDown(event) {
   const answer = event.target.closest?.(".answer");
-  const steps = { ArrowRight: 1, ArrowLeft: -1 };
+  const moves = { ArrowRight: 1, ArrowLeft: -1 };
   if (event.key === "Escape") hide();
-  if (!answer || !(event.key in steps)) return;
+  if (!answer || !(event.key in moves)) return;
   const spans = [...answer.querySelectorAll(".t")];
-  const at = spans.findIndex((span) => span.classList.contains("marked"));
-  const next = spans[Math.min(Math.max(0, at + steps[event.key]), spans.length - 1)];
+  const index = spans.findIndex((span) => span.classList.contains("marked"));
+  const next = spans[Math.min(Math.max(0, index + moves[event.key]), spans.length - 1)];
   if (!next) return;
   event.preventDefault();
   show(next);
   next.scrollIntoView({ block: "nearest" });
-  said.textContent = `“${next.textContent.trim() || "blank"}”: ${described(next)}`;
+  announcement.textContent = `“${next.textContent.trim() || "blank"}”: ${describe(next)}`;
 }
 
-export function listen() {
-  const onto = (event) => {
+export function addTokenListeners() {
+  const onPointer = (event) => {
     const span = event.target.closest?.(".t[data-position]");
     if (span) show(span);
     else hide();
   };
-  document.addEventListener("pointerover", onto);
-  document.addEventListener("click", onto);
-  document.addEventListener("keydown", walk);
+  document.addEventListener("pointerover", onPointer);
+  document.addEventListener("click", onPointer);
+  document.addEventListener("keydown", onKeyDown);
   document.addEventListener("scroll", hide, true);
 }

@@ -1,0 +1,104 @@
+"""Metric names: the dashboard and the document use those that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.core.stats import EngineStats, SpecStats
+from paceline.core.types import RequestOutput
+from paceline.serve.metrics import Metrics, TokenTimer
+from tests.serve.toy_engine import ReversingEngine
+
+DOCS = Path(__file__).parents[2] / "docs"
+SUFFIXES = ("_bucket", "_count", "_sum", "_created")
+
+
+class CountingEngine(ReversingEngine):
+    """An engine whose stats are all different from 0."""
+
+    def stats(self) -> EngineStats:
+        spec = SpecStats(new_tokens=9, steps=4, drafted=7, accepted=5, offered_at=[4, 3], accepted_at=[3, 2])
+        return EngineStats(
+            waiting=1,
+            running=2,
+            blocks_used=3,
+            blocks_cached=4,
+            blocks_free=5,
+            spec=spec,
+            by_method={"ngram": spec},
+            prefix_hits=6,
+            prefix_tokens=7,
+            preemptions=8,
+            failures=9,
+            prompt_tokens=10,
+            draft_lengths={0: 1, 3: 2, 200: 1},
+        )
+
+
+@pytest.fixture(scope="module")
+def exposition() -> str:
+    metrics = Metrics(CountingEngine())
+    metrics.observe_request("/v1/completions", 200, 0.2)
+    return metrics.exposition().decode()
+
+
+def exported_names(exposition: str) -> set[str]:
+    names = set(re.findall(r"^(paceline_\w+)", exposition, re.MULTILINE))
+    return {name for name in names if not name.endswith("_created")}
+
+
+def test_the_engine_stats_are_exported_under_their_names(exposition: str) -> None:
+    for line in (
+        "paceline_requests_waiting 1.0",
+        "paceline_requests_running 2.0",
+        'paceline_kv_blocks{state="used"} 3.0',
+        'paceline_kv_blocks{state="cached"} 4.0',
+        'paceline_kv_blocks{state="free"} 5.0',
+        "paceline_prefix_cache_hits_total 6.0",
+        "paceline_prefix_cache_hit_tokens_total 7.0",
+        "paceline_preemptions_total 8.0",
+        "paceline_failed_steps_total 9.0",
+        "paceline_prompt_tokens_total 10.0",
+        'paceline_generation_tokens_total{method="ngram"} 9.0',
+        'paceline_steps_total{method="ngram"} 4.0',
+        'paceline_spec_draft_tokens_total{method="ngram"} 7.0',
+        'paceline_spec_accepted_tokens_total{method="ngram"} 5.0',
+        'paceline_spec_draft_tokens_per_position_total{method="ngram",position="2"} 3.0',
+        'paceline_spec_accepted_tokens_per_position_total{method="ngram",position="1"} 3.0',
+        'paceline_spec_num_draft_tokens_bucket{le="2"} 1.0',
+        'paceline_spec_num_draft_tokens_bucket{le="128"} 3.0',
+        "paceline_spec_num_draft_tokens_count 4.0",
+        "paceline_spec_num_draft_tokens_sum 206.0",
+        'paceline_http_requests_total{route="/v1/completions",status="200"} 1.0',
+    ):
+        assert line in exposition.splitlines()
+
+
+def test_an_engine_without_methods_in_its_stats_is_counted_under_its_default() -> None:
+    assert 'paceline_steps_total{method="reverse"} 0.0' in Metrics(ReversingEngine()).exposition().decode()
+
+
+def test_the_dashboard_uses_only_metrics_that_exist(exposition: str) -> None:
+    text = (DOCS / "grafana-dashboard.json").read_text()
+    json.loads(text)
+    assert set(re.findall(r"paceline_\w+", text)) <= exported_names(exposition)
+
+
+def test_the_document_names_every_metric(exposition: str) -> None:
+    documented = set(re.findall(r"`(paceline_\w+)`", (DOCS / "serving.md").read_text()))
+    exported = {re.sub(rf"({'|'.join(SUFFIXES)})$", "", name) for name in exported_names(exposition)}
+    assert documented == exported
+
+
+def test_a_token_timer_observes_the_first_token_and_the_others_each() -> None:
+    metrics = Metrics(ReversingEngine())
+    timer = TokenTimer(metrics)
+    for tokens in ((), (1,), (2, 3), ()):
+        timer(RequestOutput("", tokens))
+    text = metrics.exposition().decode()
+    assert "paceline_time_to_first_token_seconds_count 1.0" in text
+    assert "paceline_inter_token_latency_seconds_count 1.0" in text

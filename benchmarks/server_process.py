@@ -18,19 +18,19 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. `log` is where its standard error goes."""
+    """A running server."""
 
     url: str
     process: subprocess.Popen[str]
 
     def megabytes(self) -> float:
-        """KVManager the process holds now."""
+        """Resident memory of the process."""
         with open(f"/proc/{self.process.pid}/status", encoding="utf-8") as status:
-            found = re.search(r"VmRSS:\s+(\d+) kB", status.read())
-        return int(found.group(1)) / 1024 if found else 0.0
+            match = re.search(r"VmRSS:\s+(\d+) kB", status.read())
+        return int(match.group(1)) / 1024 if match else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Every number of /metrics by its name and labels."""
+        """Every value of /metrics by its name and labels."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
@@ -39,16 +39,16 @@ class Server:
 @contextmanager
 def server(arguments: list[str]) -> Iterator[Server]:
     """Start `paceline serve` with these arguments on a free port, and stop it at the end."""
-    command = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--log-level", "error", *arguments]
+    command = [sys.executable, "-m", "paceline", "serve", *arguments, "--port", "0", "--log-level", "error"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        output = process.stdout.readline()
-        found = re.search(r"(http://\S+)/v1", output)
-        if found is None:
-            raise SystemExit(f"the server did not start: {output}")
-        yield Server(found.group(1), process)
+        line = process.stdout.readline()
+        match = re.search(r"(http://\S+)/v1", line)
+        if match is None:
+            raise SystemExit(f"the server did not start: {line}")
+        yield Server(match.group(1), process)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -57,15 +57,15 @@ def server(arguments: list[str]) -> Iterator[Server]:
             process.kill()
 
 
-async def streamed(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The documents of one stream. Raises for an error status or an error event."""
-    async with client.stream("POST", path, json={**body, "stream": True}) as answer:
-        if answer.status_code != 200:
-            raise RuntimeError(f"{answer.status_code}: {(await answer.aread())[:200]!r}")
-        async for line in answer.aiter_lines():
+async def stream_chunks(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of one stream. Raises for an error status or an error event."""
+    async with client.stream("POST", path, json={**body, "stream": True}) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread())[:200]!r}")
+        async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
-            document: dict[str, Any] = json.loads(line[6:])
-            if "error" in document:
-                raise RuntimeError(document["error"]["message"])
-            yield document
+            chunk: dict[str, Any] = json.loads(line[6:])
+            if "error" in chunk:
+                raise RuntimeError(chunk["error"]["message"])
+            yield chunk

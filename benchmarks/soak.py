@@ -1,10 +1,10 @@
-"""Many streaming clients, a third of them leaving at random moments, against one server: does anything leak or mix?
+"""Many streaming clients, a third of them disconnecting at random, against one server: does anything leak or mix?
 
     python benchmarks/soak.py --clients 64 --seconds 120
 
-Every prompt's greedy text is first written alone; every text that a client reads must be that text, or the beginning
-of it where the client left early. At the end the pages in use must be 0, and memory must not have grown. The last line
-is one JSON document.
+Every prompt's greedy output is first generated alone; every output that a client reads must equal it, or be a prefix
+of it where the client disconnected early. At the end no KV block may be in use, and memory must not have grown. The
+last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass, field
 
 import httpx
-from server_process import Server, server, streamed
+from server_process import Server, server, stream_chunks
 
 PATH = "/v1/completions"
 PROMPTS = [
@@ -37,112 +37,119 @@ PROMPTS = [
 
 
 @dataclass
-class Findings:
+class SoakResult:
     """What the clients saw."""
 
     finished: int = 0
-    left_early: int = 0
-    tokens: int = 0
+    disconnected: int = 0
+    chunks: int = 0
     errors: list[str] = field(default_factory=list)
-    mixed: list[str] = field(default_factory=list)  # texts that are not what their prompt gives alone
+    mixed: list[str] = field(default_factory=list)  # outputs that differ from those of their prompts alone
 
 
-def body(prompt: str, tokens: int) -> dict[str, object]:
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
+def body(prompt: str, max_tokens: int) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
 
 
-async def alone(served: Server, tokens: int) -> dict[str, str]:
-    """Every prompt's text, one at a time."""
-    found: dict[str, str] = {}
-    async with httpx.AsyncClient(base_url=served.url, timeout=300) as client:
+async def sequential_outputs(running: Server, max_tokens: int) -> dict[str, str]:
+    """The output of every prompt, one at a time."""
+    outputs: dict[str, str] = {}
+    async with httpx.AsyncClient(base_url=running.url, timeout=300) as client:
         for prompt in PROMPTS:
-            answer = await client.post(PATH, json=body(prompt, tokens))
-            found[prompt] = answer.json()["choices"][0]["text"]
-    return found
+            response = await client.post(PATH, json=body(prompt, max_tokens))
+            outputs[prompt] = response.json()["choices"][0]["text"]
+    return outputs
 
 
-async def one_client(
-    served: Server, number: int, tokens: int, until: float, expected: dict[str, str], findings: Findings
-) -> None:
-    uniforms = random.Random(number)
-    while time.monotonic() < until:
-        prompt = uniforms.choice(PROMPTS)
-        leaves_after = uniforms.randrange(1, tokens) if uniforms.random() < 1 / 3 else None
-        try:
-            await one_text(served, prompt, tokens, leaves_after, expected[prompt], findings)
-        except (httpx.HTTPError, RuntimeError) as error:
-            findings.errors.append(f"{type(error).__name__}: {error}")
+class Soak:
+    """Clients of one server until a deadline, and what they see."""
 
+    def __init__(self, running: Server, max_tokens: int, expected: dict[str, str], deadline: float) -> None:
+        self._running, self._max_tokens, self._expected, self._deadline = running, max_tokens, expected, deadline
+        self.result = SoakResult()
 
-async def one_text(
-    served: Server, prompt: str, tokens: int, leaves_after: int | None, expected: str, findings: Findings
-) -> None:
-    text, chunks = "", 0
-    async with httpx.AsyncClient(base_url=served.url, timeout=300) as client:
-        async for document in streamed(client, PATH, body(prompt, tokens)):
-            text += document["choices"][0]["text"]
-            chunks += 1
-            if leaves_after is not None and chunks > leaves_after:
-                break
-    findings.tokens += chunks
-    whole = leaves_after is None or chunks <= leaves_after
-    if whole:
-        findings.finished += 1
-    else:
-        findings.left_early += 1
-    if text != expected if whole else not expected.startswith(text):
-        findings.mixed.append(f"{prompt!r}: {text!r} is not {expected!r}")
+    async def client(self, index: int) -> None:
+        """Send one request after another; disconnect from a third of them."""
+        rng = random.Random(index)
+        while time.monotonic() < self._deadline:
+            prompt = rng.choice(PROMPTS)
+            max_chunks = rng.randrange(1, self._max_tokens) if rng.random() < 1 / 3 else None
+            try:
+                await self._request(prompt, max_chunks)
+            except (httpx.HTTPError, RuntimeError) as error:
+                self.result.errors.append(f"{type(error).__name__}: {error}")
 
+    async def _request(self, prompt: str, max_chunks: int | None) -> None:
+        """Read one stream. max_chunks: disconnect after so many; None: read to the end."""
+        text, num_chunks, finished = "", 0, True
+        async with httpx.AsyncClient(base_url=self._running.url, timeout=300) as client:
+            async for chunk in stream_chunks(client, PATH, body(prompt, self._max_tokens)):
+                text += chunk["choices"][0]["text"]
+                num_chunks += 1
+                if max_chunks is not None and num_chunks > max_chunks:
+                    finished = False
+                    break
+        self.result.chunks += num_chunks
+        self.result.finished += finished
+        self.result.disconnected += not finished
+        self._compare(prompt, text, finished)
 
-async def soak(served: Server, clients: int, seconds: float, tokens: int) -> dict[str, object]:
-    expected = await alone(served, tokens)
-    before, memory = served.metrics(), [served.megabytes()]
-    findings, until = Findings(), time.monotonic() + seconds
+    def _compare(self, prompt: str, text: str, finished: bool) -> None:
+        expected = self._expected[prompt]
+        if text != expected if finished else not expected.startswith(text):
+            self.result.mixed.append(f"{prompt!r}: {text!r} is not {expected!r}")
 
-    async def watch() -> None:
-        while time.monotonic() < until:
+    async def sample_memory(self, samples: list[float]) -> None:
+        while time.monotonic() < self._deadline:
             await asyncio.sleep(5)
-            memory.append(served.megabytes())
+            samples.append(self._running.megabytes())
 
-    work = [one_client(served, number, tokens, until, expected, findings) for number in range(clients)]
-    await asyncio.gather(watch(), *work)
-    after = await quiet(served)
+
+async def soak(running: Server, clients: int, seconds: float, max_tokens: int) -> dict[str, object]:
+    """Run the clients and return what they and the server's metrics show."""
+    expected = await sequential_outputs(running, max_tokens)
+    before, memory = running.metrics(), [running.megabytes()]
+    work = Soak(running, max_tokens, expected, time.monotonic() + seconds)
+    await asyncio.gather(work.sample_memory(memory), *(work.client(index) for index in range(clients)))
+    after = await idle_metrics(running)
     settled = memory[len(memory) // 3 :]
-    pages = {state: after[f'paceline_cache_pages{{state="{state}"}}'] for state in ("used", "cached", "free")}
-    start = {state: before[f'paceline_cache_pages{{state="{state}"}}'] for state in ("used", "cached", "free")}
     return {
-        **asdict(findings),
+        **asdict(work.result),
         "clients": clients,
         "seconds": seconds,
-        "pages_before": start,
-        "pages_after": pages,
+        "kv_blocks_before": kv_blocks(before),
+        "kv_blocks_after": kv_blocks(after),
         "preemptions": after["paceline_preemptions_total"],
-        "prefix_hits": after["paceline_prefix_hits_total"],
-        "failed_rounds": after["paceline_failed_rounds_total"],
-        "megabytes": {"first": memory[0], "after_a_third": settled[0], "last": settled[-1], "most": max(memory)},
+        "prefix_cache_hits": after["paceline_prefix_cache_hits_total"],
+        "failed_steps": after["paceline_failed_steps_total"],
+        "megabytes": {"first": memory[0], "after_a_third": settled[0], "last": settled[-1], "max": max(memory)},
     }
 
 
-async def quiet(served: Server) -> dict[str, float]:
-    """The metrics once nobody is being served."""
+def kv_blocks(metrics: dict[str, float]) -> dict[str, float]:
+    return {state: metrics[f'paceline_kv_blocks{{state="{state}"}}'] for state in ("used", "cached", "free")}
+
+
+async def idle_metrics(running: Server) -> dict[str, float]:
+    """The metrics once no request is in progress."""
     for _ in range(200):
-        found = served.metrics()
-        if not found["paceline_running"] and not found["paceline_waiting"]:
-            return found
+        metrics = running.metrics()
+        if not metrics["paceline_requests_running"] and not metrics["paceline_requests_waiting"]:
+            break
         await asyncio.sleep(0.1)
-    return found
+    return metrics
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("serve", nargs="*", help="further arguments of `paceline serve`, after --")
     args = parser.parse_args()
-    with server(args.serve) as served:
-        found = asyncio.run(soak(served, args.clients, args.seconds, args.tokens))
-    print(json.dumps(found))
+    with server(args.serve) as running:
+        result = asyncio.run(soak(running, args.clients, args.seconds, args.max_tokens))
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -125,12 +125,12 @@ def test_the_same_seed_gives_the_same_output(server: RunningServer) -> None:
 
 def test_each_of_several_choices_has_its_own_seed(server: RunningServer) -> None:
     params = {"n": 3, "temperature": 1.2, "seed": 5, "max_tokens": 5}
-    texts = [choice.message.content for choice in chat(server, **params).choices]
-    assert len(texts) == 3 and len(set(texts)) > 1
+    outputs = [choice.message.content for choice in chat(server, **params).choices]
+    assert len(outputs) == 3 and len(set(outputs)) > 1
     streamed = ["", "", ""]
     for chunk in chat(server, stream=True, **params):
         streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert streamed == texts
+    assert streamed == outputs
 
 
 def test_a_stop_string_ends_the_output_before_it(server: RunningServer) -> None:
@@ -169,8 +169,8 @@ def test_a_prediction_is_drafted_from_and_reported(server: RunningServer) -> Non
     details = response.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 20
     assert details.accepted_prediction_tokens == response.choices[0].x_paceline["accepted"]
-    wrong = {"type": "content", "content": "nothing of this will ever be said " * 3}
-    response = chat(server, messages=messages, max_tokens=4, prediction=wrong, extra_body=extra)
+    wrong_prediction = {"type": "content", "content": "nothing of this will ever be said " * 3}
+    response = chat(server, messages=messages, max_tokens=4, prediction=wrong_prediction, extra_body=extra)
     assert response.usage.completion_tokens_details.rejected_prediction_tokens > 0
 
 
@@ -195,9 +195,9 @@ def test_prompts_are_strings_tokens_or_lists_and_can_be_echoed(server: RunningSe
     by_text, by_tokens = complete(server, max_tokens=6), complete(server, max_tokens=6, prompt=tokens)
     assert by_text.choices[0].text == by_tokens.choices[0].text
     assert by_text.usage.prompt_tokens == len(tokens)
-    both = complete(server, max_tokens=6, prompt=[LIST, "One, two,"], echo=True)
-    assert both.choices[0].text == LIST + by_text.choices[0].text
-    assert both.choices[1].text.startswith("One, two,") and both.choices[1].index == 1
+    echoed = complete(server, max_tokens=6, prompt=[LIST, "One, two,"], echo=True)
+    assert echoed.choices[0].text == LIST + by_text.choices[0].text
+    assert echoed.choices[1].text.startswith("One, two,") and echoed.choices[1].index == 1
 
 
 def test_the_client_reads_models_and_errors(server: RunningServer) -> None:

@@ -148,7 +148,8 @@ def test_the_page_fits_a_phone_and_dark_mode(browser: playwright.Browser, tiny_s
 def test_every_control_has_an_accessible_name(page: playwright.Page) -> None:
     nameless = page.evaluate(
         """() => [...document.querySelectorAll("button, input, select, textarea, [role=tab], [role=log]")]
-            .filter((element) => !(element.labels?.length || element.getAttribute("aria-label") || element.textContent.trim()))
+            .filter((element) => !element.labels?.length)
+            .filter((element) => !element.getAttribute("aria-label") && !element.textContent.trim())
             .map((element) => element.outerHTML)"""
     )
     assert nameless == []

@@ -1,1 +1,1 @@
-"""OpenAI's API over an Engine: schema, routes, limits, metrics, and the page that shows what was guessed."""
+"""OpenAI's API over an Engine: schema, routes, limits, metrics, and a web page that shows the draft tokens."""

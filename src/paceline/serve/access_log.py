@@ -29,7 +29,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "event": record.getMessage(),
         }
-        line |= getattr(record, "fields", {})
+        line |= record.__dict__.get("fields", {})
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line)
@@ -72,7 +72,7 @@ class AccessLogMiddleware:
 
     def _record(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
         # An unknown path is not a label: clients could create labels without end.
-        route = getattr(scope.get("route"), "path", "other")
+        route = scope["route"].path if "route" in scope else "other"
         self._metrics.observe_request(route, status, seconds)
         fields = {"id": request_id, "method": scope["method"], "route": route, "status": status}
         fields |= {"seconds": round(seconds, 4)}

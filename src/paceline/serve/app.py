@@ -49,7 +49,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
         yield
         await context.close()
 
-    # FastAPI's own documentation pages load scripts from other sites; the schema itself is at /openapi.json.
+    # FastAPI's own documentation loads scripts from other sites; the schema itself is at /openapi.json.
     app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.admission = context.admission
     install_handlers(app)

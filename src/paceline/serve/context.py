@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The engine, and what stands between it and HTTP."""
+    """The engine, and what turns HTTP requests into engine requests and outputs into responses."""
 
     engine: Engine
     config: ServerConfig

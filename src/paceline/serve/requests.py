@@ -194,7 +194,7 @@ def content_text(content: Content) -> str:
 
 
 def sampling_params(body: CommonParams, vocab_size: int) -> SamplingParams:
-    """Sampling parameters with OpenAI's defaults: temperature 1 where none is given."""
+    """Sampling parameters with OpenAI's defaults: temperature 1 by default."""
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),

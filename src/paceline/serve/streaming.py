@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -17,7 +16,6 @@ from paceline.core.types import RequestOutput
 from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error, log_failure
 from paceline.serve.responses import ChoiceDelta
 
-LOG = logging.getLogger("paceline.serve")
 DONE = "[DONE]"
 Result = TypeVar("Result")
 Observer = Callable[[RequestOutput], None]

@@ -34,13 +34,13 @@ class KVManager:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks of finished sequences, as far as no running one shares them."""
-        return self._prefix_cache.cached_tokens(TARGET) // self.blocks.block_size
+        """Blocks of finished sequences. One that a running sequence shares counts here."""
+        return len({block for cache in self._prefix_cache.payloads(TARGET) for block in self.blocks.table(cache)})
 
     @property
     def used_blocks(self) -> int:
-        """Blocks of running sequences."""
-        return max(0, self.blocks.used - self.cached_blocks)
+        """Blocks of running sequences alone."""
+        return self.blocks.used - self.cached_blocks
 
     # --- running sequences --------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from paceline.core.draft_tree import ancestors, depths
 from paceline.core.protocols import Adapter, Runner
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
+from paceline.kv.block_manager import BlockManager
 from paceline.runners.loading import eos_token_ids_of
 
 FIRST_CAPACITY = 256
@@ -173,6 +174,7 @@ class HuggingFaceRunner(Runner):
         if hasattr(model.base_model, "layers"):
             found.add(Capability.EARLY_EXIT)
         self.capabilities = frozenset(found)
+        self.blocks = BlockManager()
         self._store = _Store(config.num_hidden_layers)
         self._free: list[int] = []
         self._rows = 0

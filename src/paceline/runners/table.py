@@ -16,6 +16,7 @@ from paceline.core.protocols import Adapter, Runner
 from paceline.core.sampling import SamplingParams, distribution
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
 from paceline.errors import OptionError
+from paceline.kv.block_manager import BlockManager
 
 LAYERS = 4  # the toy pretends to have this many: leaving early gives blurred logits
 
@@ -55,6 +56,7 @@ class TableRunner(Runner):
         self._other = other
         self.table = (1 - blur) * sharp + blur * other  # [contexts, vocab]
         self.info = ModelInfo("table", vocab_size, eos_token_ids, 1 << 16, LAYERS, vocab_size, "cpu", "float32")
+        self.blocks = BlockManager()
         self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
 
     def new_cache(self) -> TableSequenceCache:

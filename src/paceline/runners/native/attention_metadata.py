@@ -92,7 +92,7 @@ class Layout:
         return TextPart(laid.start, count, length, places, fresh, mask, chain, aside, views, tiled)
 
     def _together(self, group: list[_Laid]) -> BatchedDecodeGroup:
-        tables = [self._blocks.table(one.seq_cache.seq_id) for one in group]
+        tables = [self._blocks.table(one.seq_cache) for one in group]
         fresh = [place_of(table, one.end - 1) for one, table in zip(group, tables)]
         blocks = [block for one, table in zip(group, tables) for block in table[: one.blocks]]
         ends = torch.tensor([one.end for one in group])[:, None]
@@ -111,7 +111,7 @@ class Layout:
     def places(self, seq_cache: NativeSequenceCache, start: int, end: int) -> Tensor | slice:
         """Tokens start to end of a sequence cache in the flat cache: a slice where its blocks are neighbours."""
         first, last = start // BLOCK_SIZE, -(-end // BLOCK_SIZE)
-        table = self._blocks.table(seq_cache.seq_id)[first:last]
+        table = self._blocks.table(seq_cache)[first:last]
         if table == list(range(table[0], table[0] + len(table))):
             offset = table[0] * BLOCK_SIZE - first * BLOCK_SIZE
             return slice(offset + start, offset + end)
@@ -130,7 +130,7 @@ class Layout:
         """Of a tree: the keys of each node off its first branch, ancestors in order; and the mask of all nodes."""
         length, count = seq_cache.length, len(row.parents)
         straight = next(node for node, parent in enumerate(row.parents) if parent != node - 1)
-        table = self._blocks.table(seq_cache.seq_id)
+        table = self._blocks.table(seq_cache)
         seq = [place_of(table, token) for token in range(length)]
         fresh = [place_of(table, length + node) for node in range(count)]
         places: list[list[int]] = []

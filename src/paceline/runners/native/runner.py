@@ -135,7 +135,7 @@ class NativeRunner(Runner):
         mine = own(seq_cache)
         moved = [(node, place) for place, node in enumerate(nodes) if node != place]
         if moved:
-            table = self.blocks.table(mine.seq_id)
+            table = self.blocks.table(mine)
             source = torch.tensor([place_of(table, mine.fresh + node) for node, _ in moved], device=self.device)
             target = torch.tensor([place_of(table, mine.fresh + place) for _, place in moved], device=self.device)
             for cache in (self.keys, self.values):
@@ -145,16 +145,16 @@ class NativeRunner(Runner):
     def truncate(self, seq_cache: SequenceCache, length: int) -> None:
         mine = own(seq_cache)
         mine.length, mine.ahead = min(mine.length, length), None
-        self.blocks.shrink(mine.seq_id, mine.length)
+        self.blocks.shrink(mine, mine.length)
 
     def free(self, seq_cache: SequenceCache) -> None:
         mine = own(seq_cache)
-        self.blocks.release(mine.seq_id)
+        self.blocks.release(mine)
         mine.length, mine.ahead = 0, None
 
     def fork(self, seq_cache: SequenceCache, length: int) -> NativeSequenceCache:
         twin = NativeSequenceCache()
-        self.blocks.share(own(seq_cache).seq_id, twin.seq_id, length)
+        self.blocks.share(own(seq_cache), twin, length)
         twin.length = length
         return twin
 
@@ -207,12 +207,12 @@ class NativeRunner(Runner):
                 mine = own(row.seq_cache)
                 result.append(mine)
                 end = mine.length + len(row.parents) + steps - 1
-                self.blocks.grow(mine.seq_id, end)
-                for clone in self.blocks.writable(mine.seq_id, mine.length, end):
+                self.blocks.grow(mine, end)
+                for clone in self.blocks.writable(mine, mine.length, end):
                     self._copy_block(clone.source, clone.target)
         except OutOfMemory:
             for mine in result:
-                self.blocks.shrink(mine.seq_id, mine.length)
+                self.blocks.shrink(mine, mine.length)
             raise
 
     def _copy_block(self, source: int, target: int) -> None:
@@ -287,7 +287,7 @@ class NativeRunner(Runner):
         from paceline.runners.native.decode_graphs import DecodeGraphs
         from paceline.runners.native.triton_ops import TritonOps
 
-        longest = min(self.shape.max_seq_len, self.blocks.blocks * BLOCK_SIZE) + SLACK
+        longest = min(self.shape.max_seq_len, self.blocks.num_blocks * BLOCK_SIZE) + SLACK
         checks = TritonOps(self.shape, self.keys, self.values, self.rope_cache, BLOCK_SIZE, batch_invariant=self.batch_invariant)
         loops = TritonOps(self.shape, self.keys, self.values, self.rope_cache, BLOCK_SIZE, vectors=True)
         return DecodeGraphs(self, checks, loops, -(-longest // BLOCK_SIZE), new_pool())
@@ -313,7 +313,7 @@ class NativeRunner(Runner):
         assert self.narrow is not None
         check = self.narrow.check(size)
         for index, row in enumerate(rows):
-            check.staging.put_row(index, row, own(row.seq_cache).length, self.blocks.table(own(row.seq_cache).seq_id))
+            check.staging.put_row(index, row, own(row.seq_cache).length, self.blocks.table(own(row.seq_cache)))
         check.staging.send(len(rows))
         for index, row in enumerate(rows):
             if row.tokens.is_cuda and row.tokens.shape[0]:
@@ -342,7 +342,7 @@ class NativeRunner(Runner):
         loop = self.narrow.loop(size, steps, sampled)
         self._reserve_loop(inputs, loop.uniforms.shape[1])
         for index, lead in enumerate(inputs):
-            loop.staging.put_lead(index, lead.ids, self.blocks.table(own(lead.seq_cache).seq_id))
+            loop.staging.put_lead(index, lead.ids, self.blocks.table(own(lead.seq_cache)))
         loop.staging.send(len(inputs))
         if sampled:
             loop.put_chances([lead.temperature for lead in inputs], [lead.uniforms or [] for lead in inputs])
@@ -380,8 +380,8 @@ class NativeRunner(Runner):
         for lead in inputs:
             mine = own(lead.seq_cache)
             mine.length = min(mine.length, len(lead.ids) - LEAD_TOKENS)
-            self.blocks.grow(mine.seq_id, len(lead.ids) + steps)
-            for clone in self.blocks.writable(mine.seq_id, mine.length, len(lead.ids) + steps):
+            self.blocks.grow(mine, len(lead.ids) + steps)
+            for clone in self.blocks.writable(mine, mine.length, len(lead.ids) + steps):
                 self._copy_block(clone.source, clone.target)
 
     # --- for drafters that live on the target -------------------------------------------------------------------------

@@ -13,12 +13,11 @@ import httpx
 import openai
 import uvicorn
 
-from paceline.build import engine as build_engine
-from paceline.config import DecoderOptions
+from paceline.build import open_engine
+from paceline.config import EngineConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.protocols import Engine
 from paceline.core.stats import EngineStats
-from paceline.engines.local.settings import EngineSettings
 from paceline.serve.app import create_app
 from paceline.serve.config import ServerConfig
 from paceline.serve.run import bind_socket, uvicorn_config
@@ -74,11 +73,11 @@ def serving(engine: Engine, config: ServerConfig, model: Any = None) -> Iterator
 
 
 @contextmanager
-def serving_model(model: Any, tokenizer: Any, config: ServerConfig, **settings: Any) -> Iterator[RunningServer]:
-    """Serve a loaded transformers model. settings: the fields of EngineSettings."""
-    options = DecoderOptions(model, method="ngram", tokenizer=tokenizer, profile=CostModel())
-    local_engine: Any = build_engine(options, EngineSettings(max_num_seqs=config.max_num_seqs, **settings))
-    with serving(local_engine, config, model) as server:
+def serving_model(model: Any, tokenizer: Any, config: ServerConfig, **options: Any) -> Iterator[RunningServer]:
+    """Serve a loaded transformers model. options: those of EngineConfig.create."""
+    options = {"method": "ngram", "tuned": CostModel(), "max_num_seqs": config.max_num_seqs, **options}
+    engine = open_engine(EngineConfig.create(model, tokenizer=tokenizer, per_request=True, **options))
+    with serving(engine, config, model) as server:
         yield server
 
 

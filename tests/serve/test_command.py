@@ -22,9 +22,9 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.cli import main
-from paceline.cli.serve import api_keys, configure, server_config
+from paceline.cli.serve import _engine_config, api_keys, configure, server_config
 from paceline.errors import OptionError
-from paceline.serve.config import API_KEYS_VARIABLE, RequestLimits
+from paceline.serve.config import API_KEYS_VARIABLE, RequestLimits, ServerConfig
 from paceline.serve.limits import AdmissionControl
 from paceline.serve.run import DrainingServer, bind_socket, start_listening, uvicorn_config
 from tests.support.tiny import write_tiny_model
@@ -43,6 +43,11 @@ def parsed(*flags: str) -> argparse.Namespace:
     return parser.parse_args(flags)
 
 
+def config_of(*flags: str) -> ServerConfig:
+    args = parsed(*flags)
+    return server_config(args, _engine_config(args))
+
+
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
@@ -56,7 +61,8 @@ class ServerProcess:
 
 @contextmanager
 def server_process(folder: Path) -> Iterator[ServerProcess]:
-    command = [sys.executable, "-m", "paceline", "serve", str(folder), "--port", "0", "--drain-timeout", "30"]
+    flags = ["--method", "ngram", "--port", "0", "--drain-timeout", "30"]
+    command = [sys.executable, "-m", "paceline", "serve", str(folder), *flags]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -181,8 +187,8 @@ def test_a_port_taken_while_the_model_is_loaded_is_an_error() -> None:
 def test_listening_beyond_this_machine_needs_an_api_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--host", "0.0.0.0"]) == 2
     assert "--api-key" in capsys.readouterr().err
-    assert server_config(parsed("--host", "0.0.0.0", "--no-api-key")).network.accepted_hosts == ()
-    assert "127.0.0.1" in server_config(parsed("--allowed-host", "a.example")).network.accepted_hosts
+    assert config_of("--host", "0.0.0.0", "--no-api-key").network.accepted_hosts == ()
+    assert "127.0.0.1" in config_of("--allowed-host", "a.example").network.accepted_hosts
 
 
 def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,21 +213,21 @@ def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypat
 )
 def test_impossible_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        server_config(parsed(*flags))
+        config_of(*flags)
 
 
 def test_flags_reach_the_configuration() -> None:
     flags = ["some/model", "-k", "3", "--served-model-name", "a", "--served-model-name", "b", "--max-body-bytes", "99"]
-    config = server_config(parsed(*flags, "--max-model-len", "512", "--log-prompts", "--max-num-seqs", "4"))
+    config = config_of(*flags, "--max-model-len", "512", "--log-prompts", "--max-num-seqs", "4")
     assert config.num_draft_tokens == 3 and config.served_model_names == ("a", "b")
     assert config.limits.max_body_bytes == 99 and config.max_model_len == 512 and config.max_num_seqs == 4
     assert config.log_prompts and config.limits.request_timeout == 600
 
 
 def test_the_defaults_serve_the_default_model_under_its_own_name() -> None:
-    config = server_config(parsed())
+    config = config_of()
     assert config.served_model_names == ("default",) and config.num_draft_tokens is None
-    assert server_config(parsed("some/model")).served_model_names == ("some/model",)
+    assert config_of("some/model").served_model_names == ("some/model",)
 
 
 def test_help_has_four_groups(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "serving.md"
 
 def flag_fields() -> Iterator[Field[Any]]:
     for config_class in FLAG_CLASSES:
-        yield from (field for field in fields(config_class) if "flag" in field.metadata)
+        yield from (field for field in fields(config_class) if "flags" in field.metadata)
 
 
 def default_text(value: Any) -> str:
@@ -31,7 +31,7 @@ def default_text(value: Any) -> str:
 def table_row(field: Field[Any]) -> str:
     metadata = field.metadata
     metavar = f" {metadata['metavar']}" if metadata["metavar"] else ""
-    return f"| `{metadata['flag']}{metavar}` | {default_text(field.default)} | {metadata['help']} |"
+    return f"| `{metadata['flags'][0]}{metavar}` | {default_text(field.default)} | {metadata['help']} |"
 
 
 def test_the_table_of_the_document_has_every_flag() -> None:
@@ -44,14 +44,15 @@ def test_every_flag_is_in_a_group_of_the_help() -> None:
     configure(parser)
     for field in flag_fields():
         action = next(action for action in parser._actions if action.dest == field.name)
-        assert action.option_strings == [field.metadata["flag"]] and action.default == field.default
+        assert action.option_strings == list(field.metadata["flags"])
+        assert action.default == (list(field.default) if isinstance(field.default, tuple) else field.default)
 
 
 def test_a_repeated_flag_does_not_change_the_default() -> None:
     for _ in range(2):
         parser = argparse.ArgumentParser()
         configure(parser)
-        assert parser.parse_args(["--cors-origin", "http://a.example"]).cors_origins == ("http://a.example",)
+        assert parser.parse_args(["--cors-origin", "http://a.example"]).cors_origins == ["http://a.example"]
     assert NetworkConfig().cors_origins == ()
 
 

@@ -227,7 +227,14 @@ def test_metrics_count_requests_tokens_and_steps(tiny_server: RunningServer) -> 
     assert increase("paceline_spec_draft_tokens_per_position_total") == increase("paceline_spec_draft_tokens_total")
     assert increase("paceline_prompt_tokens_total") == 29
     assert 'paceline_http_requests_total{route="/v1/completions",status="200"}' in after
-    assert metric(after, "paceline_kv_blocks") == 512 and metric(after, "paceline_requests_running") == 0
+    assert increase("paceline_kv_blocks") == 0 and metric(after, "paceline_requests_running") == 0
+
+
+@pytest.mark.xfail(strict=True, reason="KVManager takes its size from HuggingFaceRunner.free_tokens, which has no limit")
+def test_kv_cache_tokens_bound_the_kv_blocks(limited_server: RunningServer) -> None:
+    limited_server.wait_until_idle()
+    text = limited_server.http(**bearer()).get("/metrics").text
+    assert metric(text, "paceline_kv_blocks") * 64 <= 1024
 
 
 def test_unknown_paths_do_not_become_labels(tiny_server: RunningServer) -> None:

@@ -13,13 +13,13 @@ them.
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import types
-import typing
-from dataclasses import Field, fields, replace
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config import AUTO, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from paceline.errors import MissingExtra, OptionError
 from paceline.serve.config import API_KEYS_VARIABLE, FLAG_CLASSES, NetworkConfig, RequestLimits, ServerConfig
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.core.protocols import Engine
 
 GROUPS = ("model", "speculation", "sampling", "server")
+MAX_NUM_SEQS = 16
 Groups = dict[str, argparse._ArgumentGroup]
 
 
@@ -34,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     _add_engine_flags(groups)
     for config_class in FLAG_CLASSES:
-        add_flags(groups, config_class)
+        add_flags(groups, config_class, "server")
+    parser.set_defaults(max_num_seqs=MAX_NUM_SEQS)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -45,9 +47,10 @@ def main(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
 
-    config = server_config(args)
+    engine_config = _engine_config(args)
+    config = server_config(args, engine_config)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
-        engine = _open_engine(args)
+        engine = _open_engine(engine_config)
         configure_logging(config.log_level)
         app = create_app(engine, config)
         url = start_listening(bound_socket)
@@ -56,57 +59,21 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-# --- flags of the server, from the fields of its configuration --------------------------------------------------------
+# --- the configuration of the server ----------------------------------------------------------------------------------
 
 
-def add_flags(groups: Groups, config_class: type[Any]) -> None:
-    """A flag for each field of the class that has one."""
-    types_by_name = typing.get_type_hints(config_class)
-    for config_field in fields(config_class):
-        if "flag" in config_field.metadata:
-            metadata = config_field.metadata
-            options = _argument_options(config_field, types_by_name[config_field.name])
-            groups[metadata["group"]].add_argument(
-                metadata["flag"], dest=config_field.name, default=config_field.default, help=metadata["help"], **options
-            )
-
-
-def _argument_options(config_field: Field[Any], field_type: Any) -> dict[str, Any]:
-    if field_type is bool:
-        return {"action": "store_true"}
-    options = {"metavar": config_field.metadata["metavar"], "choices": config_field.metadata.get("choices")}
-    if typing.get_origin(field_type) is tuple:
-        return {**options, "action": _AppendToTuple}
-    optional = isinstance(field_type, types.UnionType)
-    return {**options, "type": typing.get_args(field_type)[0] if optional else field_type}
-
-
-class _AppendToTuple(argparse.Action):
-    """A repeatable flag. Unlike "append" it leaves the default, which the configuration class owns, as it is."""
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, (*getattr(namespace, self.dest), values))
-
-
-def server_config(args: argparse.Namespace) -> ServerConfig:
-    """The configuration of the server. Raises OptionError."""
-    network = {**_values(args, NetworkConfig), "api_keys": api_keys(args)}
-    k = _num_draft_tokens(args)
-    choices = _values(args, ServerConfig)
-    choices["served_model_names"] = args.served_model_names or (str(args.target),)
+def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> ServerConfig:
+    """The configuration of a server over an engine. Raises OptionError."""
+    choices = flag_values(args, ServerConfig)
+    k = engine_config.speculative.num_draft_tokens
     return ServerConfig(
-        **choices,
-        network=NetworkConfig(**network),
-        limits=RequestLimits(**_values(args, RequestLimits)),
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        num_draft_tokens=k,
+        **{**choices, "served_model_names": choices["served_model_names"] or (str(engine_config.model.model),)},
+        network=NetworkConfig(**{**flag_values(args, NetworkConfig), "api_keys": api_keys(args)}),
+        limits=RequestLimits(**flag_values(args, RequestLimits)),
+        max_num_seqs=engine_config.max_num_seqs,
+        max_model_len=engine_config.model.max_model_len,
+        num_draft_tokens=k if isinstance(k, int) else None,
     )
-
-
-def _values(args: argparse.Namespace, config_class: type[Any]) -> dict[str, Any]:
-    names = [config_field.name for config_field in fields(config_class) if "flag" in config_field.metadata]
-    return {name: getattr(args, name) for name in names}
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
@@ -122,72 +89,86 @@ def api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-# --- flags of the engine: until paceline.cli.flags generates them from paceline.config --------------------------------
-# Then _add_engine_flags is add_config_flags(parser, ModelConfig, SpeculativeConfig, CacheConfig), _open_engine is
-# build_engine(config_from_args(args)), and _num_draft_tokens reads config_from_args(args).
+# --- flags from the fields of a configuration class -------------------------------------------------------------------
 
-KV_CACHE_TOKENS = 32768
+
+def flag_fields(config_class: type[Any]) -> list[Field[Any]]:
+    return [config_field for config_field in fields(config_class) if "flags" in config_field.metadata]
+
+
+def add_flags(groups: Groups, config_class: type[Any], group: str, **help_values: str) -> None:
+    """A flag for each field of the class that has flags, in the group that the field or `group` names."""
+    for config_field in flag_fields(config_class):
+        metadata = config_field.metadata
+        how = dict(metadata["argparse"])
+        if how.get("action") == "append":
+            how["default"] = []
+        else:
+            how["default"] = config_field.default
+        if how.get("action") != "store_true":
+            how["metavar"] = metadata["metavar"]
+        flags = metadata["flags"] or (f"--{config_field.name.replace('_', '-')}",)
+        help_text = metadata["help"].format(**help_values) if help_values else metadata["help"]
+        groups[metadata.get("group", group)].add_argument(*flags, dest=config_field.name, help=help_text, **how)
+
+
+def flag_values(args: argparse.Namespace, config_class: type[Any]) -> dict[str, Any]:
+    """The values of a class's flags by field name. Repeated flags are tuples."""
+    values = {config_field.name: getattr(args, config_field.name) for config_field in flag_fields(config_class)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+# --- the engine: until paceline.cli.flags generates these flags for every command -------------------------------------
+# Then _add_engine_flags is add_config_flags(parser, ModelConfig, SpeculativeConfig, CacheConfig, EngineConfig) and
+# _engine_config is config_from_args(args) with per_request=True.
+
+ENGINE_GROUPS = {"model": (ModelConfig, CacheConfig, EngineConfig), "speculation": (SpeculativeConfig,)}
 
 
 def _add_engine_flags(groups: Groups) -> None:
-    _add_model_flags(groups["model"])
-    _add_speculation_flags(groups["speculation"])
+    from paceline.drafting import registry as drafters
+    from paceline.engines import registry as engines
 
-
-def _add_model_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "target", nargs="?", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf"
+    groups["model"].add_argument(
+        "model", nargs="?", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf"
     )
-    group.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N; default: cuda where there is one")
-    group.add_argument("--dtype", metavar="T", help="fp32, bf16, fp16, int8, int4; default: by device")
-    group.add_argument("--runner", metavar="R", default="auto", help="auto, native or hf")
-    group.add_argument("--batch-invariant", action="store_true", help="cuda: the same bits in every batch; slower")
-    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    group.add_argument("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a sequence")
-    group.add_argument("--max-num-seqs", type=int, default=16, metavar="N", help="sequences that run at a time")
-    group.add_argument("--kv-cache-tokens", type=int, metavar="N", help=f"KV cache size; default: {KV_CACHE_TOKENS}")
-    group.add_argument("--prefix-cache-tokens", type=int, metavar="N", help="prompt tokens kept for reuse; 0: none")
-    group.add_argument("--prefill-chunk", type=int, default=256, metavar="N", help="prompt tokens read a step")
+    help_values = {"methods": ", ".join(drafters.names()), "engines": ", ".join(engines.names())}
+    for group, config_classes in ENGINE_GROUPS.items():
+        for config_class in config_classes:
+            add_flags(groups, config_class, group, **help_values)
 
 
-def _add_speculation_flags(group: argparse._ArgumentGroup) -> None:
-    from paceline.config import ACCEPTANCE, METHODS
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    """What the flags and the profile of `paceline tune` say about the engine."""
+    from paceline.tuned import adopted
 
-    group.add_argument("--draft-model", dest="draft", metavar="MODEL", help="smaller model of the same vocabulary")
-    group.add_argument("--draft-dtype", metavar="T", help="dtype of the draft model; it never changes the output")
-    group.add_argument("--method", metavar="M", help=f"{', '.join(METHODS)}; default: auto")
-    group.add_argument("-k", "--num-draft-tokens", metavar="N", default="auto", help="draft tokens a step: 0-128, auto")
-    group.add_argument("--acceptance", metavar="R", help=f"{', '.join(ACCEPTANCE)}; default: token")
-    group.add_argument(
-        "--draft-option", dest="option", action="append", default=[], metavar="NAME=VALUE", help="such as nodes=24"
-    )
-
-
-def _num_draft_tokens(args: argparse.Namespace) -> int | None:
-    """k of requests that do not choose; None: the draft-length policy."""
-    from paceline.config import checked_num_draft_tokens
-
-    k = checked_num_draft_tokens(args.num_draft_tokens)
-    return k if isinstance(k, int) else None
+    options: dict[str, Any] = {"model": args.model, "per_request": True}
+    for config_classes in ENGINE_GROUPS.values():
+        for config_class in config_classes:
+            options |= flag_values(args, config_class)
+    options["draft_options"] = dict(map(_draft_option, args.draft_options))
+    options["method"] = args.method or (None if args.draft_model else AUTO)
+    chosen = bool(args.method or args.draft_model or args.draft_options)
+    return adopted(EngineConfig.create(**options), chosen=chosen)
 
 
-def _open_engine(args: argparse.Namespace) -> Engine:
-    from paceline.build import engine
-    from paceline.cli.arguments import decoder_options, quiet_transformers
-    from paceline.engines.local.settings import EngineSettings
+def _draft_option(text: str) -> tuple[str, Any]:
+    """`nodes=24` -> ("nodes", 24). A value that is not JSON is a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise OptionError(f"--draft-option takes NAME=VALUE, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
-    quiet_transformers()
-    # The engine always adapts k; a fixed k is the default of requests that do not choose one.
-    options = replace(
-        decoder_options(args, otherwise="auto"),
-        num_draft_tokens="auto",
-        kv_cache_tokens=None,
-        trust_remote_code=args.trust_remote_code,
-    )
-    settings = EngineSettings(
-        max_num_seqs=args.max_num_seqs,
-        kv_cache_tokens=KV_CACHE_TOKENS if args.kv_cache_tokens is None else args.kv_cache_tokens,
-        prefill_chunk=args.prefill_chunk,
-        residents=0 if args.prefix_cache_tokens == 0 else EngineSettings().residents,
-    )
-    return engine(options, settings)
+
+def _open_engine(config: EngineConfig) -> Engine:
+    from transformers.utils import logging
+
+    from paceline.build import open_engine
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # The engine adapts k; a fixed k is the default of requests that do not choose one.
+    return open_engine(config.with_options(num_draft_tokens=AUTO))

@@ -18,9 +18,16 @@ MIN_API_KEY_LENGTH = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-def option(default: Any, flag: str, metavar: str | None, help: str, group: str = "server", **extra: Any) -> Any:
-    """A dataclass field that is also a command-line flag."""
-    return field(default=default, metadata={"flag": flag, "metavar": metavar, "help": help, "group": group, **extra})
+def option(default: Any, flag: str, metavar: str, help: str, group: str = "server", **how: Any) -> Any:
+    """A field with a flag, described as in paceline.config. how: passed on to argparse."""
+    if isinstance(default, bool):
+        how["action"] = "store_true"
+    elif isinstance(default, tuple):
+        how["action"] = "append"
+    elif isinstance(default, int | float):
+        how["type"] = type(default)
+    metadata = {"help": help, "metavar": metavar, "flags": (flag,), "argparse": how, "group": group}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ class NetworkConfig:
     port: int = option(8000, "--port", "N", "port to listen on; 0: any free port")
     api_keys: tuple[str, ...] = option((), "--api-key", "KEY", f"API key; repeatable; also {API_KEYS_VARIABLE}")
     api_key_file: str | None = option(None, "--api-key-file", "PATH", "file of API keys, one a line")
-    no_api_key: bool = option(False, "--no-api-key", None, "listen beyond this machine without an API key")
+    no_api_key: bool = option(False, "--no-api-key", "", "listen beyond this machine without an API key")
     allowed_hosts: tuple[str, ...] = option((), "--allowed-host", "NAME", "Host header to accept; repeatable")
     cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
 
@@ -100,7 +107,7 @@ class ServerConfig:
         (), "--served-model-name", "NAME", "model name in the API; repeatable; default: MODEL"
     )
     log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
-    log_prompts: bool = option(False, "--log-prompts", None, "write prompts into the log")
+    log_prompts: bool = option(False, "--log-prompts", "", "write prompts into the log")
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     max_num_seqs: int = 16

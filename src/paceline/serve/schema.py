@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from paceline.config import LARGEST_K
+from paceline.config import MAX_DRAFT_TOKENS
 
 MAX_INT = 1 << 31
 SEED_LIMIT = 1 << 63
@@ -47,7 +47,7 @@ class SpeculativeParams(StrictModel):
     """Speculation for this request. num_draft_tokens: 0 turns it off, "auto" uses the draft-length policy."""
 
     method: str | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=LARGEST_K)] | Literal["auto"] | None = None
+    num_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | Literal["auto"] | None = None
 
 
 class PredictionParam(StrictModel):

@@ -5,26 +5,25 @@ Imports of the rooms stand inside the creators, so that choosing one method neve
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import AUTO, DecoderOptions
+from paceline.config import AUTO, METHODS, DecoderOptions
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Runner
-from paceline.core.types import Capability
+from paceline.drafting.registry import DrafterContext, build_drafter, head_names, per_request_names
 from paceline.engines.local.step import EngineParts, check_capabilities
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import grain_of, measure_costs, warm_up
-from paceline.errors import CapabilityError, OptionError, PairError
-from paceline.hub import DEFAULT, locate
+from paceline.errors import OptionError
+from paceline.hub import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
+from paceline.kv.prefix_cache import PrefixCache
 from paceline.tuned import Profile
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def assemble(options: DecoderOptions) -> Assembly:
     device = chosen_device(options.device)
     target = open_runner(options.target, options, device)
     tokenizer = Tokenizer(open_tokenizer(options.target, options.tokenizer, options))
-    drafter = DRAFTERS[options.method or "none"](options, target, tokenizer, device)
+    drafter = make_drafter(options, target, tokenizer, device)
     check_capabilities(target, drafter)
     budget = make_draft_length(options, target, drafter)
     if widths := _unseen_widths(options):
@@ -153,135 +152,32 @@ def open_tokenizer(model: Any, tokenizer: Any, options: DecoderOptions) -> Any:
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
-Creator = Callable[[DecoderOptions, Runner, Tokenizer, str], Drafter]
+FORMER_NAMES = {"draft": "draft_model", "foreign": "cross_vocab"}
 
 
-def configured(kind: Callable[..., Drafter], options: DecoderOptions) -> Drafter:
-    """A drafter made with the user's method options, or an OptionError that names those it has."""
-    known = list(inspect.signature(kind).parameters)
-    for name in options.method_options:
-        if name not in known:
-            raise OptionError(f"method {options.method} has no option {name!r}; it has {', '.join(known)}")
-    return kind(**options.method_options)
+def make_drafter(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
+    """The drafter the options name."""
+    method = options.method or "none"
+    context = drafter_context(options, target, tokenizer, device, PrefixCache())
+    return build_drafter(FORMER_NAMES.get(method, method), context)
 
 
-def _nothing(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.no_draft import NoDraft
-
-    return NoDraft()
-
-
-def _ngram(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.ngram import Ngram
-
-    return configured(Ngram, options)
-
-
-def _suffix(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.suffix import Suffix
-
-    return configured(Suffix, options)
-
-
-def _lookahead(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.lookahead import Lookahead
-
-    return configured(Lookahead, options)
-
-
-def _open_draft(options: DecoderOptions, device: str) -> Runner:
-    """The model that guesses; what it rounds to costs guesses, never the text."""
-    return open_runner(options.draft, replace(options, batch_invariant=False), device, options.draft_dtype)
-
-
-def _draft_model(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.draft_model import DraftModel
-    from paceline.hub.vocabulary import compare
-
-    runner = _open_draft(options, device)
-    other = Tokenizer(open_tokenizer(options.draft, None, options)) if isinstance(options.draft, str | Path) else tokenizer
-    found = compare(tokenizer.hf_tokenizer, other.hf_tokenizer)
-    if not found.same:
-        raise PairError(found.explained(target.info.name, runner.info.name))
-    return DraftModel(runner, target.info.vocab_size)
-
-
-def _foreign(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.cross_vocab import CrossVocab
-
-    runner = _open_draft(options, device)
-    theirs = open_tokenizer(options.draft, None, options)
-    return configured(partial(CrossVocab, runner, tokenizer.hf_tokenizer, theirs, target.info.vocab_size), options)
-
-
-def _auto(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    """A look into the text itself, and beside it a draft model if one was named, or else the head that is shipped."""
-    from paceline.drafting.auto import AutoDrafter
-    from paceline.drafting.suffix import Suffix
-
-    others: dict[str, Drafter] = {}
-    if options.draft is not None:
-        others["draft"] = _draft_model(options, target, tokenizer, device)
-    elif _shipped("eagle", target) is not None:
-        others["eagle"] = _eagle(replace(options, method="eagle", method_options={}), target, tokenizer, device)
-    return AutoDrafter(cast(Suffix, configured(Suffix, options)), others)
-
-
-def _eagle(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.eagle import Eagle
-    from paceline.heads.files import load_eagle
-
-    head = load_eagle(_head_folder(options, target), dtype=_head_dtype(options, target), device=device)
-    return configured(partial(Eagle, head, _opened(target, Capability.HIDDEN_STATES)), options)
-
-
-def _medusa(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    from paceline.drafting.medusa import Medusa
-    from paceline.heads.files import load_medusa
-
-    heads = load_medusa(_head_folder(options, target), dtype=_head_dtype(options, target), device=device)
-    return configured(partial(Medusa, heads, _opened(target, Capability.HIDDEN_STATES)), options)
-
-
-def _layerskip(options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str) -> Drafter:
-    """The adapter is named as the draft or as the method's option `adapter`; without one the bare layer speaks."""
-    from paceline.drafting.layerskip import LayerSkip
-    from paceline.heads.files import load_exit
-
-    others = dict(options.method_options)
-    folder = others.pop("adapter", None) or options.draft
-    adapter = load_exit(folder, dtype=_head_dtype(options, target), device=device) if folder else None
-    kind = partial(LayerSkip, _opened(target, Capability.EARLY_EXIT), adapter=adapter)
-    return configured(kind, replace(options, method_options=others))
-
-
-def _opened(target: Runner, capability: Capability) -> Runner:
-    """A target one can look into; asked before a drafter that lives on it is made."""
-    if capability not in target.capabilities:
-        raise CapabilityError(f"this method needs a model that can {capability.value}; {target.info.name} cannot")
-    return target
-
-
-def _head_folder(options: DecoderOptions, target: Runner) -> Path:
-    """Where the head lies: the directory or Hub id given as the draft, or the head that comes with paceline."""
-    if options.draft is not None:
-        named = Path(str(options.draft)).expanduser()
-        return named if named.is_dir() else locate(str(options.draft)).folder
-    found = _shipped(options.method or "", target)
-    if found is None:
-        raise OptionError(
-            f"method {options.method} needs a trained head for {target.info.name}: name its directory with draft=... "
-            f"(on the command line --draft), or train one (paceline train {options.method})"
-        )
-    return found
-
-
-def _shipped(method: str, target: Runner) -> Path | None:
-    """The head of this method that comes with paceline for this target, if there is one."""
-    from paceline.heads.shipped import shipped_head
-    from paceline.hub.default import DIRECTORY
-
-    return shipped_head(method, DIRECTORY if target.info.name == DEFAULT else Path(target.info.name).name)
+def drafter_context(
+    options: DecoderOptions, target: Runner, tokenizer: Tokenizer, device: str, prefix_cache: PrefixCache
+) -> DrafterContext:
+    """What the drafters of one engine are built from. A draft model need not be batch-invariant: only the target is."""
+    draft_options = replace(options, batch_invariant=False)
+    return DrafterContext(
+        target=target,
+        tokenizer=tokenizer,
+        draft_model=options.draft,
+        device=device,
+        head_dtype=_head_dtype(options, target),
+        options=options.method_options,
+        prefix_cache=prefix_cache,
+        open_runner=lambda model: open_runner(model, draft_options, device, options.draft_dtype),
+        open_tokenizer=lambda model: Tokenizer(open_tokenizer(model, None, options)),
+    )
 
 
 def _head_dtype(options: DecoderOptions, target: Runner) -> torch.dtype:
@@ -293,23 +189,14 @@ def _head_dtype(options: DecoderOptions, target: Runner) -> torch.dtype:
 
     own = target.info.dtype if target.info.dtype in DTYPES else None
     word = dtype_named(options.draft_dtype or own, target.info.device)
+    if word not in DTYPES and options.draft is not None and options.method not in head_names():
+        word = dtype_named(own, target.info.device)  # that of the draft model, which no head shares
     if word not in DTYPES:
         raise OptionError(f"a head runs in {', '.join(DTYPES)}; draft_dtype {word} is for draft models")
     return DTYPES[word]
 
 
-DRAFTERS: dict[str, Creator] = {
-    "none": _nothing,
-    "draft": _draft_model,
-    "foreign": _foreign,
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "lookahead": _lookahead,
-    "layerskip": _layerskip,
-    "medusa": _medusa,
-    "eagle": _eagle,
-    "auto": _auto,
-}
+DRAFTERS = dict.fromkeys(METHODS, make_drafter)
 
 
 def make_draft_length(options: DecoderOptions, target: Runner, drafter: Drafter) -> DraftLengthPolicy:
@@ -327,13 +214,10 @@ def starting_costs(options: DecoderOptions, target: Runner, drafter: Drafter) ->
         return options.profile
     if isinstance(options.profile, Profile) and options.profile.pass_seconds:
         return CostModel.known(options.profile.pass_seconds, options.profile.draft_seconds, grain_of(target.info))
-    return measure_costs(target, getattr(drafter, "runner", None))
+    return measure_costs(target, drafter.draft_runner)
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
-
-OFFERED = ("none", "ngram", "suffix", "lookahead")  # methods that need no weights: every request may name them
-
 
 def engine(options: DecoderOptions, settings: EngineSettings | None = None) -> LocalEngine:
     """An engine that writes many texts at a time; each request may choose its own method and k."""
@@ -343,8 +227,7 @@ def engine(options: DecoderOptions, settings: EngineSettings | None = None) -> L
 
 
 def _engine(options: DecoderOptions, settings: EngineSettings | None) -> LocalEngine:
-    from paceline.drafting.prediction import Prediction
-    from paceline.drafting.router import PREDICTION, DrafterRouter
+    from paceline.drafting.router import DrafterRouter
     from paceline.engines.local.async_engine import LocalEngine
     from paceline.engines.local.settings import EngineSettings
 
@@ -354,9 +237,10 @@ def _engine(options: DecoderOptions, settings: EngineSettings | None) -> LocalEn
     assembly = assemble(replace(options, num_draft_tokens=0, max_num_seqs=settings.max_num_seqs))
     target, own, device = assembly.parts.target, options.method or "none", chosen_device(options.device)
     plain = replace(options, method_options={})
-    drafters = {word: DRAFTERS[word](plain, target, assembly.tokenizer, device) for word in OFFERED if word != own}
+    context = drafter_context(plain, target, assembly.tokenizer, device, PrefixCache())
+    drafters = {name: build_drafter(name, context) for name in per_request_names() if name != own}
     offered = {word: drafter for word, drafter in drafters.items() if drafter.needs <= target.capabilities}
-    drafter = DrafterRouter({own: assembly.parts.drafter, **offered, PREDICTION: Prediction()}, own)
+    drafter = DrafterRouter({own: assembly.parts.drafter, **offered}, own)
     budget: DraftLengthPolicy
     if isinstance(options.num_draft_tokens, int):
         budget = FixedDraftLength(options.num_draft_tokens)

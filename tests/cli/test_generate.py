@@ -119,7 +119,7 @@ def test_stop_ends_before_the_string(generate_json: Any) -> None:
         (["x", "--top-k", "-3"], "top_k must be"),
         (["x", "--logit-bias", "7"], "TOKEN=BIAS"),
         (["x", "--max-new-tokens", "0"], "max_new_tokens must be"),
-        (["x", "--stop", ""], "stop string"),
+        (["x", "--stop", ""], "stop is a string"),
         (["x", "--method", "ngram", "--draft-option", "longest"], "NAME=VALUE"),
         (["x", "--method", "ngram", "--draft-option", "colour=red"], "colour"),
         (["x", "--target", "TINY"], "--target is now MODEL or --model"),

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from paceline.core import ModelInfo
-from paceline.heads.eagle import EagleHead
-from paceline.heads.files import load_eagle
+from paceline.heads.eagle3 import Eagle3Head
+from paceline.heads.registry import load_head
 from paceline.runners.native.config import shape_of
 from paceline.runners.native.runner import NativeRunner
 from paceline.runners.native.weights import gather
@@ -73,14 +73,14 @@ def rounded(state: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
     return made
 
 
-def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> EagleHead:
+def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> Eagle3Head:
     """A head of the small model that reads the inflated one's states: they are the small one's with zeros behind."""
-    head = load_eagle(folder, dtype=torch.bfloat16, device="cuda")
+    head = load_head(folder, Eagle3Head, dtype=torch.bfloat16, device="cuda")
     config, state = head.config, head.state_dict()
     narrow = state["fc.weight"].view(config.hidden_size, -1, config.target_hidden_size)
     padded = torch.nn.functional.pad(narrow, (0, wide - config.target_hidden_size))
     state |= {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
-    made = EagleHead(replace(config, target_hidden_size=wide, own_embeddings=True)).to("cuda", torch.bfloat16)
+    made = Eagle3Head(replace(config, target_hidden_size=wide, own_embeddings=True)).to("cuda", torch.bfloat16)
     made.load_state_dict(state)
     return made.eval().requires_grad_(False)
 

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.core.draft_length import FixedDraftLength
-from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
-from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
-from paceline.engines.local.verifier import Verifier
-from paceline.runners.table import TableRunner
+from paceline import SpeculativeDecoder, cli
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -26,23 +18,49 @@ def blocks(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
 
 
-def written(drafter: Any) -> list[int]:
-    text = Sequence([1, 1, 2], SamplingParams(), StopRules(20))
-    for _ in run([text], EngineParts(TableRunner(), drafter, FixedDraftLength(3), Verifier())):
-        pass
-    return text.written
+def run(block: str, folder: Path, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Execute a code block with the tiny model instead of the default one."""
+    names = {} if names is None else names
+    exec(block.replace('"default"', repr(str(folder))), names)
+    return names
 
 
-def test_the_drafter_of_the_page_is_a_drafter() -> None:
-    names: dict[str, Any] = {}
-    exec(blocks(ROOT / "docs" / "writing-a-drafter.md")[0], names)
-    assert written(names["RepeatLast"]()) == written(NoDraft())
+def test_the_drafter_of_the_page_changes_no_token(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafter, usage, _ = blocks(ROOT / "docs" / "writing-a-drafter.md")
+    names = run(drafter, tiny_folder)
+    run(usage, tiny_folder, names)
+    assert 0 <= float(capsys.readouterr().out) <= 1
+    outputs = []
+    for options in ({}, {"drafter": names["RepeatLast"](), "num_draft_tokens": 3}):
+        with SpeculativeDecoder(str(tiny_folder), **options) as decoder:
+            outputs.append(decoder.generate("aaaa", max_new_tokens=20))
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted
+
+
+def test_the_drafter_of_the_page_can_be_registered(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.drafting import registry
+
+    drafter, _, registration = blocks(ROOT / "docs" / "writing-a-drafter.md")
+    monkeypatch.setattr(registry, "_registered", {})
+    run(registration, tiny_folder, run(drafter, tiny_folder))
+    with SpeculativeDecoder(str(tiny_folder), method="repeat", num_draft_tokens=2) as decoder:
+        assert decoder.generate("aaaa", max_new_tokens=8).stats.drafted
 
 
 def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = blocks(ROOT / "README.md")[0].replace('"default"', repr(str(tiny_folder)))
-    exec(lines, {})
+    run(blocks(ROOT / "README.md")[0], tiny_folder)
     assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_lists_every_command() -> None:
+    rows = re.findall(r"^\| `paceline (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/log.md"])
+def test_lines_of_prose_fit_the_screen(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,40 +1,37 @@
-"""paceline: speculative decoding as a product. The same text from your language model, faster, provably unchanged.
+"""paceline: speculative decoding for language models. Several tokens a step, and the output is provably unchanged.
 
     from paceline import SpeculativeDecoder
-    decoder = SpeculativeDecoder("default", method="ngram")
-    print(decoder.generate("Explain attention.", max_new_tokens=64).text)
+
+    with SpeculativeDecoder("default", method="ngram") as decoder:
+        print(decoder.generate("Explain attention.", max_new_tokens=64).text)
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     from paceline.core.sampling import SamplingParams
-    from paceline.decoder import Result, SpeculativeDecoder
+    from paceline.decoder import SpeculativeDecoder
     from paceline.integrations.transformers import hf_generate
 
 __version__ = "0.1.0"
-__all__ = ["PacelineError", "Result", "SamplingParams", "SpeculativeDecoder", "hf_generate"]
+__all__ = ["SamplingParams", "SpeculativeDecoder", "hf_generate"]
 
-# Loaded on first use: `paceline --help` and `paceline plan` must not wait for torch.
-_HOMES = {
+# Imported on first use: `paceline --help` and `paceline plan` must not wait for torch.
+_MODULES = {
     "SpeculativeDecoder": "paceline.decoder",
-    "Result": "paceline.decoder",
-    "hf_generate": "paceline.integrations.transformers",
     "SamplingParams": "paceline.core.sampling",
+    "hf_generate": "paceline.integrations.transformers",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "__version__"])

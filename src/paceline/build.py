@@ -72,6 +72,7 @@ def open_model(config: EngineConfig) -> OpenModel:
 def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> LocalEngine:
     """A local engine, to be stepped by the calling thread. opened: the target, where it is loaded already."""
     config = _with_cache_size(config)
+    _check_method(config)
     opened = opened or open_model(config)
     target, tokenizer, device = opened.target, opened.tokenizer, opened.device
     prefix_cache = PrefixCache(max_tokens=_prefix_limits(config))
@@ -226,6 +227,15 @@ def drafter_context(
         open_runner=lambda model: open_runner(draft_config(model), device, config.cache.kv_cache_tokens),
         open_tokenizer=lambda model: open_tokenizer(draft_config(model)),
     )
+
+
+def _check_method(config: EngineConfig) -> None:
+    """A method that does not exist, or lacks what it needs, is an error before any model is loaded."""
+    speculative = config.speculative
+    if speculative.drafter is None:
+        method = drafters.spec(speculative.method or NONE)
+        method.check_options(speculative.draft_options)
+        method.check_weights(speculative.draft_model)
 
 
 def _drafter(config: EngineConfig, context: DrafterContext) -> Drafter:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
-from paceline.heads.files import save_exit
+from paceline.heads.registry import save_head
 from paceline.tuned import read_profile
 from tests.bench.test_sweep import SCHEMA
 
@@ -145,6 +145,6 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
 
 
 def test_a_head_is_named_like_a_draft(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_exit(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
+    save_head(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
     assert bench(tiny_folder, "--draft", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
     assert [one["name"] for one in output(capsys)["settings"]] == ["plain", "layerskip k=2"]

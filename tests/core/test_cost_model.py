@@ -1,4 +1,4 @@
-"""Curves follow samples, batches learn what they pay."""
+"""Curves follow samples, batches learn what they cost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_one_pass_that_was_held_up_hardly_counts() -> None:
     assert curve.at(8) <= 10.51
 
 
-def test_a_lasting_change_is_believed_even_if_it_is_large() -> None:
+def test_a_lasting_change_counts_even_if_it_is_large() -> None:
     curve = CostCurve({1: 10.0})
     for _ in range(40):
         curve.add(1, 90.0)
@@ -50,27 +50,27 @@ def test_a_sample_after_a_long_time_counts_more() -> None:
 
 def test_batch_sizes_learn_on_their_own() -> None:
     costs = CostModel(CostCurve({1: 10.0, 8: 12.0}))
-    assert costs.of(8).round(8, 0) == 12.0
+    assert costs.of(8).step(8, 0) == 12.0
     for _ in range(30):
         costs.observe(StepTiming(0.0, 40.0, 8, 0, 8))
-    assert costs.of(8).round(8, 0) == pytest.approx(40.0, rel=0.05)
-    assert costs.of(1).round(8, 0) == 12.0
+    assert costs.of(8).step(8, 0) == pytest.approx(40.0, rel=0.05)
+    assert costs.of(1).step(8, 0) == 12.0
 
 
-def test_a_batch_learns_what_guesses_add_whatever_its_size() -> None:
+def test_a_batch_learns_what_draft_tokens_add_whatever_its_size() -> None:
     costs = CostModel(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0))
     for _ in range(60):
         costs.observe(StepTiming(0.0, 40.0, 8, 0, 8))
         costs.observe(StepTiming(6.0, 56.0, 16, 2, 8, 8))
     assert costs.of(8).pass_of(16) == pytest.approx(56.0, rel=0.05)
-    assert costs.of(8).pass_of(24) == pytest.approx(72.0, rel=0.05), "twice what one text would pay for eight more"
+    assert costs.of(8).pass_of(24) == pytest.approx(72.0, rel=0.05), "twice what one sequence would pay for eight more"
     assert costs.of(7).pass_of(15) - costs.of(7).pass_of(7) == pytest.approx(2 * (19.0 - 82 / 7), rel=0.05)
-    assert costs.of(2).pass_of(2) < costs.of(7).pass_of(7) < 40.0, "a size never seen pays less where it is narrower"
-    assert costs.of(8).round(16, 4, 8) == pytest.approx(56.0 + 12.0, rel=0.05), "others add what they were seen to add"
-    assert costs.draft.at(4) == 4.0 and costs.width(16) == 20.0, "one text keeps its own prices"
+    assert costs.of(2).pass_of(2) < costs.of(7).pass_of(7) < 40.0, "a size without samples costs less where it is narrower"
+    assert costs.of(8).step(16, 4, 8) == pytest.approx(56.0 + 12.0, rel=0.05), "further sequences add what was sampled"
+    assert costs.draft.at(4) == 4.0 and costs.width(16) == 20.0, "one sequence keeps its own costs"
 
 
-def test_what_the_draft_makes_up_for_is_not_taken_for_its_price() -> None:
+def test_what_the_drafter_catches_up_with_is_not_its_cost() -> None:
     costs = CostModel()
     costs.observe(StepTiming(5.0, 10.0, 3, 2, 1), caught_up=50)
     assert costs.draft.at(2) == 0.0
@@ -94,7 +94,7 @@ def test_more_tokens_never_cost_a_batch_less() -> None:
     assert costs.of(7).pass_of(8) == 80.0
 
 
-def test_with_a_grain_only_whole_grains_differ_in_price() -> None:
+def test_with_a_grain_only_whole_grains_differ_in_cost() -> None:
     costs = CostModel(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), grain=8)
     assert [costs.width(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]
     costs.observe(StepTiming(0.0, 40.0, 30, 0, 30))

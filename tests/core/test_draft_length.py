@@ -1,4 +1,4 @@
-"""How many tokens to guess. The rule of all rules: a budget never looks at the guesses it decides about."""
+"""How many tokens to draft. The rule of all rules: a policy never looks at the draft tokens it decides about."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import torch
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength, within_room
 from paceline.core.draft_tree import chain
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import RowOutput, StepResult, VerifyResult
 from paceline.errors import OptionError
+from tests.support.build import sequence
 
 P = {"A": Fraction(7, 10), "B": Fraction(3, 10)}
 Q = {"A": Fraction(1, 2), "B": Fraction(1, 2)}
 
 
-def seq(room: int = 10) -> Sequence:
-    return Sequence([1], SamplingParams(), StopRules(room))
+def seq(room: int = 10, k: int | None = None) -> Sequence:
+    return sequence([1], room, num_draft_tokens=k)
 
 
 def output_probability(token: str, verified: dict[str, bool]) -> Fraction:
-    """The chance that `token` is written if a guess g is put to the target only where verified[g]."""
+    """The probability of `token` if a draft token g is put to the target only where verified[g]."""
     excess = {t: max(P[t] - Q[t], Fraction(0)) for t in P}
     total = sum(excess.values())
-    uniforms = Fraction(0)
-    for guess in Q:
-        if not verified[guess]:
-            uniforms += Q[guess] * P[token]
+    probability = Fraction(0)
+    for draft in Q:
+        if not verified[draft]:
+            probability += Q[draft] * P[token]
             continue
-        stands = min(Fraction(1), P[guess] / Q[guess])
-        uniforms += Q[guess] * (stands * (guess == token) + (1 - stands) * excess[token] / total)
-    return uniforms
+        accepts = min(Fraction(1), P[draft] / Q[draft])
+        probability += Q[draft] * (accepts * (draft == token) + (1 - accepts) * excess[token] / total)
+    return probability
 
 
 def test_verifying_always_or_never_is_exact() -> None:
@@ -43,46 +42,45 @@ def test_verifying_always_or_never_is_exact() -> None:
         assert {token: output_probability(token, verified) for token in P} == P
 
 
-def test_keeping_a_guess_only_if_it_is_liked_is_not_exact() -> None:
+def test_verifying_a_draft_token_only_if_it_is_liked_is_not_exact() -> None:
     """The counterexample: p = (.7, .3), q = (.5, .5), keep the draft only if it is A. The output is (.85, .15)."""
     liked = {"A": True, "B": False}
     assert [output_probability(token, liked) for token in "AB"] == [Fraction(85, 100), Fraction(15, 100)]
 
 
-def test_a_fixed_budget_never_guesses_past_the_end() -> None:
-    budget = FixedDraftLength(4)
-    assert budget.plan([seq(10), seq(3), seq(1)]) == [4, 2, 0]
+def test_a_fixed_draft_length_never_drafts_past_the_end() -> None:
+    policy = FixedDraftLength(4)
+    assert policy.plan([seq(10), seq(3), seq(1)]) == [4, 2, 0]
 
 
-def test_a_texts_own_k_goes_before_the_budgets() -> None:
-    own = seq()
-    own.num_draft_tokens = 1
+def test_a_sequences_own_k_goes_before_the_policys() -> None:
+    own = seq(k=1)
     assert FixedDraftLength(4).plan([own, seq()]) == [1, 4]
     assert within_room(own, 7) == 1
 
 
-def test_guessing_must_earn_what_catching_up_costs() -> None:
-    """Eight more tokens cost nothing here, so guessing pays; but not where the draft must first read a long text."""
+def test_drafting_must_earn_what_catching_up_costs() -> None:
+    """Eight more tokens cost nothing here, so drafting pays; but not where the drafter must first read a long prompt."""
     flat = CostModel(CostCurve({1: 1.0, 24: 1.0}))
-    seqs = [Sequence(list(range(200)), SamplingParams(), StopRules(100)) for _ in range(4)]
+    seqs = [sequence(list(range(200)), 100) for _ in range(4)]
     assert all(AdaptiveDraftLength(flat).plan(seqs))
-    flat.late = 1.0  # a token of a text is as dear as a pass
-    asked = [k for k in AdaptiveDraftLength(flat).plan(seqs) if k]
-    assert len(asked) <= 1, "at most a probe"
+    flat.catch_up = 1.0  # a token that the drafter reads costs as much as a pass
+    drafting = [k for k in AdaptiveDraftLength(flat).plan(seqs) if k]
+    assert len(drafting) <= 1, "at most a probe"
 
 
-def test_what_a_draft_has_missed_is_counted_while_nothing_is_asked_of_it() -> None:
-    costs = CostModel(CostCurve({1: 1.0, 2: 3.0, 24: 47.0}))  # guessing never pays
-    budget, one = AdaptiveDraftLength(costs), Sequence([1] * 10, SamplingParams(), StopRules(2000))
-    asked = []
+def test_what_a_drafter_has_not_read_is_counted_while_it_does_not_draft() -> None:
+    costs = CostModel(CostCurve({1: 1.0, 2: 3.0, 24: 47.0}))  # drafting never pays
+    policy, one = AdaptiveDraftLength(costs), sequence([1] * 10, 2000)
+    unread: list[int] = []
     for _ in range(1200):
-        [k] = budget.plan([one])
-        asked += [budget._state(one).behind] if k else []
+        [k] = policy.plan([one])
+        unread += [policy._state(one).num_unread] if k else []
         tree = chain([5] * k)
         one.extend([7], 0)
         result = StepResult(tree, VerifyResult([], 7), RowOutput(torch.empty(0, 0)), [7])
-        budget.observe([one], [result], StepTiming(0.0, 1.0 + 2.0 * k, 1 + k, k, 1))
-    assert len(asked) > 1 and sum(asked) <= len(one.ids) and max(asked[1:]) > AdaptiveDraftLength.LITTLE
+        policy.observe([one], [result], StepTiming(0.0, 1.0 + 2.0 * k, 1 + k, k, 1))
+    assert len(unread) > 1 and sum(unread) <= len(one.ids) and max(unread[1:]) > AdaptiveDraftLength.FEW_UNREAD
 
 
 @pytest.mark.parametrize("k", [-1, 129, True, 2.5])

@@ -47,7 +47,7 @@ def test_merge_cuts_later_paths_first() -> None:
     assert len(merge([[1, 2, 3]], limit=0)) == 0
 
 
-def test_probes_are_not_guesses() -> None:
+def test_probes_are_not_draft_tokens() -> None:
     tree = DraftTree(torch.tensor([1, 2, 3]), [-1, 0, -1], None, probes=1)
     assert (tree.num_draft_tokens, tree.is_chain) == (2, True)
 

@@ -17,6 +17,12 @@ def test_plain_decoding_is_one_token_a_step() -> None:
     assert stats.acceptance_by_position == []
 
 
+def test_plain_steps_taken_as_one_count_as_several() -> None:
+    stats = SpecStats()
+    stats.add_plain(4)
+    assert (stats.steps, stats.new_tokens, stats.tokens_per_step) == (4, 4, 1.0)
+
+
 def test_rates_by_position() -> None:
     stats = SpecStats()
     stats.add_step(chain([1, 2, 3]), accepted=3, emitted=4, cut=False)
@@ -28,7 +34,7 @@ def test_rates_by_position() -> None:
     assert stats.acceptance_by_position == pytest.approx([2 / 3, 1 / 2, 1 / 2])
 
 
-def test_guesses_behind_the_end_do_not_count() -> None:
+def test_draft_tokens_past_the_end_do_not_count() -> None:
     stats = SpecStats()
     stats.add_step(chain([1, 2, 3, 4]), accepted=2, emitted=2, cut=True)
     assert (stats.drafted, stats.accepted, stats.acceptance_rate) == (2, 2, 1.0)
@@ -46,7 +52,7 @@ def test_a_tree_offers_a_depth_once() -> None:
     assert (stats.drafted, stats.offered_at, stats.accepted_at) == (4, [1, 1], [1, 0])
 
 
-def test_tallies_add_up() -> None:
+def test_stats_add_up() -> None:
     one, other = SpecStats(seconds=1.0), SpecStats(seconds=2.0)
     one.add_step(chain([1]), accepted=1, emitted=2, cut=False)
     other.add_step(chain([1, 2, 3]), accepted=2, emitted=3, cut=False)

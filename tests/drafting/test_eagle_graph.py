@@ -13,7 +13,7 @@ from paceline.drafting.no_draft import NoDraft
 from paceline.engines.local.generate import run
 from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
-from paceline.heads.eagle import EAGLE_3, EagleConfig, EagleHead
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.runners.native import NativeRunner
 from tests.runners.native.models import tiny
 
@@ -35,12 +35,12 @@ def test_captured_chains_guess_what_launches_would(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(eagle_graph, "ROOM_ROWS", 1)
     monkeypatch.setattr(eagle_graph, "ROOM_TOKENS", 1)
     target = NativeRunner.of_model(tiny("llama").to(DEVICE), "tiny", kv_cache_tokens=8192)
-    config = EagleConfig(EAGLE_3, 48, 80, 2, 1, 24, 101, 60, 48, feature_layers=(0, 1, 2))
-    head = EagleHead(config).to(DEVICE).eval().requires_grad_(False)
+    config = Eagle3Config(48, 80, 2, 1, 24, 101, 60, 48, feature_layers=(0, 1, 2))
+    head = Eagle3Head(config).to(DEVICE).eval().requires_grad_(False)
     head.choose_vocabulary(torch.arange(60))
     prompts = [torch.randint(0, 101, (length,)).tolist() for length in (40, 3, 120)]
     captured, launched = Eagle(head, target), Eagle(head, target)
-    launched.loop = None
+    launched.graphs = None
     plain = written(target, NoDraft(), prompts, 0)
     found = [written(target, drafter, prompts, 4) for drafter in (captured, launched)]
     assert captured._buffers.version >= 2

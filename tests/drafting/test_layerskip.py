@@ -19,7 +19,7 @@ from paceline.heads.files import save_exit
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.support.drafter_exactness import check_greedy, toy
-from tests.support.drafter_states import assert_unchanged, check_sampled_with_states, greedy_run
+from tests.support.drafter_exactness import assert_unchanged, check_sampled, greedy_run
 from tests.support.tiny import tiny_llama
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
@@ -63,7 +63,7 @@ def test_greedy_texts_of_the_toy_are_unchanged() -> None:
 
 def test_sampled_texts_are_exact() -> None:
     target = toy()
-    check_sampled_with_states(LayerSkip(target, 1, adapter_for(4)), target)
+    check_sampled(LayerSkip(target, 1, adapter_for(4)), target)
 
 
 def test_slots_are_given_back_as_they_were(target: HuggingFaceRunner) -> None:

@@ -1,4 +1,4 @@
-"""Medusa heads: the right head for the right place, trees of the likeliest combinations, exact texts."""
+"""Medusa heads: the right head for the right place, trees of the likeliest combinations, exact outputs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import SpeculativeDecoder
-from paceline.core.draft_tree import path_to
-from paceline.core.types import RowOutput
-from paceline.drafting.medusa import Medusa, grown
+from paceline.core.draft_tree import empty, path_to
+from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.drafting.medusa import Medusa, likeliest_tree
+from paceline.drafting.registry import build_drafter
 from paceline.errors import OptionError, PairError
-from paceline.heads.files import load_medusa
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.heads import checkpoints
-from tests.support.drafter_exactness import check_greedy, toy
-from tests.support.drafter_states import assert_unchanged, check_sampled_with_states, texts_of
+from tests.support.drafter_exactness import (
+    assert_unchanged,
+    check_greedy,
+    check_sampled,
+    context_for,
+    sequences,
+    toy,
+)
 
 
 def toy_heads(heads: int = 3, reduced: bool = False) -> MedusaHeads:
@@ -33,7 +38,7 @@ def toy_heads(heads: int = 3, reduced: bool = False) -> MedusaHeads:
 
 
 def circle() -> TableRunner:
-    """A toy that counts: after token t comes t + 1, and its state says which token it just read."""
+    """A toy that counts: after token t comes t + 1, and its state tells which token it has just read."""
     target = TableRunner(vocab_size=5, order=1)
     target.table = torch.full((6, 5), -4.0)
     for token in range(5):
@@ -42,21 +47,21 @@ def circle() -> TableRunner:
 
 
 def counting_heads() -> MedusaHeads:
-    """Heads that know the circle: the state after t points at t + 1, and head h says the token h + 1 further on."""
+    """Heads that know the circle: the state after t points at t + 1, and head h predicts the token h + 1 further on."""
     heads = MedusaHeads(MedusaConfig(3, 1, 5, 5, 5)).requires_grad_(False)
-    for ahead, speak in enumerate(heads.lm_heads, start=1):
-        speak.weight.copy_(torch.eye(5).roll(ahead, dims=0))
+    for ahead, lm_head in enumerate(heads.lm_heads, start=1):
+        lm_head.weight.copy_(torch.eye(5).roll(ahead, dims=0))
     return heads
 
 
 @pytest.mark.parametrize("branches", [1, 3])
 def test_an_oracle_is_always_right(branches: int) -> None:
-    """Head h speaks of the place h after the text's next; one place off and nothing would stand."""
+    """Head h predicts the position h after the next; one position off and nothing would be accepted."""
     target = circle()
     drafter = Medusa(counting_heads(), target, branches=branches)
     result = assert_unchanged(target, drafter, [[1, 2, 3], [4, 0, 1], [2, 3]], 41, 3 if branches == 1 else 40)
     assert result.acceptance_by_position == [1.0] * 3
-    assert result.steps == 3 * 11, "forty tokens in tens of four, and one more round for the last"
+    assert result.steps == 3 * 11, "forty tokens in tens of four, and one more step for the last"
 
 
 def test_trees_hold_the_likeliest_combinations() -> None:
@@ -71,7 +76,7 @@ def test_trees_hold_the_likeliest_combinations() -> None:
     }
     best = sorted(every.values(), reverse=True)
     for limit in (1, 4, 9, 25, 39, 100):
-        tree = grown(scores, tokens, limit)
+        tree = likeliest_tree(scores, tokens, limit)
         output = tree.tokens.tolist()
         paths = {tuple(output[step] for step in path_to(tree.parents, node)) for node in range(len(tree))}
         assert len(paths) == len(tree) == min(limit, 39)
@@ -79,17 +84,17 @@ def test_trees_hold_the_likeliest_combinations() -> None:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_greedy_texts_are_unchanged(reduced: bool) -> None:
+def test_greedy_outputs_are_unchanged(reduced: bool) -> None:
     check_greedy(Medusa(toy_heads(reduced=reduced), toy()))
 
 
-def test_sampled_texts_are_exact() -> None:
-    check_sampled_with_states(Medusa(toy_heads(reduced=True), toy(), branches=2))
+def test_sampled_outputs_are_exact() -> None:
+    check_sampled(Medusa(toy_heads(reduced=True), toy(), branches=2))
 
 
-def test_budgets_and_ends_are_kept() -> None:
+def test_num_draft_tokens_and_ends_are_kept() -> None:
     drafter = Medusa(toy_heads(), toy(), nodes=5)
-    seqs = texts_of([[0, 1, 2], [2, 3], [1]], 10)
+    seqs = sequences([[0, 1, 2], [2, 3], [1]], 10)
     for seq in seqs:
         rows = torch.randn(len(seq.ids) - 1, 4)
         drafter.begin(seq, RowOutput(rows, rows) if len(rows) else None)
@@ -105,7 +110,7 @@ def test_heads_for_another_target_are_refused() -> None:
         Medusa(toy_heads(), TableRunner(vocab_size=7))
     heads = MedusaHeads(MedusaConfig(1, 1, 4, 90, 2))
     heads.choose_vocabulary(torch.tensor([1, 80]))
-    with pytest.raises(PairError, match="say token 80"):
+    with pytest.raises(PairError, match="predict token 80"):
         Medusa(heads, toy())
     with pytest.raises(OptionError, match="branch"):
         Medusa(toy_heads(), toy(), branches=0)
@@ -114,13 +119,14 @@ def test_heads_for_another_target_are_refused() -> None:
 @pytest.mark.parametrize("layout", ["medusa", "medusa_vllm"])
 def test_published_heads_draft(layout: str, tiny_model: object, tmp_path: Path) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")  # type: ignore[arg-type]
-    drafter = Medusa(load_medusa(checkpoints.write(tmp_path, layout)), target)
+    drafter = build_drafter("medusa", context_for(target, checkpoints.write(tmp_path, layout)))
     result = assert_unchanged(target, drafter, [[5, 7, 9, 11], [250], [3, 3, 8, 3]], 20, 6)
     assert result.drafted > 0
 
 
-def test_the_python_face(tiny_folder: Path, tmp_path: Path) -> None:
-    folder = checkpoints.write(tmp_path, "medusa")
-    decoder = SpeculativeDecoder(str(tiny_folder), draft=str(folder), method="medusa", num_draft_tokens=6)
-    plain = SpeculativeDecoder(str(tiny_folder)).generate("Once upon", max_new_tokens=16, ignore_eos=True)
-    assert decoder.generate("Once upon", max_new_tokens=16, ignore_eos=True).token_ids == plain.token_ids
+def test_steps_without_states_leave_nothing_to_draft_from() -> None:
+    drafter, (seq,) = Medusa(toy_heads(), toy()), sequences([[0, 1, 2]], 10)
+    rows = torch.randn(2, 4)
+    drafter.begin(seq, RowOutput(rows, rows))
+    drafter.observe([seq], [StepResult(empty(), VerifyResult([], 1), RowOutput(rows), [1])])
+    assert len(drafter.propose([seq], [3])[0]) == 0

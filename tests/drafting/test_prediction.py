@@ -9,7 +9,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.drafting.prediction import Prediction, PredictionCount, prediction_count
 from paceline.errors import OptionError
-from tests.support.drafter_exactness import check_greedy, check_sampled, written_by
+from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_batch
 
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
@@ -69,15 +69,15 @@ def test_a_text_without_a_prediction_is_not_guessed_for() -> None:
 
 
 def test_accepted_and_rejected_tokens_are_counted() -> None:
-    plain = written_by(Prediction())[0].written
-    followed = written_by(Prediction(), prediction=plain)[0]
+    plain = greedy_batch(Prediction())[0].written
+    followed = greedy_batch(Prediction(), prediction=plain)[0]
     assert prediction_count(followed).rejected == 0
     assert prediction_count(followed).accepted == followed.stats.accepted > 30
     wrong = [(token + 1) % 4 for token in plain]
-    refused = written_by(Prediction(), prediction=wrong)[0]
+    refused = greedy_batch(Prediction(), prediction=wrong)[0]
     assert prediction_count(refused).rejected > 0
     assert refused.written == plain
-    assert prediction_count(written_by(Prediction())[0]) == PredictionCount(0, 0)
+    assert prediction_count(greedy_batch(Prediction())[0]) == PredictionCount(0, 0)
 
 
 def test_impossible_options_are_refused() -> None:

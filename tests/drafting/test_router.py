@@ -16,7 +16,7 @@ from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import check_greedy, check_sampled, written_by
+from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_batch
 
 
 def every_method(blur: float = 0.3) -> DrafterRouter:
@@ -62,7 +62,7 @@ def test_it_needs_what_any_of_them_needs() -> None:
 
 
 def test_a_draft_model_beside_other_methods_keeps_its_cache_in_step() -> None:
-    seqs = written_by(every_method(blur=0), methods=("draft", "none", "suffix"))
+    seqs = greedy_batch(every_method(blur=0), methods=("draft", "none", "suffix"))
     assert seqs[0].stats.acceptance_rate == 1.0, "the draft is the target itself"
 
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from paceline.errors import OptionError
 from paceline.heads.attention import Attention, AttentionSettings, JoinedKeys, RotarySettings, causal_mask
-from paceline.heads.cache import KeyBuffers
-from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead, usual_feature_layers
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
+from paceline.heads.kv_cache import KeyBuffers
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 
-ONE = EagleConfig(EAGLE_1, 16, 24, 4, 2, 4, 20, 20, 16, fc_bias=True)
-THREE = EagleConfig(EAGLE_3, 16, 24, 4, 2, 4, 20, 12, 16)
+ONE = Eagle1Config(16, 24, 4, 2, 4, 20, 20, 16, fc_bias=True)
+THREE = Eagle3Config(16, 24, 4, 2, 4, 20, 12, 16)
 LLAMA_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -27,12 +29,17 @@ LLAMA_SCALING = {
 }
 
 
-def borrowed(config: EagleConfig, seed: int = 0) -> EagleHead:
+def head_of(config: EagleConfig) -> EagleHead:
+    return Eagle3Head(config) if isinstance(config, Eagle3Config) else Eagle1Head(config)
+
+
+def bound(config: EagleConfig, seed: int = 0) -> Any:
+    """A random head over a random target."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = EagleHead(config).eval()
-        embedding, speaking = torch.randn(config.vocab_size, config.hidden_size), torch.randn(16, config.vocab_size)
-    head.borrow(lambda tokens: embedding[tokens], lambda states: states @ speaking)
+        head = head_of(config).eval()
+        embedding, output = torch.randn(config.vocab_size, config.hidden_size), torch.randn(16, config.vocab_size)
+    head.bind_target(lambda tokens: embedding[tokens], lambda states: states @ output)
     return head.requires_grad_(False)
 
 
@@ -65,7 +72,7 @@ def test_attention_is_that_of_transformers(scaling: dict[str, Any] | None) -> No
 
 @pytest.mark.parametrize("config", [ONE, THREE], ids=["eagle1", "eagle3"])
 def test_reading_in_parts_is_reading_at_once(config: EagleConfig) -> None:
-    head = borrowed(config)
+    head = bound(config)
     embeddings, g = inputs(head)
     positions = torch.arange(7)[None]
     whole = head.block(embeddings, g, positions, causal_mask(7))
@@ -83,8 +90,8 @@ def test_reading_in_parts_is_reading_at_once(config: EagleConfig) -> None:
     assert torch.allclose(torch.cat(parts, dim=1), whole, atol=1e-5)
 
 
-def test_buffers_keep_texts_of_different_lengths_apart() -> None:
-    head = borrowed(THREE)
+def test_buffers_keep_sequences_of_different_lengths_apart() -> None:
+    head = bound(THREE)
     embeddings, g = inputs(head, 3, 300)  # longer than the first buffers, so that they grow
     buffers = KeyBuffers(2, 4, g)
     rows, held = [buffers.take() for _ in range(3)], [299, 40, 0]
@@ -118,7 +125,7 @@ def test_a_freed_row_is_used_again() -> None:
 
 def test_eagle1_by_hand() -> None:
     """One row sees only itself, so attention is o(v(x)) and the whole block can be written down."""
-    head = borrowed(ONE)
+    head = bound(ONE)
     embeddings, g = inputs(head, 1, 1)
     layer = head.midlayer
     x = torch.cat([embeddings, g], dim=-1) @ head.fc.weight.T + head.fc.bias
@@ -127,12 +134,12 @@ def test_eagle1_by_hand() -> None:
     expected = x + layer.mlp(layer.post_attention_layernorm(x))
     out = head.block(embeddings, g, torch.tensor([[5]]))
     assert torch.allclose(out, expected, atol=1e-5)
-    assert head.logits(out).shape[-1] == 20, "an EAGLE-1 head speaks through the target"
+    assert head.logits(out).shape[-1] == 20, "an EAGLE-1 head uses the target's output head"
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_eagle3_by_hand(before: bool) -> None:
-    head = borrowed(replace(THREE, norm_before_residual=before))
+    head = bound(replace(THREE, norm_before_residual=before))
     embeddings, g = inputs(head, 1, 1)
     layer = head.midlayer
     normed = layer.hidden_norm(g)
@@ -146,15 +153,15 @@ def test_eagle3_by_hand(before: bool) -> None:
 
 
 def test_variants_of_norms_change_what_they_should() -> None:
-    plain = borrowed(THREE)
-    output = borrowed(replace(THREE, norm_output=True))
+    plain = bound(THREE)
+    output = bound(replace(THREE, norm_output=True))
     embeddings, g = inputs(plain, 1, 1)
     out = plain.block(embeddings, g, torch.tensor([[0]]))
     normed = output.block(embeddings, g, torch.tensor([[0]]))
     assert torch.allclose(normed, plain.norm(out), atol=1e-6)
     assert torch.allclose(output.logits(normed), plain.logits(out), atol=1e-5)
     features = torch.randn(2, 48)
-    whole, each = borrowed(replace(THREE, norm_before_fc=True)), borrowed(replace(THREE, fc_norm=True))
+    whole, each = bound(replace(THREE, norm_before_fc=True)), bound(replace(THREE, fc_norm=True))
     rms = features.pow(2).mean(-1, keepdim=True).add(1e-5).sqrt()
     assert torch.allclose(whole.fuse(features), whole.fc(features / rms), atol=1e-5)
     parts = features.view(2, 3, 16)
@@ -162,8 +169,8 @@ def test_variants_of_norms_change_what_they_should() -> None:
     assert torch.allclose(each.fuse(features), each.fc((parts / rms).flatten(1)), atol=1e-5)
 
 
-def test_a_chosen_vocabulary_is_what_the_head_says() -> None:
-    head = borrowed(THREE)
+def test_a_chosen_vocabulary_is_what_the_head_predicts() -> None:
+    head = bound(THREE)
     ids = torch.arange(12) + torch.arange(12) // 3
     head.choose_vocabulary(ids)
     assert torch.equal(head.target_ids, ids)
@@ -172,19 +179,17 @@ def test_a_chosen_vocabulary_is_what_the_head_says() -> None:
         head.choose_vocabulary(torch.arange(3))
 
 
-def test_what_is_borrowed_is_no_part_of_the_head() -> None:
-    head = EagleHead(THREE)
+def test_the_bound_target_is_no_part_of_the_head() -> None:
+    head = Eagle3Head(THREE)
     before = list(head.state_dict())
-    head.borrow(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20))
+    head.bind_target(torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20))
     assert list(head.state_dict()) == before
 
 
 def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(OptionError, match="eagle1, eagle3"):
-        replace(ONE, kind="eagle9")
     with pytest.raises(OptionError, match="evenly"):
         replace(ONE, num_kv_heads=3)
-    with pytest.raises(OptionError, match="as wide as its target"):
+    with pytest.raises(OptionError, match="hidden size of its target"):
         replace(ONE, target_hidden_size=99)
     with pytest.raises(OptionError, match="1 head"):
         MedusaConfig(0, 1, 4, 4, 4)
@@ -198,7 +203,7 @@ def test_the_usual_layers() -> None:
     assert all(0 <= layer <= 3 for layer in usual_feature_layers(3))
 
 
-def test_untrained_medusa_heads_say_what_the_target_would() -> None:
+def test_untrained_medusa_heads_predict_what_the_target_does() -> None:
     heads = MedusaHeads(MedusaConfig(2, 1, 8, 20, 5))
     heads.choose_vocabulary(torch.tensor([1, 4, 9, 16, 19]))
     weight, state = torch.randn(20, 8), torch.randn(3, 8)

@@ -101,7 +101,7 @@ class Own(torch.nn.Module):
     ids=lambda value: str(value)[:30],
 )
 def test_what_cannot_be_honoured_is_refused(model: Any, prompts: Tensor, settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(paceline.PacelineError, match=reason):
+    with pytest.raises(paceline.errors.PacelineError, match=reason):
         model.generate(prompts, custom_generate=paceline.hf_generate, max_new_tokens=4, **settings)
 
 

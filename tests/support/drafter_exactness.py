@@ -1,37 +1,53 @@
-"""The two questions every drafter must answer: is a greedy text unchanged, and is a sampled one distributed as it
-should be? Asked on the toy model, whose every distribution is known, in a batch whose texts have 3, 0 and 2 guesses."""
+"""The two questions every drafter must answer: is a greedy output unchanged, and is a sampled one distributed as the
+target says? Asked on the toy model, whose every distribution is known, in a batch whose sequences draft 3, 0 and 2 tokens.
+
+Greedy outputs go through the real engine. Sampled ones go through the steps of `generate_steps`: no runner, all trees of a
+step verified at once, which makes fifty thousand samples a matter of seconds.
+"""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import torch
 from scipy.stats import chi2
+from torch import Tensor
+from torch.nn.functional import one_hot
 
 from paceline.core.draft_length import FixedDraftLength, within_room
 from paceline.core.draft_tree import DraftTree
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Runner
 from paceline.core.sampling import SamplingParams, distribution
 from paceline.core.sequence import Sequence
 from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
 from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.core.verify import verify_trees
 from paceline.drafting.no_draft import NoDraft
+from paceline.drafting.registry import DrafterContext
 from paceline.engines.local.generate import run
 from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
-from paceline.runners.table import TableRunner
+from paceline.hub.tokenizer import Tokenizer, load_tokenizer
+from paceline.kv.prefix_cache import PrefixCache
+from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.table import TableRunner, TableSequenceCache
+from tests.support.tiny import byte_tokenizer
 
-BUDGETS = (3, 0, 2)
-COPIES = 4  # of a batch with these budgets, where many samples are drawn: drafters work for several texts at once
+NUM_DRAFT_TOKENS = (3, 0, 2)
 PROMPT = [0, 1, 2, 0, 1, 3, 0, 1]
-Chances = list[list[float]]  # a row of probabilities a context
-FALSE_ALARM = 1e-6  # the chance that a correct drafter fails the test of its distribution
+FALSE_ALARM = 1e-6  # the probability that a correct drafter fails the test of its distribution
+UNREACHABLE = -2  # the parent of nodes that are never accepted
 
 
 def toy(order: int = 2) -> TableRunner:
     return TableRunner(vocab_size=4, order=order, seed=5)
+
+
+def sequences(prompts: list[list[int]], length: int, **sampling: Any) -> list[Sequence]:
+    return [Sequence(list(prompt), SamplingParams(**sampling), StopRules(length)) for prompt in prompts]
 
 
 def batch(
@@ -42,111 +58,203 @@ def batch(
     methods: tuple[str | None, ...] = (None, None, None),
     copies: int = 1,
 ) -> list[Sequence]:
-    """Texts with budgets of 3, 0 and 2 in turn. Those without guesses only have to be there, so they are short."""
+    """Sequences that draft 3, 0 and 2 tokens in turn. Those that draft none only have to be there, so they are short."""
     seqs = []
-    for seq_id, (place, budget) in enumerate([*enumerate(BUDGETS)] * copies):
-        own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + seq_id)
-        seq = Sequence(PROMPT[place:], own, StopRules(length if budget else length // 4))
-        seq.num_draft_tokens, seq.params.prediction, seq.params.method = budget, prediction, methods[place]
+    for number, (place, k) in enumerate([*enumerate(NUM_DRAFT_TOKENS)] * copies):
+        own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + number)
+        seq = Sequence(PROMPT[place:], own, StopRules(length if k else length // 4))
+        seq.num_draft_tokens, seq.params.prediction, seq.params.method = k, prediction, methods[place]
         seqs.append(seq)
     return seqs
 
 
-def written_by(drafter: Drafter, **about: Any) -> list[Sequence]:
-    """The batch written greedily, through all of the real machinery."""
-    seqs = batch(SamplingParams(), 60, **about)
-    for _ in run(seqs, EngineParts(toy(), drafter, FixedDraftLength(3), Verifier())):
+def context_for(target: Runner, draft_model: Any = None, **options: Any) -> DrafterContext:
+    """What a drafter is built from, over models and tokenizers of tests/support/tiny.py."""
+
+    def open_runner(folder: Any) -> HuggingFaceRunner:
+        from transformers import AutoModelForCausalLM
+
+        return HuggingFaceRunner(AutoModelForCausalLM.from_pretrained(folder).eval(), "draft")
+
+    return DrafterContext(
+        target=target,
+        tokenizer=Tokenizer(byte_tokenizer()),
+        draft_model=draft_model,
+        device="cpu",
+        head_dtype=torch.float32,
+        options=options,
+        prefix_cache=PrefixCache(),
+        open_runner=open_runner,
+        open_tokenizer=lambda folder: Tokenizer(load_tokenizer(Path(folder), "draft")),
+    )
+
+
+# --- through the engine -----------------------------------------------------------------------------------------------
+
+
+def parts_of(target: Runner, drafter: Drafter, num_draft_tokens: int = 3, rule: str = "token") -> EngineParts:
+    return EngineParts(target, drafter, FixedDraftLength(num_draft_tokens), Verifier(rule))
+
+
+def generated(seqs: list[Sequence], parts: EngineParts, **options: Any) -> list[list[int]]:
+    """The outputs of these sequences, generated together."""
+    for _ in run(seqs, parts, **options):
         pass
+    return [seq.generated for seq in seqs]
+
+
+def greedy_run(target: Runner, drafter: Drafter, prompts: list[list[int]], length: int, k: int) -> list[Sequence]:
+    seqs = sequences(prompts, length)
+    generated(seqs, parts_of(target, drafter, k))
     return seqs
 
 
-def check_greedy(drafter: Drafter, **about: Any) -> SpecStats:
-    """Every text is the plain one; and the drafter did guess something right, or this shows nothing."""
-    plain, drafted = written_by(NoDraft()), written_by(drafter, **about)
+def assert_unchanged(target: Runner, drafter: Drafter, prompts: list[list[int]], length: int, k: int) -> SpecStats:
+    """The outputs are what the target alone generates; returns what was counted."""
+    plain = greedy_run(target, NoDraft(), prompts, length, 0)
+    drafted = greedy_run(target, drafter, prompts, length, k)
     assert [seq.generated for seq in drafted] == [seq.generated for seq in plain]
-    assert drafted[1].stats.drafted == 0, "a budget of 0 is no guess"
+    return total_of(drafted)
+
+
+def total_of(seqs: list[Sequence]) -> SpecStats:
     total = SpecStats()
-    for seq in drafted:
+    for seq in seqs:
         total.add(seq.stats)
+    return total
+
+
+def greedy_batch(drafter: Drafter, **options: Any) -> list[Sequence]:
+    """The batch generated greedily."""
+    seqs = batch(SamplingParams(), 60, **options)
+    generated(seqs, parts_of(toy(), drafter))
+    return seqs
+
+
+def check_greedy(drafter: Drafter, **options: Any) -> SpecStats:
+    """Every output is the plain one; and some draft token was accepted, or this shows nothing."""
+    plain, drafted = greedy_batch(NoDraft()), greedy_batch(drafter, **options)
+    assert [seq.generated for seq in drafted] == [seq.generated for seq in plain]
+    assert drafted[1].stats.drafted == 0, "num_draft_tokens 0 drafts nothing"
+    total = total_of(drafted)
     assert total.accepted > 0
     return total
 
 
-def check_sampled(drafter: Drafter, samples: int = 50_000, length: int = 500, **about: Any) -> SpecStats:
-    """The tokens after each context are distributed as the table says: chi² over all contexts, of at least `samples`
-    tokens that speculating texts wrote. Fails a correct drafter with probability FALSE_ALARM."""
-    target, seen, total, seed = toy(), Counter[tuple[int, int]](), SpecStats(), 0
-    uniforms = distribution(target.table, SamplingParams(1.0)).tolist()
-    while total.new_tokens < samples:
-        seed += len(BUDGETS) * COPIES
-        seqs = batch(SamplingParams(1.0, seed=seed), length, copies=COPIES, **about)
-        write(seqs, drafter, target, uniforms, random.Random(seed))
-        for seq in (seq for seq in seqs if seq.num_draft_tokens):
-            total.add(seq.stats)
-            for at in range(seq.prompt_length, len(seq.ids)):
-                seen[target._context(seq.ids[at - 2 : at]), seq.ids[at]] += 1
-    assert total.accepted > 0.05 * total.new_tokens, "hardly anything was guessed right: this shows little"
-    statistic, freedom = distance(uniforms, seen)
-    threshold = float(chi2.isf(FALSE_ALARM, freedom))
-    assert statistic < threshold, f"chi² {statistic:.1f} of {freedom} degrees of freedom (limit {threshold:.1f})"
-    return total
+# --- steps without a runner -------------------------------------------------------------------------------------------
 
 
-def write(seqs: list[Sequence], drafter: Drafter, target: TableRunner, uniforms: Chances, rng: random.Random) -> None:
-    """Rounds in plain Python, without runner or tensors: fifty thousand samples are then a matter of seconds."""
+def output_of(logits: Tensor) -> RowOutput:
+    """An output of the toy: its hidden state is its logits."""
+    return RowOutput(logits, logits, torch.cat([logits] * 3, dim=-1))
+
+
+def begin(seq: Sequence, drafter: Drafter, target: TableRunner) -> None:
+    seq.seq_cache = TableSequenceCache()
+    rows = [target._context(seq.ids[: end + 1]) for end in range(len(seq.ids) - 1)]
+    drafter.begin(seq, output_of(target.table[rows]))
+
+
+def drafted_trees(seqs: list[Sequence], drafter: Drafter) -> list[DraftTree]:
+    """What the drafter proposes: no more than it may, and with the sequence caches as they were."""
     for seq in seqs:
-        drafter.begin(seq, None)
+        assert isinstance(seq.seq_cache, TableSequenceCache)
+        seq.seq_cache.tokens, seq.seq_cache.length = seq.ids[:-1], len(seq.ids) - 1
+    num_draft_tokens = [within_room(seq, 0) for seq in seqs]
+    trees = drafter.propose(seqs, num_draft_tokens)
+    for seq, tree, k in zip(seqs, trees, num_draft_tokens):
+        assert seq.seq_cache is not None and seq.seq_cache.length == len(seq.ids) - 1, "a cache was not restored"
+        assert tree.num_draft_tokens <= k
+    return trees
+
+
+class PaddedTrees:
+    """The trees of a step as tensors of one size. Padding and probes are unreachable."""
+
+    def __init__(self, seqs: list[Sequence], trees: list[DraftTree], vocab_size: int) -> None:
+        size = max(1, *(len(tree) for tree in trees))
+        self.tokens = torch.zeros(len(trees), size, dtype=torch.int64)
+        parents = torch.full((len(trees), size), UNREACHABLE)
+        self.q = torch.zeros(len(trees), size, vocab_size)
+        for row, tree in enumerate(trees):
+            count = len(tree)
+            self.tokens[row, :count], parents[row, :count] = tree.tokens, torch.tensor(tree.parents, dtype=torch.int64)
+            self.q[row, :count] = one_hot(tree.tokens, vocab_size) if tree.probs is None else tree.probs
+        last = torch.tensor([seq.ids[-2:] for seq in seqs])
+        before = torch.cat([last[:, 1:], self.tokens], dim=1).gather(1, (parents + 1).clamp_min(0))
+        # Of the toy that looks two tokens back: the row of the table after the sequence and after each node.
+        pairs = torch.cat([last[:, None], torch.stack([before, self.tokens], dim=-1)], dim=1)
+        self.contexts = pairs[..., 0] * (vocab_size + 1) + pairs[..., 1]
+        self.parents = parents.clone()
+        for row, tree in enumerate(trees):
+            self.parents[row, tree.num_draft_tokens : len(tree)] = UNREACHABLE
+
+
+def generate_steps(seqs: list[Sequence], drafter: Drafter, target: TableRunner, rng: torch.Generator) -> None:
+    """Generate these sequences, all trees of a step verified at once."""
+    probs = distribution(target.table, SamplingParams(1.0))
+    for seq in seqs:
+        begin(seq, drafter, target)
     while seqs:
-        trees = drafter.propose(seqs, [within_room(seq, 0) for seq in seqs])
-        results = [one_round(seq, tree, target, uniforms, rng) for seq, tree in zip(seqs, trees)]
-        drafter.observe(seqs, results)
+        trees = drafted_trees(seqs, drafter)
+        padded = PaddedTrees(seqs, trees, target.info.vocab_size)
+        uniforms = torch.rand(len(seqs), padded.tokens.shape[1] + 1, generator=rng, dtype=torch.float64)
+        walks = verify_trees(padded.tokens, padded.parents, padded.q, probs[padded.contexts], uniforms)
+        rows = zip(walks.nodes.tolist(), walks.counts.tolist(), walks.tokens.tolist())
+        verified = [VerifyResult(nodes[:count], token) for nodes, count, token in rows]
+        logits = target.table[padded.contexts]
+        drafter.observe(seqs, [settle(*each) for each in zip(seqs, trees, verified, logits)])
         for seq in [seq for seq in seqs if seq.finished]:
             drafter.end(seq)
         seqs = [seq for seq in seqs if not seq.finished]
 
 
-def one_round(seq: Sequence, tree: DraftTree, target: TableRunner, uniforms: Chances, rng: random.Random) -> StepResult:
+def settle(seq: Sequence, tree: DraftTree, verified: VerifyResult, logits: Tensor) -> StepResult:
+    """Extend the sequence by what was verified."""
     tokens = tree.tokens.tolist()
-    recent = {-1: seq.ids[-2:]}
-    for node, (token, parent) in enumerate(zip(tokens, tree.parents)):
-        recent[node] = [recent[parent][-1], token]
-    rows = [target._context(recent[node]) for node in range(-1, len(tokens))]
-    verified = judged(tree, [uniforms[row] for row in rows], rng)
     emitted = seq.extend([tokens[node] for node in verified.accepted] + [verified.next_token], len(verified.accepted))
     accepted = min(len(verified.accepted), len(emitted))
     seq.stats.add_step(tree, accepted, len(emitted), len(emitted) <= len(verified.accepted))
-    output = RowOutput(target.table[rows] if tree.probes else target.table[rows[:1]])
-    return StepResult(tree, verified, output, emitted, accepted)
+    return StepResult(tree, verified, output_of(logits[: len(tree) + 1]), emitted, accepted)
 
 
-def judged(tree: DraftTree, target: Chances, rng: random.Random) -> VerifyResult:
-    """The acceptance rule once more, in plain numbers: keep a child if u·q(x) < p(x), else p <- norm(max(p - q, 0))."""
-    tokens = tree.tokens.tolist()
-    drawn_from = None if tree.probs is None else tree.probs.tolist()
-    path: list[int] = []
-    p, node = target[0], -1
-    for child in range(tree.num_draft_tokens):
-        if tree.parents[child] != node:
-            continue
-        token = tokens[child]
-        q = [float(x == token) for x in range(len(p))] if drawn_from is None else drawn_from[child]
-        if rng.random() * q[token] < p[token]:
-            path.append(child)
-            p, node = target[child + 1], child
-        else:
-            left = [max(a - b, 0.0) for a, b in zip(p, q)]
-            p = [x / sum(left) for x in left] if sum(left) > 0 else p
-    return VerifyResult(path, rng.choices(range(len(p)), p)[0])
+def check_sampled(
+    drafter: Drafter,
+    target: TableRunner | None = None,
+    *,
+    samples: int = 50_000,
+    length: int = 160,
+    copies: int = 160,
+    **options: Any,
+) -> SpecStats:
+    """The tokens after each context are distributed as the table says: chi² over all contexts, of at least `samples`
+    tokens of drafting sequences. Fails a correct drafter with probability FALSE_ALARM."""
+    target, rng = target or toy(), torch.Generator().manual_seed(11)
+    counts, total, seed = Counter[tuple[int, int]](), SpecStats(), 0
+    while total.new_tokens < samples:
+        seqs = batch(SamplingParams(1.0, seed=seed), length, copies=copies, **options)
+        seed += len(seqs)
+        generate_steps(list(seqs), drafter, target, rng)
+        for seq in (seq for seq in seqs if seq.num_draft_tokens):
+            total.add(seq.stats)
+            for at in range(seq.prompt_length, len(seq.ids)):
+                counts[target._context(seq.ids[at - 2 : at]), seq.ids[at]] += 1
+    assert total.accepted > 0.05 * total.new_tokens, "hardly any draft token was accepted: this shows little"
+    statistic, freedom = chi_squared(distribution(target.table, SamplingParams(1.0)).tolist(), counts)
+    limit = float(chi2.isf(FALSE_ALARM, freedom))
+    print(f"chi² {statistic:.1f} of {freedom} degrees of freedom, limit {limit:.1f}, error probability {FALSE_ALARM}")
+    assert statistic < limit
+    return total
 
 
-def distance(uniforms: Chances, seen: Counter[tuple[int, int]]) -> tuple[float, int]:
+def chi_squared(probs: list[list[float]], counts: Counter[tuple[int, int]]) -> tuple[float, int]:
     """chi² between counted and expected successors of every context, and its degrees of freedom."""
     statistic, freedom = 0.0, 0
-    for context in {context for context, _ in seen}:
-        counts = [seen[context, token] for token in range(len(uniforms[context]))]
-        expected = [sum(counts) * p for p in uniforms[context]]
+    for context in {context for context, _ in counts}:
+        observed = [counts[context, token] for token in range(len(probs[context]))]
+        expected = [sum(observed) * p for p in probs[context]]
         if min(expected) >= 5:  # else it is too rare for the statistic to have its limit's distribution
-            statistic += sum((found - wanted) ** 2 / wanted for found, wanted in zip(counts, expected))
-            freedom += len(counts) - 1
+            statistic += sum((count - mean) ** 2 / mean for count, mean in zip(observed, expected))
+            freedom += len(observed) - 1
     assert freedom >= 18, "too few contexts were visited"
     return statistic, freedom

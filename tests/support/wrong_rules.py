@@ -1,76 +1,105 @@
-"""What tutorials do instead. Kept only to show that the test of exactness notices."""
+"""What tutorials do instead. Kept as mutants that the exactness test must catch."""
 
 from __future__ import annotations
 
-import torch
-from torch import Generator, Tensor
+from dataclasses import replace
+
+from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, chain
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import draw
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, VerifyResult
-from paceline.core.verify import draw_uniforms, residual
-from paceline.drafting.draft_model import DraftModel
+from paceline.core.verify import RULES, AcceptanceRule, Verify, residual
 
 
-def _walk(tree: DraftTree, target: Tensor, rng: Generator, *, judged_by_q: bool, from_residual: bool) -> VerifyResult:
-    """A chain's walk with one thing wrong: the test of a guess, or what is drawn after a refusal."""
-    uniforms = draw_uniforms(tree, rng)
+def _walk(tree: DraftTree, target: Tensor, uniforms: Tensor, *, uses_q: bool, from_residual: bool) -> VerifyResult:
+    """A chain's walk with one thing wrong: the test of a draft token, or what is drawn after a rejection."""
     assert tree.probs is not None or not len(tree)
-    for node, token in enumerate(tree.tokens.tolist()):
+    tokens = tree.tokens.tolist()
+    for node, token in enumerate(tokens):
         assert tree.probs is not None
-        guess = float(tree.probs[node, token]) if judged_by_q else 1.0
-        if float(uniforms[node]) * guess >= float(target[node, token]):
-            left = residual(target[node], tree.probs[node], token) if from_residual else target[node]
-            return VerifyResult(list(range(node)), int(draw(left, uniforms[-1])))
-    return VerifyResult(list(range(len(tree))), int(draw(target[len(tree)], uniforms[-1])))
+        q = float(tree.probs[node, token]) if uses_q else 1.0
+        if float(uniforms[node]) * q >= float(target[node, token]):
+            rest = residual(target[node], tree.probs[node], token) if from_residual else target[node]
+            return VerifyResult(list(range(node)), int(draw(rest, uniforms[-1])), tokens[:node])
+    return VerifyResult(list(range(len(tree))), int(draw(target[len(tree)], uniforms[-1])), tokens)
 
 
-def target_prob_above_rand(tree: DraftTree, target: Tensor, rng: Generator) -> VerifyResult:
-    """`if target_prob > rand: accept`, q forgotten, and a new draw from p after a refusal."""
-    return _walk(tree, target, rng, judged_by_q=False, from_residual=False)
+def target_prob_above_rand(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
+    """`if target_prob > rand: accept`, q forgotten, and a new draw from p after a rejection."""
+    return _walk(tree, target, uniforms, uses_q=False, from_residual=False)
 
 
-def draft_prob_is_one(tree: DraftTree, target: Tensor, rng: Generator) -> VerifyResult:
-    """`p_draft = 1.0` for guesses that were drawn; the residual is right, the test is not."""
-    return _walk(tree, target, rng, judged_by_q=False, from_residual=True)
+def draft_prob_is_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
+    """`p_draft = 1.0` for draft tokens that were drawn; the residual is right, the test is not."""
+    return _walk(tree, target, uniforms, uses_q=False, from_residual=True)
 
 
-def resample_from_target(tree: DraftTree, target: Tensor, rng: Generator) -> VerifyResult:
-    """The right test, and after a refusal a draw from p instead of the residual."""
-    return _walk(tree, target, rng, judged_by_q=True, from_residual=False)
+def resample_from_target(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
+    """The right test, and after a rejection a draw from p instead of the residual."""
+    return _walk(tree, target, uniforms, uses_q=True, from_residual=False)
 
 
-class OneDistributionForAll(DraftModel):
-    """Draws k guesses from the first step's distribution, and claims each step's own for them."""
-
-    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        return [self._again(seq, tree) for seq, tree in zip(seqs, super().propose(seqs, num_draft_tokens))]
-
-    def _again(self, seq: Sequence, tree: DraftTree) -> DraftTree:
-        if tree.probs is None:
-            return tree
-        uniforms = torch.rand(len(tree), generator=seq.rng, dtype=torch.float64)
-        return chain(draw(tree.probs[:1].expand(len(tree), -1), uniforms), tree.probs)
+WRONG_RULES: tuple[Verify, ...] = (target_prob_above_rand, draft_prob_is_one, resample_from_target)
 
 
-class PeeksAtItsGuess(DraftModel):
-    """Keeps a guess only if it likes it: whether token j is verified depends on token j. Anticipating, so not exact."""
+def wrong_rule(verify: Verify) -> AcceptanceRule:
+    """The token rule with another verification, on every device."""
+    return replace(RULES["token"], verify=verify, on_device=None)
 
-    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        return [self._liked(tree) for tree in super().propose(seqs, num_draft_tokens)]
 
-    def _liked(self, tree: DraftTree) -> DraftTree:
-        tokens = tree.tokens.tolist()
-        stop = next((node for node, token in enumerate(tokens) if token != 0), len(tokens))
-        return chain(tree.tokens[:stop], None if tree.probs is None else tree.probs[:stop])
+class WrappedDrafter(Drafter):
+    """Changes the draft trees of another drafter."""
 
-    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        """Its cache holds guesses that were never shown: cut back to what the text has."""
-        for seq in seqs:
-            seq_cache = self._seq_caches.get(seq.seq_id)
-            if seq_cache is not None:
-                self.runner.truncate(seq_cache, min(self._before[seq.seq_id], len(seq.ids) - 1))
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.needs, self.draft_runner = drafter.needs, drafter.draft_runner
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        pass
+        self.drafter.begin(seq, prompt)
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = self.drafter.propose(seqs, num_draft_tokens)
+        return [tree if tree.probs is None else self.change(seq, tree) for seq, tree in zip(seqs, trees)]
+
+    def change(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+        raise NotImplementedError
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
+        self.drafter.observe(seqs, results)
+
+    def end(self, seq: Sequence) -> None:
+        self.drafter.end(seq)
+
+
+class OneDistributionForAll(WrappedDrafter):
+    """Draws k draft tokens from the first step's distribution, and claims each step's own for them."""
+
+    def change(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+        assert tree.probs is not None
+        tokens = draw(tree.probs[:1].expand(len(tree), -1), seq.rng.next(len(tree)))
+        return chain(tokens, tree.probs)
+
+
+class PeeksAtItsDraft(WrappedDrafter):
+    """Keeps a draft token only if it likes it: whether token j is verified depends on token j, so it is not exact."""
+
+    def change(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+        assert tree.probs is not None
+        tokens = tree.tokens.tolist()
+        stop = next((node for node, token in enumerate(tokens) if token != 0), len(tokens))
+        return chain(tree.tokens[:stop], tree.probs[:stop])
+
+
+class WrongQ(WrappedDrafter):
+    """Claims that its draft tokens were drawn at another temperature than they were."""
+
+    def change(self, seq: Sequence, tree: DraftTree) -> DraftTree:
+        assert tree.probs is not None
+        flat = tree.probs**0.5
+        return replace(tree, probs=flat / flat.sum(-1, keepdim=True))
+
+
+WRONG_DRAFTERS: tuple[type[WrappedDrafter], ...] = (OneDistributionForAll, PeeksAtItsDraft, WrongQ)

@@ -60,12 +60,13 @@ def test_a_reduced_vocabulary_is_written_in_the_layouts_that_know_it(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    from paceline.heads.files import load_medusa
+    from paceline.heads.medusa import MedusaHeads
+    from paceline.heads.registry import load_head
 
     words = arguments(target_folder, texts_folder, 2)
     assert train("medusa", "--out", tmp_path / "heads", *words, "--vocabulary", 40, "--heads", 2)[0] == 0
     for place in (tmp_path / "heads", tmp_path / "heads" / "vllm"):
-        assert load_medusa(place).config.draft_vocab_size == 40
+        assert load_head(place, MedusaHeads).config.draft_vocab_size == 40
     sizes = ("--vocabulary", 100, "--width", 16, "--layers", 1)
     assert train("draft", "--out", tmp_path / "draft", *words, *sizes)[0] == 0
     draft = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")

@@ -20,12 +20,15 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.medusa import Medusa
-from paceline.heads.files import load_eagle, load_exit, load_medusa
+from paceline.heads.eagle import EagleHead
+from paceline.heads.exit_adapter import ExitAdapter
+from paceline.heads.medusa import MedusaHeads
+from paceline.heads.registry import load_head
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.train.corpus import Batches, Corpus, split
 from paceline.train.measure import accepted_lengths, measure, walk
 from paceline.train.run import TASKS, Target, TrainOptions, open_target
-from tests.support.drafter_states import assert_unchanged
+from tests.support.drafter_exactness import assert_unchanged
 from tests.train.conftest import LENGTH, PROMPT, arguments, greedy_texts, prompts
 
 STEPS = {"eagle": 40, "medusa": 40, "draft": 60, "exit": 40}
@@ -90,11 +93,11 @@ def test_card_and_curve_lie_beside_the_drafter(word: str, trained: Callable[[str
 def drafters(word: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafter]:
     """The drafter through each layout it was written in."""
     if word == "eagle":
-        return {name: Eagle(load_eagle(run.folder / name), target) for name in (".", "speculators")}
+        return {name: Eagle(load_head(run.folder / name, EagleHead), target) for name in (".", "speculators")}
     if word == "medusa":
-        return {name: Medusa(load_medusa(run.folder / name), target, branches=1) for name in (".", "vllm")}
+        return {name: Medusa(load_head(run.folder / name, MedusaHeads), target, branches=1) for name in (".", "vllm")}
     if word == "exit":
-        return {".": LayerSkip(target, adapter=load_exit(run.folder))}
+        return {".": LayerSkip(target, adapter=load_head(run.folder, ExitAdapter))}
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(run.folder).chat_template, "the tokenizer lies beside it"

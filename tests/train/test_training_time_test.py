@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.heads.eagle import EAGLE_3, EagleConfig, EagleHead
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.train.training_time_test import reference, unroll
 
 STEPS = 4
 
 
-def head(norm_before_residual: bool) -> EagleHead:
+def head(norm_before_residual: bool) -> Eagle3Head:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        config = EagleConfig(EAGLE_3, 16, 24, 4, 2, 4, 40, 20, 16, norm_before_residual=norm_before_residual)
-        made = EagleHead(config)
+        config = Eagle3Config(16, 24, 4, 2, 4, 40, 20, 16, norm_before_residual=norm_before_residual)
+        made = Eagle3Head(config)
         table = torch.randn(40, 16)
-    made.borrow(lambda tokens: table[tokens], lambda states: states @ table.T)
+    made.bind_target(lambda tokens: table[tokens], lambda states: states @ table.T)
     return made
 
 

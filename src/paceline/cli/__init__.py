@@ -1,18 +1,18 @@
-"""paceline: the same text from your language model, faster, provably unchanged.
+"""paceline runs language models faster with speculative decoding, and the output is provably unchanged.
 
     paceline demo                                   see it work
-    paceline generate "Explain attention."          write a text
-    paceline WORD --help                            what a word does and takes
+    paceline generate "Explain attention."          generate from a prompt
+    paceline serve MODEL --draft-model SMALL        an OpenAI-compatible server
+    paceline COMMAND --help                         what a command does and takes
 
-Exit status: 0 done, 2 something the user can put right (the message says what), 130 interrupted.
+Exit status: 0 success, 2 an error that the user can put right (the message says how), 130 interrupted.
 """
 
-# A word is a module of this package with `configure(parser)` and `main(args)`. It is imported when it is said, so
-# that help is quick and no word pays for another's imports.
+# A command is a module of this package with `configure(parser)` and `main(args)`. It is imported when it is called, so
+# that help is quick and no command pays for another's imports.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
 import importlib.util
@@ -21,28 +21,28 @@ import sys
 
 from paceline.errors import OptionError, PacelineError
 
-WORDS = {
-    "demo": "one prompt, plain and speculative, side by side with the figures",
-    "generate": "write the continuation of a prompt, a file or standard input",
-    "chat": "talk with a model, several turns",
-    "check": "can this draft work for this target?",
-    "fetch": "obtain and convert a model; prints its directory",
-    "train": "train a draft or heads for a target",
-    "bench": "measure methods against each other on real prompts",
-    "audit": "prove statistically that the output is unchanged",
-    "tune": "find the method and k that pay on this machine",
-    "plan": "memory and predicted speed-up, before downloading anything",
-    "pairs": "which small model goes with which large one",
+COMMANDS = {
+    "demo": "one prompt with and without speculation, and the figures",
+    "generate": "generate from a prompt, a file or standard input",
+    "chat": "chat with a model over several turns",
     "serve": "an OpenAI-compatible server",
+    "bench": "measure methods against each other on real prompts",
+    "tune": "find the method and number of draft tokens that pay on this machine",
+    "train": "train a draft model or a head for a target",
+    "audit": "prove statistically that the output is unchanged",
+    "plan": "memory and predicted speed-up, before downloading anything",
+    "pairs": "which draft models go with which targets",
+    "check": "whether a draft model fits a target",
+    "fetch": "download and convert a model; prints its directory",
 }
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Say one word. Returns the exit status; argparse's own exits (--help, bad usage) are turned into one too."""
+    """Run one command. Returns the exit status, also where argparse exits by itself (--help, wrong usage)."""
     try:
-        status = _say(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()  # a reader that has left must show here, not at exit
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # a closed pipe must raise here, not at exit
         return status
     except PacelineError as error:
         print(f"paceline: error: {error}", file=sys.stderr)
@@ -51,19 +51,19 @@ def main(argv: list[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has left. Python would complain once more when it flushes at exit.
+        # Nothing reads stdout any more. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
 
 
-def words() -> list[str]:
-    """The words that are installed."""
-    return [word for word in WORDS if importlib.util.find_spec(f"{__name__}.{word}")]
+def commands() -> list[str]:
+    """The commands that are installed."""
+    return [name for name in COMMANDS if importlib.util.find_spec(f"{__name__}.{name}")]
 
 
-def _say(argv: list[str]) -> int:
+def _run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -72,20 +72,27 @@ def _say(argv: list[str]) -> int:
 
         print(f"paceline {__version__}")
         return 0
-    word, rest = argv[0], argv[1:]
-    if word not in words():
-        near = difflib.get_close_matches(word, words(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise OptionError(f"there is no word {word!r}{hint} The words are: {', '.join(words())}")
-    module = importlib.import_module(f"{__name__}.{word}")
-    parser = argparse.ArgumentParser(
-        prog=f"paceline {word}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return _run_command(argv[0], argv[1:])
+
+
+def _run_command(name: str, arguments: list[str]) -> int:
+    if name not in commands():
+        raise _unknown_command(name)
+    from paceline.cli.flags import CommandParser
+
+    module = importlib.import_module(f"{__name__}.{name}")
+    parser = CommandParser(prog=f"paceline {name}", description=module.__doc__)
     module.configure(parser)
-    status: int = module.main(parser.parse_args(rest))
+    status: int = module.main(parser.parse_args(arguments))
     return status
 
 
+def _unknown_command(name: str) -> OptionError:
+    near = difflib.get_close_matches(name, commands(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(commands())}"
+    return OptionError(f"there is no command {name!r}{hint}")
+
+
 def _help() -> str:
-    listed = "\n".join(f"  {word:<10}{WORDS[word]}" for word in words())
-    return f"{(__doc__ or '').strip()}\n\nWords:\n{listed}\n\n  --version   print the version"
+    lines = "\n".join(f"  {name:<10}{COMMANDS[name]}" for name in commands())
+    return f"{(__doc__ or '').strip()}\n\nCommands:\n{lines}\n\n  --version   print the version"

@@ -1,11 +1,12 @@
-"""Talk with a model, several turns.
+"""Chat with a model over several turns.
 
-    paceline chat
-    paceline chat --target BIG --draft SMALL --temperature 0.7
+    paceline chat                                          the default model
+    paceline chat BIG --draft-model SMALL                  drafts from a smaller model
+    paceline chat --system "Answer in one line."           with a system message
+    paceline chat --temperature 0.7 --seed 1 --color       sampled; accepted draft tokens in green
 
-Each turn reads only what is new: the cache of the conversation is kept between turns. DraftOutput that stood are green.
-/new starts over, /exit or Ctrl-D ends, Ctrl-C stops the answer being written. Where standard input is no terminal,
-every line of it is a turn.
+A turn reads only what is new: the prefix cache holds the conversation. /new starts over, /exit or Ctrl-D ends, Ctrl-C
+stops an answer. Where standard input is not a terminal, each line of it is a turn.
 """
 
 from __future__ import annotations
@@ -15,70 +16,67 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    check_settings,
-    decoder_options,
+from paceline.cli.flags import (
+    add_config_flags,
+    add_sampling_flags,
+    config_from_args,
     open_decoder,
-    settings,
+    sampling_from_args,
 )
-from paceline.cli.terminal import add_color_argument, figures, note, show, wants_color
+from paceline.cli.terminal import add_color_argument, figures, note, shown, wants_color
+from paceline.config import AUTO
 
 if TYPE_CHECKING:
+    from paceline.core.types import RequestOutput
     from paceline.decoder import SpeculativeDecoder
 
 Message = dict[str, Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
     add_color_argument(parser)
-    add_model_arguments(parser)
-    add_sampling_arguments(parser)
+    add_config_flags(parser, positional_model=True)
+    add_sampling_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    options = decoder_options(args, otherwise="auto")
-    check_settings(args)
-    decoder = open_decoder(options)
-    opening: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
-    messages = list(opening)
-    for output in rope_cache():
-        if output == "/new":
-            messages = list(opening)
-            continue
-        messages.append({"role": "user", "content": output})
-        messages.append({"role": "assistant", "content": answer(decoder, messages, args)})
+    config, sampling = config_from_args(args, default_method=AUTO), sampling_from_args(args)
+    start: list[Message] = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    color = wants_color(args.color)
+    with open_decoder(config) as decoder:
+        for line in read_turns():
+            if line == "/new":
+                messages = list(start)
+                continue
+            messages.append({"role": "user", "content": line})
+            text = answer(decoder, messages, sampling, color=color)
+            messages.append({"role": "assistant", "content": text})
     return 0
 
 
-def rope_cache() -> Iterator[str]:
-    """What the user says, turn by turn."""
+def read_turns() -> Iterator[str]:
+    """Lines of the user, until /exit or the end of standard input."""
     while True:
         try:
-            output = input("> " if sys.stdin.isatty() else "").strip()
+            line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
-        if output == "/exit":
+        if line == "/exit":
             return
-        if output:
-            yield output
+        if line:
+            yield line
 
 
-def answer(decoder: SpeculativeDecoder, messages: list[Message], args: argparse.Namespace) -> str:
-    """Write one answer as it comes. Interrupted, what was written so far is the answer."""
-    written: list[str] = []
-
-    def remembered() -> Iterator[Any]:
-        for output in decoder.stream(messages, keep_cache=True, **settings(args)):
-            written.append(output.text)
-            yield output
-
+def answer(decoder: SpeculativeDecoder, messages: list[Message], sampling: dict[str, Any], *, color: bool) -> str:
+    """Print one answer as it is generated and return it. After Ctrl-C it is what was generated until then."""
+    outputs: list[RequestOutput] = []
     try:
-        outputs = show(remembered(), color=wants_color(args.color))
+        for output in shown(decoder.stream(messages, **sampling), color=color):
+            outputs.append(output)
         if outputs and outputs[-1].stats is not None:
             note(figures(outputs[-1].stats))
     except KeyboardInterrupt:
         print()
-    return "".join(written)
+    return "".join(output.text for output in outputs)

@@ -1,12 +1,12 @@
-"""Write the continuation of a prompt.
+"""Generate the continuation of a prompt.
 
-    paceline generate "The three laws of motion are"              plain decoding of the default model
-    paceline generate --chat "Explain attention." --method ngram  as a chat message; guesses from the text itself
-    paceline generate --file notes.txt --target BIG --draft SMALL guesses from a smaller model
-    cat prompt.txt | paceline generate -k 6 --method ngram --json
+    paceline generate "The three laws of motion are"                 the default model, without speculation
+    paceline generate --chat "Explain attention." --method ngram     a chat message; drafts from the sequence itself
+    paceline generate --file notes.txt -m BIG --draft-model SMALL    drafts from a smaller model
+    cat prompt.txt | paceline generate -k 6 --method ngram --json    the figures too, as JSON
 
-The prompt is an argument, --file PATH or standard input, and is continued as it stands; with --chat it goes through the
-model's chat template. With --json the last line on stdout is one JSON document with the same fields for every method:
+The prompt is an argument, --file PATH or standard input. It is continued as it is; with --chat it goes through the
+model's chat template. The last line on stdout with --json is one JSON document with the same fields for every method:
 text, token_ids, new_tokens, seconds, tokens_per_second, steps, drafted, accepted, acceptance_rate, tokens_per_step,
 acceptance_by_position, method, num_draft_tokens, finish_reason.
 """
@@ -19,15 +19,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import (
-    add_model_arguments,
-    add_sampling_arguments,
-    check_settings,
-    decoder_options,
+from paceline.cli.flags import (
+    add_config_flags,
+    add_sampling_flags,
+    config_from_args,
     open_decoder,
-    settings,
+    sampling_from_args,
 )
 from paceline.cli.terminal import add_color_argument, figures, note, show, wants_color
+from paceline.config import NONE
 from paceline.errors import PromptError
 
 if TYPE_CHECKING:
@@ -36,40 +36,38 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to continue; - or nothing: standard input")
+    parser.add_argument("--prompt", dest="prompt_option", metavar="PROMPT", help="the same by name")
     parser.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="send the prompt through the model's chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the text")
     add_color_argument(parser)
-    add_model_arguments(parser)
-    add_sampling_arguments(parser)
+    add_config_flags(parser, positional_model=False)
+    add_sampling_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    options = decoder_options(args)
-    check_settings(args)
-    prompt = read_prompt(args.prompt, args.file)
-    decoder = open_decoder(options)
-    asked = [{"role": "user", "content": prompt}] if args.chat else prompt
-    if args.json:
-        print(json.dumps(as_json(decoder.generate(asked, **settings(args)), decoder)))
-        return 0
-    outputs = show(decoder.stream(asked, **settings(args)), color=wants_color(args.color))
-    stats = outputs[-1].stats
-    if stats is not None:
-        note(figures(stats))
+    config, sampling = config_from_args(args), sampling_from_args(args)
+    text = read_prompt(args.prompt, args.prompt_option, args.file)
+    prompt: Any = [{"role": "user", "content": text}] if args.chat else text
+    with open_decoder(config) as decoder:
+        if args.json:
+            print(json.dumps(as_json(decoder.generate(prompt, **sampling), decoder)))
+            return 0
+        outputs = show(decoder.stream(prompt, **sampling), color=wants_color(args.color))
+        if outputs[-1].stats is not None:
+            note(figures(outputs[-1].stats))
     return 0
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt from wherever it was given. Raises PromptError if it was not given, or twice, or is empty."""
-    if prompt is not None and file is not None:
-        raise PromptError("give the prompt as an argument or with --file, not both")
+def read_prompt(argument: str | None, option: str | None = None, file: Path | None = None) -> str:
+    """The prompt from its one source. Raises PromptError where there is none, more than one, or an empty one."""
+    if sum(source is not None for source in (argument, option, file)) > 1:
+        raise PromptError("give the prompt as an argument, with --prompt or with --file: one of them")
+    prompt = argument if option is None else option
     if file is not None:
-        text = _read(file)
-    elif prompt is None or prompt == "-":
-        if sys.stdin.isatty():
-            raise PromptError("no prompt: give it as an argument, with --file, or on standard input")
-        text = sys.stdin.read()
+        text = _read_file(file)
+    elif prompt is None or (prompt == "-" and option is None):
+        text = _read_stdin()
     else:
         text = prompt
     if not text.strip():
@@ -77,23 +75,29 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     return text
 
 
-def _read(file: Path) -> str:
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise PromptError("no prompt: give it as an argument, with --file, or on standard input")
+    return sys.stdin.read()
+
+
+def _read_file(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise PromptError(f"{file} is not a UTF-8 text: {error}") from error
+        raise PromptError(f"{file} is not UTF-8: {error}") from error
     except OSError as error:
         raise PromptError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def as_json(result: Result, decoder: SpeculativeDecoder) -> dict[str, Any]:
     """The fields of the JSON document."""
-    method = decoder.options.method
+    speculative = decoder.config.speculative
     return {
         "text": result.text,
         "token_ids": result.token_ids,
         **result.stats.as_dict(),
-        "method": method,
-        "num_draft_tokens": 0 if method == "none" else decoder.options.num_draft_tokens,
+        "method": speculative.method,
+        "num_draft_tokens": 0 if speculative.method == NONE else speculative.num_draft_tokens,
         "finish_reason": result.finish_reason,
     }

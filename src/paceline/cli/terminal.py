@@ -1,53 +1,65 @@
-"""What a person sees: pieces as they come, guesses that stood in colour, one line of figures."""
+"""What a person sees: output as it is generated, accepted draft tokens in green, one line of figures."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from paceline.core.stats import SpecStats
     from paceline.core.types import RequestOutput
 
-GUESSED, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-WHEN = ("auto", "always", "never")
+GREEN, DIM, RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+COLOR_CHOICES = ("auto", "always", "never")
 
 
 def add_color_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--color", nargs="?", choices=WHEN, const="always", default="auto", help="show guesses that stood in green"
+        "--color", nargs="?", choices=COLOR_CHOICES, const="always", default="auto",
+        help="show accepted draft tokens in green; default: auto, on a terminal"
     )
 
 
-def wants_color(when: str, stream: TextIO | None = None) -> bool:
-    """auto: on a terminal, unless NO_COLOR says otherwise."""
-    if when != "auto":
-        return when == "always"
+def wants_color(choice: str, stream: TextIO | None = None) -> bool:
+    """auto: on a terminal, unless NO_COLOR is set."""
+    if choice != "auto":
+        return choice == "always"
     return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
 
 
 def show(outputs: Iterable[RequestOutput], *, color: bool) -> list[RequestOutput]:
-    """Print pieces as they are written; returns them all, the last one with the tally."""
-    shown: list[RequestOutput] = []
+    """Print outputs as they come and return them all; the last one carries the stats."""
+    return list(shown(outputs, color=color))
+
+
+def shown(outputs: Iterable[RequestOutput], *, color: bool) -> Iterator[RequestOutput]:
+    """Print each output, then yield it; ends the line after the last one."""
     for output in outputs:
-        shown.append(output)
-        text = f"{GUESSED}{output.text}{PLAIN}" if color and output.from_draft and output.text else output.text
-        print(text, end="", flush=True)
+        green = color and output.from_draft and output.text
+        print(f"{GREEN}{output.text}{RESET}" if green else output.text, end="", flush=True)
+        yield output
     print()
-    return shown
 
 
 def figures(stats: SpecStats) -> str:
-    """The one line under a text."""
+    """The line of figures under an output."""
     line = f"{stats.new_tokens} tokens in {stats.seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s"
     if stats.drafted:
-        line += f"; {stats.tokens_per_step:.2f} tokens a pass, {stats.acceptance_rate:.0%} of guesses accepted"
+        line += f"; {stats.tokens_per_step:.2f} tokens a step, {stats.acceptance_rate:.0%} of draft tokens accepted"
     return line
 
 
 def note(text: str) -> None:
-    """A remark beside the output: on stderr, so that pipes carry the text alone."""
-    print(f"{DIM}{text}{PLAIN}" if wants_color("auto", sys.stderr) else text, file=sys.stderr)
+    """A remark beside the output: on stderr, so that a pipe carries the output alone."""
+    print(f"{DIM}{text}{RESET}" if wants_color("auto", sys.stderr) else text, file=sys.stderr)
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no warnings from transformers: what goes wrong reaches the user as a PacelineError."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

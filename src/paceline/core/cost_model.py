@@ -1,8 +1,8 @@
-"""What a step costs, learned as steps go by.
+"""What a step costs, learned from the steps that run.
 
-CostCurve   seconds by size, from samples
-CostModel       the target's pass by its width, the draft by its draft tokens, and what batches pay beyond one sequence
-BatchCostModel  the same, asked for one size of batch
+CostCurve       seconds by size, from samples
+CostModel       the target's pass by its width, drafting by its draft tokens, and what batches cost beyond one sequence
+BatchCostModel  the same for one batch size
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 class StepTiming:
     """What one step cost.
 
-    nodes    tokens read by the target in the pass
-    draft tokens  the most drafted for one sequence
-    asked    sequences that were drafted for, of all `num_seqs`
+    nodes             tokens that the target read in the pass
+    num_draft_tokens  the most draft tokens of one sequence
+    num_drafting      sequences with draft tokens, of all `num_seqs`
     """
 
     draft_seconds: float
@@ -25,7 +25,7 @@ class StepTiming:
     nodes: int
     num_draft_tokens: int
     num_seqs: int
-    asked: int = 1
+    num_drafting: int = 1
 
     @property
     def seconds(self) -> float:
@@ -33,117 +33,124 @@ class StepTiming:
 
 
 class CostCurve:
-    """Seconds by size (tokens in a pass, draft tokens in a step): straight lines between what was seen, smoothed over time.
+    """Seconds by size (tokens in a pass, draft tokens in a step): straight lines between samples, smoothed over time.
 
-    The longer a size was not seen, the more a new sample of it counts: sequences grow and machines get busy.
+    The longer a size was not sampled, the more a new sample of it counts: sequences grow and machines get busy.
     """
 
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
-    FAR = 4.0  # times what was known: a hiccup of the machine, not the price of a pass …
+    OUTLIER = 4.0  # times the last value: a hiccup of the machine, not the cost of a pass …
     PATIENCE = 2  # … unless it happens more often than this in a row
-    STEEPEST, MOST = 1.25, 2.0  # times what was known that one sample may say; each further one in a row may say more
+    STEEP, MAX_RISE = 1.25, 2.0  # times the last value that one sample may count; each further one in a row counts more
 
-    def __init__(self, seen: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
-        """mixed: what is paid for differs from sample to sample (a look into a table, a run of a head), so that what
-        stands out is no hiccup, and the mean is what counts."""
+    def __init__(self, seconds: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
+        """mixed: what is measured differs from sample to sample (a table lookup, a pass of a head), so that an outlier
+        is no hiccup, and the mean is what counts."""
         self._mixed = mixed
-        self._seen = dict(sorted((seen or {}).items()))
+        self._seconds = dict(sorted((seconds or {}).items()))
         self._unknown = unknown
-        self._count = self._doubted = self._rises = 0  # samples; of them in a row: not believed, rising steeply
-        self._when = dict.fromkeys(self._seen, -self.MEMORY // 2)  # a first measurement is not the last word
-        self._known: list[int] = list(self._seen)
-        self._answers: dict[int, float] = {}  # asked many times between two samples
+        self._count = self._outliers = self._rises = 0  # samples; of them in a row: ignored, rising steeply
+        self._sampled_at = dict.fromkeys(self._seconds, -self.MEMORY // 2)  # a first measurement soon counts half
+        self._sizes: list[int] = list(self._seconds)
+        self._interpolated: dict[int, float] = {}  # looked up many times between two samples
 
     def add(self, size: int, seconds: float) -> None:
-        before = self._seen.get(size)
-        if before and not self._mixed and seconds > self.FAR * before and self._doubted < self.PATIENCE:
-            self._doubted += 1
+        before = self._seconds.get(size)
+        if before and not self._mixed and seconds > self.OUTLIER * before and self._outliers < self.PATIENCE:
+            self._outliers += 1
             return
-        self._doubted, self._count = 0, self._count + 1
-        if before:
-            age = self._count - self._when[size]
-            weight = max(self.WEIGHT, age / (age + self.MEMORY))
-            self._rises = self._rises + 1 if seconds > self.STEEPEST * before else 0
-            believed = seconds if self._mixed else min(seconds, self._most(weight) * before)
-            seconds = before + weight * (believed - before)
-        self._seen[size], self._when[size] = seconds, self._count
-        self._known = sorted(self._seen) if before is None else self._known
-        self._answers.clear()
+        self._outliers, self._count = 0, self._count + 1
+        value = self._smoothed(size, before, seconds) if before else seconds
+        self._seconds[size], self._sampled_at[size] = value, self._count
+        self._sizes = sorted(self._seconds) if before is None else self._sizes
+        self._interpolated.clear()
 
-    def _most(self, weight: float) -> float:
-        """Times what was known that a sample may say. One pass that was held up must not make plain steps look dear
-        and draft tokens cheap; but a price that keeps rising, or has long not been looked at, is believed."""
-        return self.MOST if weight > self.WEIGHT else min(self.MOST, self.STEEPEST ** max(1, self._rises))
+    def _smoothed(self, size: int, before: float, seconds: float) -> float:
+        age = self._count - self._sampled_at[size]
+        weight = max(self.WEIGHT, age / (age + self.MEMORY))
+        self._rises = self._rises + 1 if seconds > self.STEEP * before else 0
+        bounded = seconds if self._mixed else min(seconds, self._max_rise(weight) * before)
+        return before + weight * (bounded - before)
+
+    def _max_rise(self, weight: float) -> float:
+        """Times the last value that a sample may count. One pass that was held up must not make plain steps look
+        expensive and draft tokens cheap; a cost that keeps rising, or is long out of date, counts in full."""
+        return self.MAX_RISE if weight > self.WEIGHT else min(self.MAX_RISE, self.STEEP ** max(1, self._rises))
 
     def at(self, size: int) -> float:
-        answer = self._answers.get(size)
-        if answer is None:
-            answer = self._answers[size] = self._between(size)
-        return answer
+        seconds = self._interpolated.get(size)
+        if seconds is None:
+            seconds = self._interpolated[size] = self._interpolate(size)
+        return seconds
 
-    def _between(self, size: int) -> float:
-        known = self._known
-        if not known:
+    def _interpolate(self, size: int) -> float:
+        sizes = self._sizes
+        if not sizes:
             return self._unknown
-        right = bisect_left(known, size)
-        if right < len(known) and known[right] == size:
-            return self._seen[size]
+        right = bisect_left(sizes, size)
+        if right < len(sizes) and sizes[right] == size:
+            return self._seconds[size]
         if right == 0:
-            return self._seen[known[0]]
-        low = known[right - 1]
-        if right == len(known):
-            return self._seen[low] + self._slope_beyond() * (size - low)
-        return self._seen[low] + self._slope(low, known[right]) * (size - low)
+            return self._seconds[sizes[0]]
+        low = sizes[right - 1]
+        if right == len(sizes):
+            return self._seconds[low] + self._slope_beyond() * (size - low)
+        return self._seconds[low] + self._slope(low, sizes[right]) * (size - low)
 
     def _slope_beyond(self) -> float:
-        """Beyond what was seen, cost can only be assumed to go on growing: the cautious draft token."""
-        last = self._known[-1]
-        if len(self._known) == 1:
-            return self._seen[last] / last if last else 0.0
-        return max(0.0, self._slope(self._known[-2], last))
+        """Beyond the largest sample the cost is assumed to go on growing: the cautious estimate."""
+        last = self._sizes[-1]
+        if len(self._sizes) == 1:
+            return self._seconds[last] / last if last else 0.0
+        return max(0.0, self._slope(self._sizes[-2], last))
 
     def _slope(self, low: int, high: int) -> float:
-        return (self._seen[high] - self._seen[low]) / (high - low)
+        return (self._seconds[high] - self._seconds[low]) / (high - low)
 
     def copy(self) -> CostCurve:
-        return CostCurve(self._seen, self._unknown, mixed=self._mixed)
+        return CostCurve(self._seconds, self._unknown, mixed=self._mixed)
 
     @property
     def sizes(self) -> list[int]:
-        """What was seen, in rising order."""
-        return self._known
+        """Sizes with samples, in rising order."""
+        return self._sizes
 
     def as_dict(self) -> dict[int, float]:
-        return {size: self._seen[size] for size in self._known}
+        return {size: self._seconds[size] for size in self._sizes}
 
 
 def draft_curve(seconds: dict[int, float] | None = None) -> CostCurve:
-    """What drafting costs by draft tokens in a step: none cost nothing, and so do all until one is tried."""
+    """What drafting costs by draft tokens in a step: none cost nothing, and so do all until one is sampled."""
     return CostCurve({0: 0.0, **(seconds or {})}, unknown=0.0, mixed=True)
 
 
-STRETCH_WEIGHT, LEAST_STRETCH, MOST_STRETCH, LEAST_ADDED = 0.1, 0.5, 8.0, 0.1
-LATE_WEIGHT = 0.3
-CROWD_WEIGHT, MOST_CROWD = 0.3, 2.0
+STRETCH_WEIGHT, MIN_STRETCH, MAX_STRETCH, MIN_ADDED = 0.1, 0.5, 8.0, 0.1
+CATCH_UP_WEIGHT = 0.3
+SHARE_WEIGHT, MAX_SHARE = 0.3, 2.0
 
 
 @dataclass(slots=True)
 class CostModel:
-    """What a step costs: the target's pass by the tokens in it, and the draft by its number of draft tokens.
+    """What a step costs: the target's pass by the tokens in it, and drafting by its number of draft tokens.
 
-    A pass over one token of eight sequences is not a pass over eight tokens of one, so a batch learns on its own what a
-    plain pass costs it. What draft tokens add is read off the curve of one sequence, stretched by what they really added lately:
-    batch sizes change all the time, and each would have to be tried at every width before it knew anything for itself.
+    A pass over one token of eight sequences is not a pass over eight tokens of one, so a batch size has its own curve for
+    plain passes. What draft tokens add is read off the curve of one sequence, stretched by what they added lately: batch
+    sizes change all the time, and each would otherwise have to be sampled at every width.
+
+    grain     tokens a kernel takes at a time: beyond it only whole grains differ in cost
+    stretch   how much more a draft token adds to the pass of a batch than to one of a single sequence
+    share     of what drafting for one sequence costs, what each further sequence adds
+    catch_up  seconds for each token of a sequence that the drafter has not read when it drafts
     """
 
     verify: CostCurve = field(default_factory=CostCurve)
     draft: CostCurve = field(default_factory=draft_curve)
-    grain: int = 1  # tokens a kernel takes at a time: beyond it, only whole grains differ in price
+    grain: int = 1
     plain: CostCurve = field(default_factory=CostCurve)  # by sequences in a batch
     stretch: float = 1.0
-    crowd: float = 0.1  # of what drafting for one sequence costs, what each further sequence adds
-    late: float = 0.0  # seconds a token that a draft has not seen when it is asked for a draft token
+    share: float = 0.1
+    catch_up: float = 0.0
 
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> CostModel:
@@ -151,79 +158,89 @@ class CostModel:
         return cls(CostCurve(pass_seconds), draft_curve(draft_seconds), grain)
 
     def of(self, num_seqs: int) -> BatchCostModel:
-        """The costs of a batch of so many sequences."""
-        many = max(1, num_seqs)
-        return BatchCostModel(self, many, self.plain_of(many), self.width(many))
+        """The costs of a batch of this many sequences."""
+        size = max(1, num_seqs)
+        return BatchCostModel(self, size, self.plain_pass(size), self.width(size))
+
+    # --- learning -----------------------------------------------------------------------------------------------------
 
     def observe(self, timing: StepTiming, *, caught_up: int = 0) -> None:
-        """Learn from one step. caught_up: tokens that the draft first had to read, which no next step will cost."""
+        """Learn from one step. caught_up: tokens that the drafter first had to read, which the next step will not."""
         if timing.num_seqs <= 1:
-            self.verify.add(self.whole(timing.nodes), timing.verify_seconds)
+            self.verify.add(self.padded(timing.nodes), timing.verify_seconds)
         elif timing.nodes == timing.num_seqs:
             self.plain.add(timing.num_seqs, timing.verify_seconds)
         else:
             self._observe_stretch(timing)
         if timing.num_draft_tokens and caught_up:
-            beyond = max(0.0, timing.draft_seconds - self.drafting(timing.asked, timing.num_draft_tokens)) / caught_up
-            self.late += (LATE_WEIGHT if self.late else 1.0) * (beyond - self.late)
+            self._observe_catch_up(timing, caught_up)
         elif timing.num_draft_tokens:
             self._observe_draft(timing)
-
-    def catching_up(self, tokens: int) -> float:
-        """Seconds a draft needs to read what it has not seen."""
-        return self.late * tokens
 
     def _observe_stretch(self, timing: StepTiming) -> None:
         narrow = self.width(timing.num_seqs)
         added = self.width(timing.nodes) - narrow
-        if added > LEAST_ADDED * narrow:  # below that, noise is divided by nothing
-            seen = (timing.verify_seconds - self.of(timing.num_seqs).pass_of(timing.num_seqs)) / added
-            self.stretch += STRETCH_WEIGHT * (min(max(seen, LEAST_STRETCH), MOST_STRETCH) - self.stretch)
+        if added > MIN_ADDED * narrow:  # below that, noise is divided by nothing
+            sample = (timing.verify_seconds - self.of(timing.num_seqs).pass_of(timing.num_seqs)) / added
+            self.stretch += STRETCH_WEIGHT * (min(max(sample, MIN_STRETCH), MAX_STRETCH) - self.stretch)
 
-    def stretch_of(self, num_seqs: int) -> float:
-        """How much more a draft token adds to a pass of a batch than to one of a single sequence."""
-        return self.stretch if num_seqs > 1 else 1.0
-
-    def plain_of(self, num_seqs: int) -> float:
-        """A plain pass of a batch; of a size never seen, what the nearest one pays and the difference in width."""
-        nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - num_seqs))
-        known = self.width(1) if nearest == 1 else self.plain.at(nearest)
-        return known + self.width(num_seqs) - self.width(nearest)
-
-    def drafting(self, asked: int, draft_tokens: int) -> float:
-        """Drafting so many draft tokens in a row for each of `asked` sequences, together."""
-        return self.draft.at(draft_tokens) * (1.0 + self.crowd * (asked - 1)) if asked else 0.0
+    def _observe_catch_up(self, timing: StepTiming, caught_up: int) -> None:
+        drafting = self.drafting(timing.num_drafting, timing.num_draft_tokens)
+        sample = max(0.0, timing.draft_seconds - drafting) / caught_up
+        self.catch_up += (CATCH_UP_WEIGHT if self.catch_up else 1.0) * (sample - self.catch_up)
 
     def _observe_draft(self, timing: StepTiming) -> None:
-        """One sequence teaches what draft tokens cost, several teach what each further one adds."""
-        alone = self.draft.at(timing.num_draft_tokens)
-        if timing.asked <= 1 or alone <= 0:
-            self.draft.add(timing.num_draft_tokens, timing.draft_seconds / (1.0 + self.crowd * (timing.asked - 1)))
+        """One sequence teaches what draft tokens cost, several teach what each further sequence adds."""
+        alone, others = self.draft.at(timing.num_draft_tokens), timing.num_drafting - 1
+        if others <= 0 or alone <= 0:
+            self.draft.add(timing.num_draft_tokens, timing.draft_seconds / (1.0 + self.share * others))
         else:
-            seen = (timing.draft_seconds / alone - 1.0) / (timing.asked - 1)
-            self.crowd += CROWD_WEIGHT * (min(max(seen, 0.0), MOST_CROWD) - self.crowd)
+            sample = (timing.draft_seconds / alone - 1.0) / others
+            self.share += SHARE_WEIGHT * (min(max(sample, 0.0), MAX_SHARE) - self.share)
+
+    # --- costs --------------------------------------------------------------------------------------------------------
+
+    def catching_up(self, tokens: int) -> float:
+        """Seconds a drafter needs to read what it has not read yet."""
+        return self.catch_up * tokens
+
+    def stretch_of(self, num_seqs: int) -> float:
+        return self.stretch if num_seqs > 1 else 1.0
+
+    def plain_pass(self, num_seqs: int) -> float:
+        """A plain pass of a batch; of a size without samples, that of the nearest and the difference in width."""
+        nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - num_seqs))
+        seconds = self.width(1) if nearest == 1 else self.plain.at(nearest)
+        return seconds + self.width(num_seqs) - self.width(nearest)
+
+    def drafting(self, num_drafting: int, num_draft_tokens: int) -> float:
+        """This many draft tokens in a row for each of `num_drafting` sequences, together."""
+        if not num_drafting:
+            return 0.0
+        return self.draft.at(num_draft_tokens) * (1.0 + self.share * (num_drafting - 1))
 
     def width(self, nodes: int) -> float:
-        """A pass over so many tokens of one sequence."""
-        return self.verify.at(self.whole(nodes))
+        """A pass over this many tokens of one sequence."""
+        return self.verify.at(self.padded(nodes))
 
-    def whole(self, nodes: int) -> int:
+    def padded(self, nodes: int) -> int:
+        """Tokens of a pass, in whole grains beyond the first."""
         return nodes if nodes <= self.grain else -(-nodes // self.grain) * self.grain
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCostModel:
-    """What a step of `num_seqs` sequences costs. Asked hundreds of times a plan, so what does not change is held."""
+    """What a step of `num_seqs` sequences costs. Used hundreds of times a plan, so what does not change is held."""
 
     costs: CostModel
     num_seqs: int
     plain: float  # a pass without draft tokens
-    narrow: float  # what the curve of one sequence says of as many tokens
+    narrow: float  # what the curve of one sequence has for as many tokens
 
     def pass_of(self, nodes: int) -> float:
-        """More tokens never cost less, whatever a curve that was measured at different times says."""
+        """More tokens never cost less, whatever a curve has whose points were measured at different times."""
         return self.plain + self.costs.stretch_of(self.num_seqs) * max(0.0, self.costs.width(nodes) - self.narrow)
 
-    def round(self, nodes: int, draft_tokens: int = 0, asked: int = 0) -> float:
-        """A step of so many tokens; `asked` sequences have draft tokens, the longest run of them is `guesses`."""
-        return self.pass_of(nodes) + self.costs.drafting(asked, draft_tokens)
+    def step(self, nodes: int, num_draft_tokens: int = 0, num_drafting: int = 0) -> float:
+        """A step over this many tokens, in which `num_drafting` sequences have up to `num_draft_tokens` each."""
+        return self.pass_of(nodes) + self.costs.drafting(num_drafting, num_draft_tokens)

@@ -1,12 +1,12 @@
-"""How many tokens to draft token next.
+"""How many tokens to draft next.
 
-A draft length sees only what has already happened: the k of a step never depends on the draft tokens of that step. That is
-what keeps the output exact (see `tests/core/test_budget.py` for the counterexample that breaks it).
+A draft-length policy sees only what has already happened: the k of a step never depends on the draft tokens of that step.
+That is what keeps the output exact (tests/core/test_draft_length.py has the counterexample that breaks it).
 
 fixed      the same k every step
 adaptive   the k that has paid best lately, from acceptance by position and the cost of a pass by width.
-           With costs that were really measured this is also the never-lose rule: k falls to 0 where guessing does not
-           pay, and a probe now and then, paid from a small share of the time, finds out whether it pays again.
+           With measured costs this is also the never-lose rule: k falls to 0 where drafting does not pay, and a probe now
+           and then, paid from a small share of the time, finds out whether it pays again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class DraftLengthPolicy(Protocol):
         """k for each sequence of the next step."""
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
-        """What the step brought, and what it cost."""
+        """What the step accepted, and what it cost."""
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
 
 
 def within_room(seq: Sequence, k: int) -> int:
-    """Never draft token past the end: a step writes at most k + 1 tokens. A sequence's own k goes before the draft length's."""
-    wanted = k if seq.params.num_draft_tokens is None else seq.params.num_draft_tokens
-    return max(0, min(wanted, seq.remaining_tokens - 1))
+    """Never draft past the end: a step emits at most k + 1 tokens. A sequence's own k goes before the policy's."""
+    limit = k if seq.params.num_draft_tokens is None else seq.params.num_draft_tokens
+    return max(0, min(limit, seq.remaining_tokens - 1))
 
 
 class FixedDraftLength:
@@ -60,45 +60,42 @@ class FixedDraftLength:
 
 
 class PositionRates:
-    """How often a draft token at each depth stands, given that all before it stood. Old steps fade."""
+    """How often a draft token at each depth is accepted, given that all before it are. Old steps fade."""
 
     def __init__(self, fade: float = 0.95, prior: float = 0.6, weight: float = 2.0) -> None:
         self.fade = fade
         self._prior, self._weight = prior, weight
-        self._tried: list[float] = []
-        self._stood: list[float] = []
+        self._verified: list[float] = []
+        self._accepted: list[float] = []
 
     def observe(self, reach: int, accepted: int) -> None:
-        """A step offered `reach` depths and `accepted` of them stood."""
-        tried = min(reach, accepted + 1)  # the depth that failed was tried; those behind it were not
-        while len(self._tried) < tried:
-            self._tried.append(0.0)
-            self._stood.append(0.0)
-        # A depth that was not tried fades as well: it leans on its neighbour again, and so is tried again some day.
-        for depth in range(len(self._tried)):
-            self._tried[depth] = self._tried[depth] * self.fade + (1.0 if depth < tried else 0.0)
-            self._stood[depth] = self._stood[depth] * self.fade + (1.0 if depth < accepted else 0.0)
+        """A step drafted `reach` depths and `accepted` of them were accepted."""
+        verified = min(reach, accepted + 1)  # the rejected depth was verified; those after it were not
+        missing = [0.0] * (verified - len(self._verified))
+        self._verified += missing
+        self._accepted += missing
+        # A depth that was not verified fades as well: it leans on its neighbour again, and so is drafted again some day.
+        for depth in range(len(self._verified)):
+            self._verified[depth] = self._verified[depth] * self.fade + (1.0 if depth < verified else 0.0)
+            self._accepted[depth] = self._accepted[depth] * self.fade + (1.0 if depth < accepted else 0.0)
 
-    def ladder(self, size: int, others: list[float] | None = None) -> list[float]:
-        """The rate at each of `size` depths. A depth seldom tried leans on `others`, or else on the depth before it."""
-        found: list[float] = []
-        before = self._prior
+    def rates(self, size: int, priors: list[float] | None = None) -> list[float]:
+        """The rate at each of `size` depths. One with few samples leans on its prior, or else on the depth before it."""
+        rates: list[float] = []
+        rate = self._prior
         for depth in range(size):
-            prior = before if others is None else others[depth]
-            if depth < len(self._tried):
-                before = (self._stood[depth] + self._weight * prior) / (self._tried[depth] + self._weight)
+            prior = rate if priors is None else priors[depth]
+            if depth < len(self._verified):
+                rate = (self._accepted[depth] + self._weight * prior) / (self._verified[depth] + self._weight)
             else:
-                before = prior
-            found.append(before)
-        return found
-
-    def at(self, depth: int) -> float:
-        return self.ladder(depth + 1)[-1]
+                rate = prior
+            rates.append(rate)
+        return rates
 
     def expected_tokens(self, k: int) -> float:
-        """Tokens a step of k draft tokens writes: 1 + a_1 + a_1·a_2 + …"""
+        """Tokens a step of k draft tokens emits: 1 + a_1 + a_1·a_2 + …"""
         total, product = 1.0, 1.0
-        for rate in self.ladder(k):
+        for rate in self.rates(k):
             product *= rate
             total += product
         return total
@@ -107,25 +104,27 @@ class PositionRates:
 # --- adaptive ---------------------------------------------------------------------------------------------------------
 
 
-PREDICTED = "prediction"
-EXPECTED, HOPED = 0.9, 0.55  # chance that a draft token stands before anything is known: of a prediction, of any other
+PREDICTION = "prediction"
+PREDICTION_PRIOR, PRIOR = 0.9, 0.55  # acceptance before anything was observed: of a client's prediction, of other drafts
 
 
 @dataclass(slots=True)
-class _TextState:
+class _SequenceState:
+    """What the policy knows of one sequence."""
+
     rates: PositionRates
     kind: str  # how it is drafted for; see `_kind`
-    known: int  # tokens that the draft had seen when it was last asked, or when the sequence began
-    asked: int = 0  # draft tokens wanted in this step
-    behind: int = 0  # tokens it had to catch up with in this step
+    num_read: int  # tokens that the drafter had read when it last drafted, or when the sequence began
+    num_draft_tokens: int = 0  # in this step
+    num_unread: int = 0  # tokens that the drafter had to read first in this step
 
 
 @dataclass(slots=True)
-class _Account:
-    """What probing may still cost. Filled by a share of all time that passes, emptied by what probes lose."""
+class _ProbeAccount:
+    """What probing may still cost: filled by a share of all time that passes, emptied by what probes lose."""
 
     seconds: float = 0.0
-    price: float = 0.0  # what the last probe lost
+    cost: float = 0.0  # what the last probe lost
     opened: bool = False
 
 
@@ -137,184 +136,221 @@ class _Choice:
     rate: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Gain:
+    """Tokens that one more draft token promises to a sequence."""
+
+    tokens: float
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The sequences whose k the policy may choose, by their index in the batch."""
+
+    indices: list[int]
+    limits: list[int]  # of every sequence of the batch
+    num_unread: dict[int, int]  # tokens that the drafter has not read
+
+
 class AdaptiveDraftLength:
     """The k that maximises tokens per second for the whole batch, from what was observed.
 
-    Sequences are given draft tokens one at a time, each to whom it brings the most expected tokens, as long as the batch's
-    tokens per second rises; so a hopeless sequence costs its neighbours nothing. Where nothing pays, one sequence now and then
-    is probed with the k that would come nearest to paying. What probes lose is measured, and all of it together stays
-    within PROBE_SHARE of the time. While guessing pays, a plain step now and then keeps its price known.
+    Draft tokens are given out one at a time, each to the sequence where it brings the most expected tokens, as long as the
+    batch's tokens per second rise; so a hopeless sequence costs its neighbours nothing. Where nothing pays, one sequence now
+    and then is probed with the k that comes nearest to paying. What probes lose is measured, and all of it together stays
+    within PROBE_SHARE of the time. While drafting pays, a plain step now and then keeps its cost up to date.
     """
 
     PROBE_SHARE = 0.006
     FIRST_PROBES = 1.5  # plain steps' worth of time that probes may lose at the very start
-    MARGIN = 1.02  # guessing must promise at least this much over plain decoding
-    LITTLE = 16  # tokens that a draft catches up with in passing
-    HORIZON = 32  # steps within which guessing must earn what catching up costs
-    PLAIN_EVERY = 64  # steps, times the gain: the more there is to win, the less an error about the price matters
-    SHORTEST = 1e-9  # seconds: no step is quicker, whatever a clock says
-    SHARPEST = 0.001  # gains below this many tokens are not worth looking at
+    MARGIN = 1.02  # drafting must promise at least this much over plain decoding
+    FEW_UNREAD = 16  # tokens that a drafter reads in passing
+    HORIZON = 32  # steps within which drafting must earn what catching up costs
+    PLAIN_EVERY = 64  # steps, times the gain: the larger the gain, the less an error of the plain cost matters
+    MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
+    MIN_GAIN = 0.001  # tokens: smaller gains are not considered
 
-    def __init__(self, costs: CostModel | None = None, largest: int = 16) -> None:
+    def __init__(self, costs: CostModel | None = None, max_draft_tokens: int = 16) -> None:
         self.costs = costs or CostModel()
-        self.largest = checked_k(largest)
+        self.max_draft_tokens = checked_k(max_draft_tokens)
         self._overall: dict[str, PositionRates] = {}  # of all sequences of a kind
-        self._texts: dict[int, _TextState] = {}
+        self._states: dict[int, _SequenceState] = {}
         self._depth_share = 1.0  # depths a draft token adds: 1 for a chain, less for a tree
-        self._riders = 0.0  # nodes a guessing sequence sends along that cannot be accepted (lookahead's window)
-        self._account = _Account()
+        self._probe_nodes = 0.0  # nodes a drafting sequence adds that cannot be accepted (lookahead's window)
+        self._account = _ProbeAccount()
         self._probing = False
-        self._since_plain = 0
-        self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays, and the account allows no probe
+        self._steps_since_plain = 0
+        self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays while no probe is affordable
 
-    # --- before a step -----------------------------------------------------------------------------------------------
+    # --- before a step ------------------------------------------------------------------------------------------------
 
     def plan(self, seqs: list[Sequence]) -> list[int]:
         if self._resting and self._still_resting(seqs):
             return [0] * len(seqs)
         states = [self._state(seq) for seq in seqs]
-        limits = [within_room(seq, self.largest) for seq in seqs]
-        chosen = self._choose(seqs, states, limits)
-        for seq, state, k in zip(seqs, states, chosen):
-            state.asked, state.behind = k, 0
+        limits = [within_room(seq, self.max_draft_tokens) for seq in seqs]
+        ks = self._choose(seqs, states, limits)
+        for seq, state, k in zip(seqs, states, ks):
+            state.num_draft_tokens, state.num_unread = k, 0
             if k:
-                state.behind, state.known = len(seq.ids) - state.known, len(seq.ids)
-        return chosen
+                state.num_unread, state.num_read = len(seq.ids) - state.num_read, len(seq.ids)
+        return ks
 
     def _still_resting(self, seqs: list[Sequence]) -> bool:
-        """A plain step that changes nothing costs nothing: no sums are done until there is a reason to."""
+        """A plain step that changes nothing costs nothing: no sums until there is a reason for them."""
         if self._may_probe(len(seqs)) or any(seq.seq_id not in self._resting for seq in seqs):
             return False
         return all(seq.params.num_draft_tokens is None for seq in seqs)
 
-    def _choose(self, seqs: list[Sequence], states: list[_TextState], limits: list[int]) -> list[int]:
-        free = [index for index, seq in enumerate(seqs) if seq.params.num_draft_tokens is None]
-        chosen = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
+    def _choose(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int]) -> list[int]:
+        indices = [index for index, seq in enumerate(seqs) if seq.params.num_draft_tokens is None]
+        ks = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
         self._probing, self._resting = False, frozenset()
-        if not any(limits[index] for index in free):
-            return chosen
-        nearest = self._best([states[index] for index in free], [limits[index] for index in free])
-        plain = self.costs.of(len(free)).round(len(free))
-        gain = nearest.rate * plain / len(free)
-        behind = {index: len(seqs[index].ids) - states[index].known for index in free}
-        debt = self.costs.catching_up(sum(behind[index] for index, k in zip(free, nearest.ks) if k))
-        pays = gain > self.MARGIN and (gain - 1) * plain * self.HORIZON > debt
-        self._since_plain += 1
-        if pays and self._since_plain < self.PLAIN_EVERY * gain:
-            for index, k in zip(free, nearest.ks):
-                chosen[index] = k
-            self._probe_one_left_out(behind, limits, chosen)
-            return chosen
-        self._since_plain = 0
-        if not pays and self._may_probe(len(seqs)):
-            asked = max((pair for pair in zip(free, nearest.ks) if pair[1]), key=lambda pair: behind[pair[0]])
-            chosen[asked[0]] = asked[1]
+        if not any(limits[index] for index in indices):
+            return ks
+        num_unread = {index: len(seqs[index].ids) - states[index].num_read for index in indices}
+        candidates = _Candidates(indices, limits, num_unread)
+        best = self._best([states[index] for index in indices], [limits[index] for index in indices])
+        gain = best.rate * self.costs.of(len(indices)).step(len(indices)) / len(indices)
+        pays = self._pays(gain, best, candidates)
+        self._steps_since_plain += 1
+        if pays and self._steps_since_plain < self.PLAIN_EVERY * gain:
+            self._draft(best, candidates, ks)
+            return ks
+        self._steps_since_plain = 0
+        if not pays:
+            self._probe_or_rest(seqs, best, candidates, ks)
+        return ks
+
+    def _pays(self, gain: float, best: _Choice, candidates: _Candidates) -> bool:
+        """Whether drafting beats plain decoding, and soon earns what the drafter must read first."""
+        plain = self.costs.of(len(candidates.indices)).step(len(candidates.indices))
+        unread = sum(candidates.num_unread[index] for index, k in zip(candidates.indices, best.ks) if k)
+        return gain > self.MARGIN and (gain - 1) * plain * self.HORIZON > self.costs.catching_up(unread)
+
+    def _draft(self, best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
+        for index, k in zip(candidates.indices, best.ks):
+            ks[index] = k
+        self._probe_an_omitted_sequence(candidates, ks)
+
+    def _probe_or_rest(self, seqs: list[Sequence], best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
+        """Probe the sequence that the drafter has read least of, or plan no sums for these sequences for a while."""
+        if self._may_probe(len(seqs)):
+            drafting = {index: k for index, k in zip(candidates.indices, best.ks) if k}
+            probe = max(drafting, key=candidates.num_unread.__getitem__)
+            ks[probe] = drafting[probe]
             self._probing = True
-        elif not pays:
-            self._resting = frozenset(seqs[index].seq_id for index in free)
-        return chosen
+        else:
+            self._resting = frozenset(seqs[index].seq_id for index in candidates.indices)
 
-    def _probe_one_left_out(self, behind: dict[int, int], limits: list[int], chosen: list[int]) -> None:
-        """Where guessing pays for some sequences, one that was given no draft token gets one when the account allows it.
-
-        behind: of the sequences that may be given draft tokens, the tokens their draft has not seen.
-        """
-        left_out = [index for index in behind if not chosen[index] and limits[index]]
-        if not left_out or not self._may_probe(len(chosen)):
+    def _probe_an_omitted_sequence(self, candidates: _Candidates, ks: list[int]) -> None:
+        """Where drafting pays for some sequences, one that got no draft token gets one when the account allows it."""
+        omitted = [index for index in candidates.indices if not ks[index] and candidates.limits[index]]
+        if not omitted or not self._may_probe(len(ks)):
             return
-        nodes = len(chosen) + sum(chosen)
-        costs = self.costs.of(len(chosen))
-        asked = max(left_out, key=lambda index: behind[index])
-        self._account.seconds -= costs.pass_of(nodes + 1) - costs.pass_of(nodes) + self.costs.catching_up(behind[asked])
-        chosen[asked] = 1
+        nodes, costs = len(ks) + sum(ks), self.costs.of(len(ks))
+        probe = max(omitted, key=candidates.num_unread.__getitem__)
+        added = costs.pass_of(nodes + 1) - costs.pass_of(nodes)
+        self._account.seconds -= added + self.costs.catching_up(candidates.num_unread[probe])
+        ks[probe] = 1
 
-    def _best(self, states: list[_TextState], limits: list[int]) -> _Choice:
-        """Add the draft token that promises most, one by one; the best batch on the way that draft tokens at all."""
-        ks, tokens, longest, asked, riders = [0] * len(states), float(len(states)), 0, 0, 0.0
+    def _best(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
+        """Add the draft token that promises most, one by one; the best batch with draft tokens on the way."""
+        ks, tokens, longest, drafting, probes = [0] * len(states), float(len(states)), 0, 0, 0.0
         costs = self.costs.of(len(states))
         best = _Choice(list(ks), 0.0)
-        for nodes, (gain, index) in enumerate(self._gains(states, limits), start=len(states) + 1):
-            if not ks[index]:
-                asked, riders = asked + 1, riders + self._riders
-            ks[index] += 1
-            longest = max(longest, ks[index])
-            tokens += gain
-            rate = tokens / max(costs.round(nodes + round(riders), longest, asked), self.SHORTEST)
+        for nodes, gain in enumerate(self._gains(states, limits), start=len(states) + 1):
+            if not ks[gain.index]:
+                drafting, probes = drafting + 1, probes + self._probe_nodes
+            ks[gain.index] += 1
+            longest = max(longest, ks[gain.index])
+            tokens += gain.tokens
+            rate = tokens / max(costs.step(nodes + round(probes), longest, drafting), self.MIN_SECONDS)
             if rate > best.rate:
                 best = _Choice(list(ks), rate)
         return best
 
-    def _gains(self, states: list[_TextState], limits: list[int]) -> list[tuple[float, int]]:
-        """Tokens that each further draft token for each sequence promises, most first. Of one sequence they only ever fall."""
-        share, longest = self._depth_share, max(limits)
-        overall = {kind: self._rates_of(kind).ladder(longest) for kind in {state.kind for state in states}}
-        found: list[tuple[float, int]] = []
+    def _gains(self, states: list[_SequenceState], limits: list[int]) -> list[_Gain]:
+        """What each further draft token for each sequence promises, most first. Of one sequence gains only ever fall."""
+        longest = max(limits)
+        overall = {kind: self._rates_of(kind).rates(longest) for kind in {state.kind for state in states}}
+        gains: list[_Gain] = []
         for index, (state, limit) in enumerate(zip(states, limits)):
-            ladder, reach, depth = state.rates.ladder(limit, overall[state.kind]), 1.0, -1
-            for guess in range(limit):
-                if int(guess * share + 0.5) > depth:
-                    depth += 1
-                    reach *= ladder[depth]
-                if reach * share < self.SHARPEST and guess:
-                    break
-                found.append((reach * share, index))
-        found.sort(key=lambda pair: -pair[0])  # stable: of equals, the earlier sequence and the earlier draft token
-        return found
+            gains += self._gains_of(index, state.rates.rates(limit, overall[state.kind]))
+        gains.sort(key=lambda gain: -gain.tokens)  # stable: of equals, the earlier sequence and the earlier draft token
+        return gains
 
-    def _may_probe(self, seqs: int) -> bool:
+    def _gains_of(self, index: int, rates: list[float]) -> list[_Gain]:
+        share, reach, depth = self._depth_share, 1.0, -1
+        gains: list[_Gain] = []
+        for node in range(len(rates)):
+            if int(node * share + 0.5) > depth:
+                depth += 1
+                reach *= rates[depth]
+            if reach * share < self.MIN_GAIN and node:
+                break
+            gains.append(_Gain(reach * share, index))
+        return gains
+
+    def _may_probe(self, num_seqs: int) -> bool:
         account = self._account
         if not account.opened:
             account.opened = True
-            account.seconds = self.FIRST_PROBES * self.costs.of(seqs).round(seqs)
-        return account.seconds > 0 and account.seconds >= account.price
+            account.seconds = self.FIRST_PROBES * self.costs.of(num_seqs).step(num_seqs)
+        return account.seconds > 0 and account.seconds >= account.cost
 
-    # --- after a step ------------------------------------------------------------------------------------------------
+    # --- after a step -------------------------------------------------------------------------------------------------
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         states = [self._state(seq) for seq in seqs]
-        late = sum(state.behind for state in states if state.asked and state.behind > self.LITTLE)
-        self.costs.observe(timing, caught_up=late)
+        drafting = [state for state in states if state.num_draft_tokens]
+        caught_up = sum(state.num_unread for state in drafting if state.num_unread > self.FEW_UNREAD)
+        self.costs.observe(timing, caught_up=caught_up)
         self._settle(timing, sum(len(result.emitted) for result in results))
-        if not timing.num_draft_tokens:
+        if timing.num_draft_tokens:
+            for state, result in zip(states, results):
+                self._observe_result(state, result)
+
+    def _observe_result(self, state: _SequenceState, result: StepResult) -> None:
+        count = result.tree.num_draft_tokens
+        if not count:
             return
-        for state, result in zip(states, results):
-            draft_tokens = result.tree.num_draft_tokens
-            if draft_tokens:
-                self._riders += (result.tree.probes - self._riders) * (0.1 if self._riders else 1.0)
-                reach = max(depths(result.tree.parents[:draft_tokens])) + 1
-                self._depth_share += 0.1 * (reach / draft_tokens - self._depth_share)
-                stood = len(result.verified.accepted)  # also what an end cut off was judged
-                state.rates.observe(reach, stood)
-                self._rates_of(state.kind).observe(reach, stood)
+        self._probe_nodes += (result.tree.probes - self._probe_nodes) * (0.1 if self._probe_nodes else 1.0)
+        reach = max(depths(result.tree.parents[:count])) + 1
+        self._depth_share += 0.1 * (reach / count - self._depth_share)
+        accepted = len(result.verified.accepted)  # draft tokens that an end cut off were verified too
+        state.rates.observe(reach, accepted)
+        self._rates_of(state.kind).observe(reach, accepted)
 
     def _settle(self, timing: StepTiming, emitted: int) -> None:
-        """Keep the account. A probe's loss is all that it cost beyond the plain time of what it wrote."""
-        account, plain = self._account, self.costs.of(timing.num_seqs).round(timing.num_seqs)
+        """Keep the account. A probe loses what it cost beyond the plain time of the tokens it emitted."""
+        account, plain = self._account, self.costs.of(timing.num_seqs).step(timing.num_seqs)
         account.seconds += self.PROBE_SHARE * timing.seconds
         if self._probing and timing.num_draft_tokens:
-            account.price = max(0.0, timing.seconds - plain * emitted / timing.num_seqs)
-            account.seconds -= account.price
-        account.seconds = min(account.seconds, max(2 * account.price, self.FIRST_PROBES * plain))
+            account.cost = max(0.0, timing.seconds - plain * emitted / timing.num_seqs)
+            account.seconds -= account.cost
+        account.seconds = min(account.seconds, max(2 * account.cost, self.FIRST_PROBES * plain))
 
     def forget(self, seq: Sequence) -> None:
-        self._texts.pop(seq.seq_id, None)
+        self._states.pop(seq.seq_id, None)
 
-    def _state(self, seq: Sequence) -> _TextState:
-        state = self._texts.get(seq.seq_id)
+    def _state(self, seq: Sequence) -> _SequenceState:
+        state = self._states.get(seq.seq_id)
         if state is None:
             rates = PositionRates(fade=0.97, weight=6.0)
-            state = self._texts[seq.seq_id] = _TextState(rates, _kind(seq), seq.num_cached_tokens)
+            state = self._states[seq.seq_id] = _SequenceState(rates, _kind(seq), seq.num_cached_tokens)
         return state
 
     def _rates_of(self, kind: str) -> PositionRates:
-        """How draft tokens of a kind fare. A client that brings a prediction has reason to expect that it holds."""
+        """Acceptance of one kind of draft. A client that sends a prediction has reason to expect that it holds."""
         rates = self._overall.get(kind)
         if rates is None:
-            prior = EXPECTED if kind == PREDICTED else HOPED
+            prior = PREDICTION_PRIOR if kind == PREDICTION else PRIOR
             rates = self._overall[kind] = PositionRates(fade=0.995, prior=prior, weight=3.0)
         return rates
 
 
 def _kind(seq: Sequence) -> str:
     """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
-    return seq.params.method or (PREDICTED if seq.params.prediction else "")
+    return seq.params.method or (PREDICTION if seq.params.prediction else "")

@@ -1,13 +1,16 @@
-"""A second, smaller model draft tokens, one token after another, with a cache of its own.
+"""A second, smaller model drafts, one token after another, with a KV cache of its own.
 
-Its cache is kept in step by one rule: before drafting, read whatever the sequence has and the cache has not. After a full
-acceptance that is the last draft token and the target's own token; after a rejection the cache has first been cut back.
+One rule keeps its cache in step: before drafting, it reads every token of the sequence that its cache lacks. After full
+acceptance these are the last draft token and the target's own token; after a rejection the cache has been truncated.
 
-q is real: each draft token is drawn from the draft's distribution under the sequence's own sampling settings, and that
-distribution travels with the draft token. A greedy sequence gets greedy draft tokens, whose q is one-hot.
+q is real: each draft token is drawn from the draft model's distribution under the sequence's own sampling settings, and
+that distribution goes with the token. A greedy sequence gets greedy draft tokens, whose q is one-hot.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,104 +19,157 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, DraftInput, Row, RowOutput, SequenceCache, StepResult
-from paceline.drafting.draft_prefix_cache import DraftPrefixCache
-from paceline.drafting.draft_sampling import SampledDraft, can_draft_on_device, choose, cut, device_uniforms
-from paceline.kv.block_manager import BLOCK_SIZE as TILE
+from paceline.core.types import DraftInput, Row, SequenceCache, StepResult
+from paceline.drafting.draft_kv import DraftKV, step_tokens
+from paceline.drafting.draft_sampling import (
+    SampledDraft,
+    can_draft_on_device,
+    choose,
+    first_tokens,
+    loop_uniforms,
+    predrawn,
+)
+from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded
+from paceline.errors import PairError
+from paceline.hub.vocabulary import compare
+from paceline.kv.prefix_cache import PrefixCache
+
+OWNER = "draft_model"  # in the prefix cache
 
 
 class DraftModel(Drafter):
     """Drafts a chain with a runner of its own."""
 
-    needs: frozenset[Capability] = frozenset()
-
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
-        """vocab_size: the target's. A draft with a larger, padded head is cut to it, a smaller one padded."""
+    def __init__(self, runner: Runner, vocab_size: int, prefix_cache: PrefixCache | None = None) -> None:
+        """vocab_size: the target's. Logits of a larger, padded head are cut to it, those of a smaller one padded."""
         self.runner = runner
-        self._vocab = vocab_size
+        self.draft_runner = runner
+        self._vocab_size = vocab_size
+        self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
-        self._residents = DraftPrefixCache(runner)
-        self._before: dict[int, int] = {}  # length of each sequence when its draft tokens were made
+        self._drafted_from: dict[int, int] = {}  # the length of each sequence when its draft tokens were made
 
-    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        """The draft reads the prompt when it is first asked; a sequence never guessed for costs it nothing."""
+    def with_runner(self, wrap: Callable[[Runner], Runner]) -> DraftModel:
+        """The same drafter without its sequences, over a wrapped runner, which may have another vocabulary."""
+        runner = wrap(self.runner)
+        renumbered = runner.info.vocab_size != self.runner.info.vocab_size
+        return DraftModel(runner, runner.info.vocab_size if renumbered else self._vocab_size)
+
+    # --- the protocol -------------------------------------------------------------------------------------------------
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        for seq in seqs:
-            self._before[seq.seq_id] = len(seq.ids)
-        self._make_room(seqs, num_draft_tokens)
-        from_draft = self._in_one_loop(seqs, num_draft_tokens)
-        return self._step_by_step(seqs, num_draft_tokens) if from_draft is None else from_draft
-
-    def _in_one_loop(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
-        """All steps without returning to the host, where the runner can. None: it cannot, or not for these sequences."""
-        asked = [seq for seq, budget in zip(seqs, num_draft_tokens) if budget]
-        if not asked or not all(map(can_draft_on_device, asked)):
-            return None
-        if self.runner.info.vocab_size != self._vocab:
-            return None
-        steps = max(num_draft_tokens)
-        inputs = [
-            DraftInput(self._seq_cache(seq), seq.ids, seq.sampling.temperature, device_uniforms(seq, steps)) for seq in asked
-        ]
-        drafted = self.runner.draft(inputs, steps)
-        if drafted is None:
-            return None
-        rows = {seq.seq_id: row for row, seq in enumerate(asked)}
-        return [
-            cut(drafted, rows[seq.seq_id], budget) if budget else draft_tree.empty() for seq, budget in zip(seqs, num_draft_tokens)
-        ]
-
-    def _step_by_step(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        drawn = {seq.seq_id: SampledDraft() for seq in seqs}
-        for depth in range(max(num_draft_tokens, default=0)):
-            active = [seq for seq, budget in zip(seqs, num_draft_tokens) if depth < budget]
-            rows = [self._row(seq, drawn[seq.seq_id]) for seq in active]
-            logits = self._as_targets(self.runner.forward(rows, last_only=True).logits)
-            best = logits.argmax(dim=-1, keepdim=True)
-            choose(active, best, logits.__getitem__, [drawn[seq.seq_id] for seq in active])
-        return [drawn[seq.seq_id].chain(seq) for seq in seqs]
+        """The draft model reads a prompt on the first call with draft tokens: a sequence without any costs nothing."""
+        active = [index for index, k in enumerate(num_draft_tokens) if k]
+        trees = [draft_tree.empty() for _ in seqs]
+        if not active:
+            return trees
+        drafts = self._draft([seqs[index] for index in active], [num_draft_tokens[index] for index in active])
+        for index, tree in zip(active, drafts):
+            trees[index] = tree
+        return trees
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
             seq_cache = self._seq_caches.get(seq.seq_id)
             if seq_cache is not None:
-                self.runner.truncate(seq_cache, self._before[seq.seq_id] + len(result.verified.accepted))
-                self.runner.truncate(seq_cache, len(seq.ids) - 1)  # the end may have cut inside the run
+                self._drop_rejected(seq, seq_cache, len(result.verified.accepted))
+                self.runner.truncate(seq_cache, len(seq.ids) - 1)  # an end token may have cut inside the accepted run
 
     def end(self, seq: Sequence) -> None:
-        self._before.pop(seq.seq_id, None)
+        self._drafted_from.pop(seq.seq_id, None)
         seq_cache = self._seq_caches.pop(seq.seq_id, None)
         if seq_cache is None:
             return
         if seq.keep_cache:
             self.runner.truncate(seq_cache, len(seq.ids) - 1)
-            self._residents.keep(seq.ids, seq_cache)
+            self._kv.keep(seq.ids, seq_cache)
         else:
             self.runner.free(seq_cache)
 
-    def _row(self, seq: Sequence, drawn: SampledDraft) -> Row:
-        """What the draft has not read yet: the last draft token, or at first all that is new in the sequence."""
-        if drawn.tokens:
-            return Row(self._seq_caches[seq.seq_id], drawn.tokens[-1], [-1])
+    # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _draft(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        for seq in seqs:
+            self._drop_rejected(seq, self._seq_cache(seq), 0)  # of a step that failed before its draft was verified
+            self._drafted_from[seq.seq_id] = len(seq.ids)
+        unread = [len(seq.ids) - self._seq_cache(seq).length for seq in seqs]
+        self._kv.make_room(sum(map(step_tokens, unread, num_draft_tokens)))
+        drafts = [SampledDraft(uniforms=predrawn(seq, k)) for seq, k in zip(seqs, num_draft_tokens)]
+        trees = self._on_device(seqs, num_draft_tokens, drafts)
+        return self._step_by_step(seqs, num_draft_tokens, drafts) if trees is None else trees
+
+    def _on_device(
+        self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft]
+    ) -> list[DraftTree] | None:
+        """All steps without returning to the host. None: the runner cannot, or not for these sequences."""
+        if self.runner.info.vocab_size != self._vocab_size or not all(map(can_draft_on_device, seqs)):
+            return None
+        steps = max(num_draft_tokens)
+        inputs = [
+            DraftInput(self._seq_cache(seq), seq.ids, seq.sampling.temperature, loop_uniforms(draft.uniforms, steps))
+            for seq, draft in zip(seqs, drafts)
+        ]
+        drafted = self.runner.draft(inputs, steps)
+        if drafted is None:
+            return None
+        return [first_tokens(drafted, row, k) for row, k in enumerate(num_draft_tokens)]
+
+    def _step_by_step(
+        self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft]
+    ) -> list[DraftTree]:
+        for depth in range(max(num_draft_tokens)):
+            active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
+            rows = [self._row(seqs[index], drafts[index]) for index in active]
+            logits = self._over_target_vocab(self.runner.forward(rows, last_only=True).logits)
+            best = logits.argmax(dim=-1, keepdim=True)
+            choose([seqs[i] for i in active], best, logits.__getitem__, [drafts[i] for i in active])
+        return [draft.chain(seq) for draft, seq in zip(drafts, seqs)]
+
+    def _row(self, seq: Sequence, draft: SampledDraft) -> Row:
+        """What the draft model has not read yet: the last draft token, or first all that is new in the sequence."""
         seq_cache = self._seq_cache(seq)
+        if draft.tokens:
+            return Row(seq_cache, draft.tokens[-1], [-1])
         return Row.chain(seq_cache, seq.ids[seq_cache.length :])
+
+    def _drop_rejected(self, seq: Sequence, seq_cache: SequenceCache, accepted: int) -> None:
+        """Truncate a cache that holds draft tokens to the sequence they were made for and the accepted ones."""
+        length = self._drafted_from.pop(seq.seq_id, None)
+        if length is not None:
+            self.runner.truncate(seq_cache, length + accepted)
 
     def _seq_cache(self, seq: Sequence) -> SequenceCache:
         seq_cache = self._seq_caches.get(seq.seq_id)
         if seq_cache is None:
-            seq_cache = self._seq_caches[seq.seq_id] = self._residents.open(seq.ids)
+            seq_cache = self._seq_caches[seq.seq_id] = self._kv.open(seq.ids)
         return seq_cache
 
-    def _make_room(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> None:
-        """For all that this step may write, rounded up to blocks; what earlier sequences left behind goes first."""
-        asked = [(seq, budget) for seq, budget in zip(seqs, num_draft_tokens) if budget]
-        num_unread = [len(seq.ids) - self._seq_cache(seq).length for seq, _ in asked]
-        self._residents.make_room(sum(num_unread) + sum(budget + TILE for _, budget in asked))
-
-    def _as_targets(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary: padding beyond it cannot be guessed."""
+    def _over_target_vocab(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary: padding beyond it is never drafted."""
         size = logits.shape[-1]
-        if size >= self._vocab:
-            return logits[..., : self._vocab]
-        return torch.nn.functional.pad(logits, (0, self._vocab - size), value=-torch.inf)
+        if size >= self._vocab_size:
+            return logits[..., : self._vocab_size]
+        return torch.nn.functional.pad(logits, (0, self._vocab_size - size), value=-torch.inf)
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build(context: DrafterContext) -> DraftModel:
+    """Raises PairError where target and draft model number their tokens differently."""
+    runner = context.open_runner(context.draft_model)
+    named = isinstance(context.draft_model, str | Path)  # a loaded model has no tokenizer to compare
+    tokenizer = context.open_tokenizer(context.draft_model) if named else context.tokenizer
+    comparison = compare(context.tokenizer.hf_tokenizer, tokenizer.hf_tokenizer)
+    if not comparison.same:
+        raise PairError(comparison.explained(context.target.info.name, runner.info.name))
+    return DraftModel(runner, context.target.info.vocab_size, context.prefix_cache)
+
+
+SPEC = DrafterSpec(
+    name="draft_model",
+    summary="a smaller model of the same tokenizer drafts",
+    weights=WeightsNeeded.MODEL,
+    build=build,
+    reference="Fast Inference from Transformers via Speculative Decoding, https://arxiv.org/abs/2211.17192",
+)

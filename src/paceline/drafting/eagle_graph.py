@@ -17,8 +17,8 @@ from paceline.core.sampling import draw
 from paceline.core.types import DraftOutput
 from paceline.device.graphs import NUM_SEQS, Capture, keep_newest, rounded_up
 from paceline.device.scratch import Scratch
-from paceline.heads.cache import FIRST_CAPACITY, KeyBuffers
 from paceline.heads.eagle import EagleHead
+from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
 ROWS = (8, 16)  # true states a sequence may bring
 LARGEST = 32  # chains that are kept; beyond it the oldest go
@@ -113,7 +113,7 @@ class EagleGraphs:
         self._version = buffers.version
 
     def guess(self, starts: list[Start], steps: int) -> DraftOutput:
-        """`steps` draft tokens for every sequence; its buffers then hold its true states, and behind them what was guessed."""
+        """`steps` draft tokens for every sequence; its buffers then hold its states, and behind them the draft."""
         size = self._size(starts, steps)
         self._buffers.reserve(size.seen)
         prepared = self._for(size, starts[0].states)

@@ -1,4 +1,4 @@
-"""No draft tokens: plain decoding, through the same code as everything else."""
+"""No draft tokens: plain decoding, through the same code as every other method."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, RowOutput, StepResult
+from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded
 
 
 class NoDraft(Drafter):
-    """Never draft tokens."""
-
-    needs: frozenset[Capability] = frozenset()
-
-    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        pass
+    """Proposes nothing."""
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         return [draft_tree.empty() for _ in seqs]
 
-    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        pass
 
-    def end(self, seq: Sequence) -> None:
-        pass
+def build(context: DrafterContext) -> NoDraft:
+    return NoDraft()
+
+
+SPEC = DrafterSpec(
+    name="none",
+    summary="plain decoding, one token per target pass",
+    weights=WeightsNeeded.NONE,
+    build=build,
+)

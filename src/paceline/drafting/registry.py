@@ -1,23 +1,113 @@
-"""Drafters by name (interim)."""
+"""Drafting methods. A method is one file of this room that ends in its `SPEC`; modules are imported when needed.
+
+Everything that depends on the list of methods (config, --help, bench, tune, plan, contract tests) reads it here:
+
+names                 all methods
+spec, specs           what a method is and needs
+names_needing         methods that need no weights, a draft model or a trained head
+head_names            methods that read a trained head, also where they work without one
+per_request_names     methods a request may choose for itself
+build_drafter         a drafter from its name and a context
+register              adds a method at run time; installed packages use the entry point group `paceline.drafters`
+"""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-import torch
-
-from paceline.core.protocols import Drafter, Runner
 from paceline.errors import OptionError
-from paceline.hub.tokenizer import Tokenizer
-from paceline.kv.prefix_cache import PrefixCache
+
+if TYPE_CHECKING:  # the list of methods must not load torch
+    import torch
+
+    from paceline.core.protocols import Drafter, Runner
+    from paceline.hub.tokenizer import Tokenizer
+    from paceline.kv.prefix_cache import PrefixCache
+
+ENTRY_POINTS = "paceline.drafters"
+NAMES: dict[str, str] = {
+    "none": "paceline.drafting.no_draft",
+    "draft_model": "paceline.drafting.draft_model",
+    "cross_vocab": "paceline.drafting.cross_vocab",
+    "ngram": "paceline.drafting.ngram",
+    "suffix": "paceline.drafting.suffix",
+    "lookahead": "paceline.drafting.lookahead",
+    "layerskip": "paceline.drafting.layerskip",
+    "medusa": "paceline.drafting.medusa",
+    "eagle": "paceline.drafting.eagle",
+    "prediction": "paceline.drafting.prediction",
+    "auto": "paceline.drafting.auto",
+}
 
 
 class WeightsNeeded(Enum):
-    NONE = "none"; MODEL = "model"; HEAD = "head"
-@dataclass(frozen=True)
+    """What a method cannot work without beside the target."""
+
+    NONE = "no weights"
+    MODEL = "a draft model"
+    HEAD = "a trained head"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOption:
+    """One option of a method."""
+
+    name: str
+    type: Any  # of its values, as the constructor annotates it
+    default: Any
+
+    def check(self, method: str, value: Any) -> None:
+        """Raise OptionError for a value of another type."""
+        if not _is_a(value, self.type):
+            expected = TYPE_NAMES.get(self.type, str(self.type))
+            raise OptionError(f"method {method}: {self.name} must be {expected}, not {value!r}")
+
+
+TYPE_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    int | None: "a whole number",
+    str | None: "a string",
+    tuple[int, ...]: "a list of whole numbers",
+}
+
+
+def _is_a(value: Any, expected: Any) -> bool:
+    if expected == tuple[int, ...]:
+        return isinstance(value, list | tuple) and all(_is_a(part, int) for part in value)
+    if expected is bool or isinstance(value, bool):
+        return expected is bool and isinstance(value, bool)
+    return isinstance(value, int | float if expected is float else expected)
+
+
+def options_of(make: Callable[..., Any]) -> tuple[DrafterOption, ...]:
+    """Options of a constructor: the parameters with a default and a plain type."""
+    hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+    return tuple(
+        DrafterOption(name, hints.get(name), parameter.default)
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.default is not parameter.empty and hints.get(name) in TYPE_NAMES
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterContext:
+    """What a drafter is built from.
+
+    draft_model    a name, a path or a loaded model; the directory or Hub id of a head where the method needs one
+    options        of the method, checked against its spec
+    open_runner    opens the draft model; open_tokenizer opens its tokenizer
+    """
+
     target: Runner
     tokenizer: Tokenizer
     draft_model: Any
@@ -27,33 +117,107 @@ class DrafterContext:
     prefix_cache: PrefixCache
     open_runner: Callable[[Any], Runner]
     open_tokenizer: Callable[[Any], Tokenizer]
-@dataclass(frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterSpec:
+    """One drafting method.
+
+    summary      one line for --help
+    weights      what it cannot work without
+    build        makes the drafter; raises OptionError, PairError or ModelError
+    options      names, types and defaults
+    reference    paper and link
+    per_request  whether a request may choose it; None: methods that need no weights
+    head_kind    the kind of head it reads (heads/registry.py), where it reads one
+    """
+
     name: str
+    summary: str
     weights: WeightsNeeded
     build: Callable[[DrafterContext], Drafter]
-    per_request: bool = False
-def _s() -> dict[str, DrafterSpec]:
-    from paceline.drafting.draft_model import DraftModel
-    from paceline.drafting.eagle import Eagle
-    from paceline.drafting.lookahead import Lookahead
-    from paceline.drafting.ngram import Ngram
-    from paceline.drafting.no_draft import NoDraft
-    from paceline.drafting.prediction import Prediction
-    from paceline.drafting.suffix import Suffix
-    from paceline.heads.files import load_eagle
-    from paceline.heads.shipped import shipped_head
-    N = WeightsNeeded.NONE
-    return {s.name: s for s in [
-        DrafterSpec("none", N, lambda c: NoDraft(), True), DrafterSpec("ngram", N, lambda c: Ngram(**c.options), True),
-        DrafterSpec("suffix", N, lambda c: Suffix(**c.options), True), DrafterSpec("lookahead", N, lambda c: Lookahead(**c.options), True),
-        DrafterSpec("prediction", N, lambda c: Prediction(**c.options), True),
-        DrafterSpec("draft_model", WeightsNeeded.MODEL, lambda c: DraftModel(c.open_runner(c.draft_model), c.target.info.vocab_size)),
-        DrafterSpec("eagle", WeightsNeeded.HEAD, lambda c: Eagle(load_eagle(shipped_head("eagle", "SmolLM2-135M-Instruct-hf"), dtype=c.head_dtype, device=c.device), c.target, **c.options)),
-    ]}
-def names() -> list[str]: return list(_s())
+    options: tuple[DrafterOption, ...] = ()
+    reference: str = ""
+    per_request: bool | None = None
+    head_kind: str | None = None
+
+    @property
+    def offered_per_request(self) -> bool:
+        return self.weights is WeightsNeeded.NONE if self.per_request is None else self.per_request
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Raise OptionError for an unknown option, naming the known ones, or for a value of the wrong type."""
+        known = {option.name: option for option in self.options}
+        for name, value in options.items():
+            if name not in known:
+                listed = f"it has {', '.join(known)}" if known else "it has none"
+                raise OptionError(f"method {self.name} has no option {name!r}; {listed}")
+            known[name].check(self.name, value)
+
+    def check_weights(self, draft_model: Any) -> None:
+        """Raise OptionError where the method needs a draft model and there is none."""
+        if self.weights is WeightsNeeded.MODEL and draft_model is None:
+            raise OptionError(
+                f"method {self.name} needs a draft model: name one with draft_model=... "
+                f"(on the command line --draft-model)"
+            )
+
+
+_registered: dict[str, DrafterSpec] = {}
+
+
+def register(spec: DrafterSpec) -> None:
+    """Add a method, or replace one of the same name."""
+    _registered[spec.name] = spec
+
+
+@cache
+def _installed() -> dict[str, Any]:
+    """Entry points of other packages, by the name of their method."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in NAMES}
+
+
+def names() -> tuple[str, ...]:
+    """All methods. Imports none of them."""
+    return tuple(dict.fromkeys((*NAMES, *_installed(), *_registered)))
+
+
 def spec(name: str) -> DrafterSpec:
-    if name not in _s(): raise OptionError(f"method must be one of {', '.join(names())}; not {name!r}")
-    return _s()[name]
-def build_drafter(name: str, context: DrafterContext) -> Drafter: return spec(name).build(context)
-def per_request_names() -> list[str]: return [s.name for s in _s().values() if s.per_request]
+    """The method of this name. Raises OptionError for an unknown one."""
+    if name in _registered:
+        return _registered[name]
+    if name in NAMES:
+        built_in: DrafterSpec = import_module(NAMES[name]).SPEC
+        return built_in
+    if name not in _installed():
+        raise OptionError(f"there is no method {name!r}; the methods are {', '.join(names())}")
+    installed: DrafterSpec = _installed()[name].load()
+    return installed
+
+
+def specs() -> Iterator[DrafterSpec]:
+    """All methods, each imported when it is reached."""
+    return map(spec, names())
+
+
+def names_needing(weights: WeightsNeeded) -> tuple[str, ...]:
+    """Methods that need no weights, a draft model, or a trained head."""
+    return tuple(method.name for method in specs() if method.weights is weights)
+
+
+def head_names() -> tuple[str, ...]:
+    """Methods that read a trained head, also where they work without one."""
+    return tuple(method.name for method in specs() if method.head_kind is not None)
+
+
+def per_request_names() -> tuple[str, ...]:
+    """Methods a request may choose beside the engine's own."""
+    return tuple(method.name for method in specs() if method.offered_per_request)
+
+
+def build_drafter(name: str, context: DrafterContext) -> Drafter:
+    """The drafter of a method. Raises OptionError, PairError or ModelError before any sequence starts."""
+    method = spec(name)
+    method.check_options(context.options)
+    method.check_weights(context.draft_model)
+    return method.build(context)

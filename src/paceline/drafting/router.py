@@ -1,7 +1,7 @@
-"""Every sequence names its own method: one server, many ways to draft token, in one batch.
+"""One drafter per sequence: requests of one batch may use different methods.
 
-A sequence's `method` decides; a sequence that brings a prediction and names no method is drafted by it; all others take the
-default. Each drafter sees only its own sequences.
+The `method` of a sequence decides; a sequence that has a prediction and names no method is drafted by it; all others
+use the default. Each drafter sees only its own sequences.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, RowOutput, StepResult
+from paceline.core.types import RowOutput, StepResult
 from paceline.errors import OptionError
 
 PREDICTION = "prediction"
 
 
 class DrafterRouter(Drafter):
-    """Passes each sequence on to the drafter it names."""
+    """Passes each sequence to the drafter of its method."""
 
     def __init__(self, drafters: Mapping[str, Drafter], default: str) -> None:
         if default not in drafters:
             raise OptionError(f"the default method {default!r} is not among {', '.join(drafters)}")
         self.drafters = dict(drafters)
         self.default = default
-        self.needs: frozenset[Capability] = frozenset().union(*(drafter.needs for drafter in drafters.values()))
+        self.needs = frozenset().union(*(drafter.needs for drafter in drafters.values()))
+        self.draft_runner = self.drafters[default].draft_runner
 
     def method_of(self, seq: Sequence) -> str:
         """The method that drafts for a sequence. Raises OptionError if it names one that is not offered."""
@@ -40,25 +41,25 @@ class DrafterRouter(Drafter):
         self.drafters[self.method_of(seq)].begin(seq, prompt)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        found = [draft_tree.empty()] * len(seqs)
-        for method, places in self._by_method(seqs).items():
-            mine = [seqs[place] for place in places]
-            trees = self.drafters[method].propose(mine, [num_draft_tokens[place] for place in places])
-            for place, from_draft in zip(places, trees):
-                found[place] = from_draft
-        return found
+        trees = [draft_tree.empty()] * len(seqs)
+        for method, indices in self._by_method(seqs).items():
+            group = [seqs[index] for index in indices]
+            drafts = self.drafters[method].propose(group, [num_draft_tokens[index] for index in indices])
+            for index, tree in zip(indices, drafts):
+                trees[index] = tree
+        return trees
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        for method, places in self._by_method(seqs).items():
-            self.drafters[method].observe([seqs[place] for place in places], [results[place] for place in places])
+        for method, indices in self._by_method(seqs).items():
+            self.drafters[method].observe([seqs[index] for index in indices], [results[index] for index in indices])
 
     def end(self, seq: Sequence) -> None:
-        if seq.params.method is None or seq.params.method in self.drafters:  # else it was refused, and never began
+        if seq.params.method is None or seq.params.method in self.drafters:  # else it was refused and never began
             self.drafters[self.method_of(seq)].end(seq)
 
     def _by_method(self, seqs: list[Sequence]) -> dict[str, list[int]]:
-        """The places of the sequences of each method."""
-        found: dict[str, list[int]] = {}
-        for place, seq in enumerate(seqs):
-            found.setdefault(self.method_of(seq), []).append(place)
-        return found
+        """The indices of the sequences of each method."""
+        indices: dict[str, list[int]] = {}
+        for index, seq in enumerate(seqs):
+            indices.setdefault(self.method_of(seq), []).append(index)
+        return indices

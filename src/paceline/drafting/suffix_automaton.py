@@ -1,8 +1,7 @@
 """A suffix automaton that grows token by token and counts what it has read.
 
-Every state stands for the runs of tokens that have ended in the same places so far. A state's link leads to the same
-places and more: a shorter context that was seen more often. Reading a token costs O(1), amortised; at most two states
-a token are ever made.
+A state represents the runs of tokens that have ended at the same positions so far. Its link leads to a shorter context
+that ended at these positions and more. Reading a token costs O(1), amortised, and creates at most two states.
 """
 
 from __future__ import annotations
@@ -17,48 +16,48 @@ import torch
 from paceline.core.draft_tree import ROOT, DraftTree
 
 START = 0  # the state of the empty run
-CREDITED = 16  # links followed to count an occurrence: contexts shorter than that many steps fade, cost stays bounded
-CONTEXTS = 4  # contexts of falling length that vote on what comes next
-SUCCESSORS = 32  # of one context that are looked at; one that has more says little
-BYTES_A_STATE = 480  # measured: a dictionary of successors and its numbers
+MAX_COUNTED = 16  # links followed to count an occurrence: the cost of a token stays bounded
+CONTEXTS = 4  # contexts of falling length that predict the next token
+SUCCESSORS = 32  # of one context that are considered; a context with more predicts little
+BYTES_PER_STATE = 480  # measured: a dictionary of successors and its numbers
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The longest run at the end of a sequence that an automaton knows: its state and its length."""
+    """The longest suffix of a sequence that an automaton has read: its state and its length."""
 
     state: int = START
     length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Likely:
-    """A token that may follow a context: how likely, how lately seen, and the context it leads to."""
+class Successor:
+    """A token that may follow a context: its probability, when it last did, and the context it leads to."""
 
     token: int
-    uniforms: float
+    probability: float
     latest: int
     context: Context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """Likely continuations as a tree, and the number of its tokens that are expected to stand."""
+    """Likely continuations as a tree, and the number of its tokens expected to be accepted."""
 
     tree: DraftTree
     expected: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A node that may join the tree. The likeliest goes first, and of equally likely ones the one seen last."""
+class _Candidate:
+    """A node that may join the tree. The likeliest comes first, and of equally likely ones the latest."""
 
-    uniforms: float
+    probability: float  # of the whole path
     parent: int
-    found: Likely
+    successor: Successor
 
-    def __lt__(self, other: _Waiting) -> bool:
-        return (self.uniforms, self.found.latest) > (other.uniforms, other.found.latest)
+    def __lt__(self, other: _Candidate) -> bool:
+        return (self.probability, self.successor.latest) > (other.probability, other.successor.latest)
 
 
 class SuffixAutomaton:
@@ -71,37 +70,37 @@ class SuffixAutomaton:
         self._count: list[int] = [0]  # times a state's runs have ended somewhere
         self._latest: list[int] = [0]  # when they last did
         self._last = START
-        self.read = 0  # tokens
+        self.num_read = 0  # tokens
 
     @property
     def memory(self) -> int:
         """Bytes, roughly."""
-        return BYTES_A_STATE * len(self._next)
+        return BYTES_PER_STATE * len(self._next)
 
-    def start_text(self) -> None:
-        """What is read from now on does not continue what was read before."""
+    def start_sequence(self) -> None:
+        """The next token does not continue the tokens before it."""
         self._last = START
 
     def append(self, token: int) -> None:
         """Read one token."""
-        self.read += 1
-        known = self._next[self._last].get(token)
-        if known is None:
-            self._last = self._grow(token)
-        else:  # only when a later sequence runs along an earlier one
-            self._last = self._exactly(self._last, token, known)
-        self._credit(self._last)
+        self.num_read += 1
+        child = self._next[self._last].get(token)
+        if child is None:
+            self._last = self._extend(token)
+        else:  # only when a later sequence repeats an earlier one
+            self._last = self._exact_child(self._last, token, child)
+        self._count_end(self._last)
 
     def repeated(self) -> Context:
-        """The longest run that ends here and had also ended somewhere before."""
+        """The longest suffix that has occurred before."""
         state = self._link[self._last]
         return Context(state, self._length[state]) if state > START else Context()
 
     def follow(self, context: Context, token: int) -> Context:
-        """The longest known run after one more token; drops from the front of it what was never followed so."""
+        """The longest context after one more token; shorter at the front where the token never followed it."""
         state, length = context.state, context.length
         while state != START and self._length[self._link[state]] >= length:
-            state = self._link[state]  # the state was split since: move to the part that holds this length
+            state = self._link[state]  # the state was split: move to the part of this length
         while token not in self._next[state]:
             if state == START:
                 return Context()
@@ -114,62 +113,64 @@ class SuffixAutomaton:
         tokens: list[int] = []
         parents: list[int] = []
         expected = 0.0
-        waiting: list[_Waiting] = []
-        self._offer(waiting, context, 1.0, ROOT, least)
-        while waiting and len(tokens) < limit:
-            best = heappop(waiting)
-            expected += best.uniforms
-            tokens.append(best.found.token)
+        candidates: list[_Candidate] = []
+        self._push(candidates, context, 1.0, ROOT, least)
+        while candidates and len(tokens) < limit:
+            best = heappop(candidates)
+            expected += best.probability
+            tokens.append(best.successor.token)
             parents.append(best.parent)
-            self._offer(waiting, best.found.context, best.uniforms, len(tokens) - 1, least)
+            self._push(candidates, best.successor.context, best.probability, len(tokens) - 1, least)
         return Forecast(DraftTree(torch.tensor(tokens, dtype=torch.int64), parents), expected)
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 
-    def _offer(self, waiting: list[_Waiting], context: Context, reached: float, node: int, least: float) -> None:
-        """Queue the successors of a node that are likely enough."""
-        for found in self._successors(context, least / reached):
-            heappush(waiting, _Waiting(reached * found.uniforms, node, found))
+    def _push(
+        self, candidates: list[_Candidate], context: Context, probability: float, node: int, least: float
+    ) -> None:
+        """Queue the successors of a node that are likely enough. probability: of the path to the node."""
+        for successor in self._successors(context, least / probability):
+            heappush(candidates, _Candidate(probability * successor.probability, node, successor))
 
-    def _successors(self, context: Context, least: float) -> Iterator[Likely]:
-        """What followed a context, by prediction with partial matches: each shorter context gets the doubt of the
-        longer one. A long context is trusted more than a short one, a steady one more than one that varies."""
-        state, length, left = context.state, context.length, 1.0
+    def _successors(self, context: Context, least: float) -> Iterator[Successor]:
+        """What followed a context, by prediction with partial matches: each shorter context gets the probability the
+        longer one escapes with. Long contexts escape less than short ones, steady ones less than those that vary."""
+        state, length, remaining = context.state, context.length, 1.0
         seen: set[int] = set()
         for _ in range(CONTEXTS):
-            if state <= START or left < least:
+            if state <= START or remaining < least:
                 return
-            fresh = [pair for pair in islice(self._next[state].items(), SUCCESSORS) if pair[0] not in seen]
-            total = sum(self._count[child] for _, child in fresh)
+            new = [pair for pair in islice(self._next[state].items(), SUCCESSORS) if pair[0] not in seen]
+            total = sum(self._count[child] for _, child in new)
             if total:
-                doubt = len(fresh) / (len(fresh) + total * length)
-                for token, child in fresh:
-                    uniforms = left * (1 - doubt) * self._count[child] / total
-                    if uniforms >= least:
-                        yield Likely(token, uniforms, self._latest[child], Context(child, length + 1))
-                seen.update(token for token, _ in fresh)
-                left *= doubt
+                escape = len(new) / (len(new) + total * length)
+                for token, child in new:
+                    probability = remaining * (1 - escape) * self._count[child] / total
+                    if probability >= least:
+                        yield Successor(token, probability, self._latest[child], Context(child, length + 1))
+                seen.update(token for token, _ in new)
+                remaining *= escape
             state = self._link[state]
             length = self._length[state]
 
     # --- growing ------------------------------------------------------------------------------------------------------
 
-    def _grow(self, token: int) -> int:
-        """A new state for the whole sequence with this token; every suffix that could not go on with it now can."""
-        fresh = self._state(self._length[self._last] + 1, {}, START)
+    def _extend(self, token: int) -> int:
+        """A new state for the whole sequence with this token; every suffix that had no such successor gets it."""
+        new = self._add_state(self._length[self._last] + 1, {}, START)
         state = self._last
         while state != -1 and token not in self._next[state]:
-            self._next[state][token] = fresh
+            self._next[state][token] = new
             state = self._link[state]
         if state != -1:
-            self._link[fresh] = self._exactly(state, token, self._next[state][token])
-        return fresh
+            self._link[new] = self._exact_child(state, token, self._next[state][token])
+        return new
 
-    def _exactly(self, state: int, token: int, child: int) -> int:
+    def _exact_child(self, state: int, token: int, child: int) -> int:
         """The state of the run of `state` and then `token`: the child, or its shorter part, split off."""
         if self._length[child] == self._length[state] + 1:
             return child
-        split = self._state(self._length[state] + 1, dict(self._next[child]), self._link[child])
+        split = self._add_state(self._length[state] + 1, dict(self._next[child]), self._link[child])
         self._count[split], self._latest[split] = self._count[child], self._latest[child]
         self._link[child] = split
         while state != -1 and self._next[state].get(token) == child:
@@ -177,7 +178,7 @@ class SuffixAutomaton:
             state = self._link[state]
         return split
 
-    def _state(self, length: int, successors: dict[int, int], link: int) -> int:
+    def _add_state(self, length: int, successors: dict[int, int], link: int) -> int:
         self._next.append(successors)
         self._link.append(link)
         self._length.append(length)
@@ -185,11 +186,11 @@ class SuffixAutomaton:
         self._latest.append(0)
         return len(self._next) - 1
 
-    def _credit(self, state: int) -> None:
-        """Count an end here for the state and the contexts inside it."""
-        for _ in range(CREDITED):
+    def _count_end(self, state: int) -> None:
+        """Count an occurrence that ends here for the state and its shorter contexts."""
+        for _ in range(MAX_COUNTED):
             if state <= START:
                 return
             self._count[state] += 1
-            self._latest[state] = self.read
+            self._latest[state] = self.num_read
             state = self._link[state]

@@ -1,7 +1,7 @@
 """The attention block of an EAGLE head: grouped queries, rotary positions, an explicit mask.
 
-Masks are explicit because two callers look at the past in two ways: a draft tree sees its ancestors, and training
-unrolls several steps in which a row sees the sequence by step one and only itself by the later ones.
+Masks are explicit because the two callers need different ones: a node of a draft tree sees its ancestors; in training
+a row sees the whole sequence in the first unrolled step and only itself in the later ones.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyValues:
-    """All the keys and values a pass may look at, [batch, kv heads, seen, head size]."""
+    """Keys and values of attention, each [batch, num_kv_heads, columns, head_dim]."""
 
     keys: Tensor
     values: Tensor
 
 
 class KeyStore(Protocol):
-    """Where a block's keys and values go, and where those of earlier passes come from."""
+    """Stores the keys and values of a block and returns those of earlier passes with them."""
 
-    def extend(self, fresh: KeyValues) -> KeyValues:
-        """Take the entries of this pass; returns everything the mask's columns stand for, in their order."""
+    def extend(self, new: KeyValues) -> KeyValues:
+        """Store the entries of this pass; returns all entries the mask's columns refer to, in their order."""
 
 
 class JoinedKeys:
-    """Appends every pass behind the ones before. Keeps gradients, so training can unroll over it."""
+    """Appends the entries of every pass. Keeps gradients, so training can unroll over it."""
 
     def __init__(self) -> None:
-        self.held: KeyValues | None = None
+        self.entries: KeyValues | None = None
 
-    def extend(self, fresh: KeyValues) -> KeyValues:
-        if self.held is None:
-            self.held = fresh
+    def extend(self, new: KeyValues) -> KeyValues:
+        if self.entries is None:
+            self.entries = new
         else:
-            keys = torch.cat([self.held.keys, fresh.keys], dim=2)
-            self.held = KeyValues(keys, torch.cat([self.held.values, fresh.values], dim=2))
-        return self.held
+            keys = torch.cat([self.entries.keys, new.keys], dim=2)
+            self.entries = KeyValues(keys, torch.cat([self.entries.values, new.values], dim=2))
+        return self.entries
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySettings:
-    """How positions turn queries and keys. scaling: Hugging Face's `rope_scaling`, or None for the plain kind."""
+    """Rotary position embedding. scaling: the `rope_scaling` of a Hugging Face config, or None."""
 
     head_dim: int
     theta: float = 10000.0
@@ -62,15 +62,16 @@ class Rotary(nn.Module):
 
     def __init__(self, settings: RotarySettings) -> None:
         super().__init__()
-        found = rotary_frequencies(settings.head_dim, settings.theta) if settings.scaling is None else None
         self.magnitude = 1.0
-        if found is None:
-            found, self.magnitude = _scaled_frequencies(settings)
-        self.register_buffer("frequencies", found, persistent=False)
+        if settings.scaling is None:
+            frequencies = rotary_frequencies(settings.head_dim, settings.theta)
+        else:
+            frequencies, self.magnitude = _scaled_frequencies(settings)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, vectors: Tensor, positions: Tensor) -> Tensor:
-        """vectors [batch, heads, width, head size], positions [batch or 1, width]."""
-        # Angles in float32 whatever the weights are: half precision cannot tell neighbouring positions apart.
+        """vectors [batch, heads, rows, head_dim], positions [batch or 1, rows]."""
+        # Angles are float32 for any dtype of the weights: half precision cannot represent neighbouring positions.
         angles = positions[:, None, :, None].float() * self.frequencies.float()
         cos, sin = (self.magnitude * angles.cos()).to(vectors.dtype), (self.magnitude * angles.sin()).to(vectors.dtype)
         low, high = vectors.chunk(2, dim=-1)
@@ -78,13 +79,13 @@ class Rotary(nn.Module):
 
 
 def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
-    """How fast each pair of values turns with the position: float32 [head_dim / 2]."""
+    """The rotation per position of each pair of values: float32 [head_dim / 2]."""
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return 1.0 / (theta**steps)
 
 
 def _scaled_frequencies(settings: RotarySettings) -> tuple[Tensor, float]:
-    """Long-context variants, by the definition of transformers. Returns frequencies and the magnitude they need."""
+    """Long-context variants as transformers defines them: the frequencies and the magnitude of cos and sin."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -104,7 +105,7 @@ class AttentionSettings:
 
     input_size: int
     output_size: int
-    heads: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
@@ -112,44 +113,43 @@ class AttentionSettings:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads two vectors at once)."""
+    """Grouped-query attention whose input may be larger than its output (EAGLE-3 reads two vectors at once)."""
 
     def __init__(self, settings: AttentionSettings, rotary: RotarySettings) -> None:
         super().__init__()
         self.settings = settings
-        width, kv_width = settings.heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
-        self.q_proj = nn.Linear(settings.input_size, width, bias=settings.qkv_bias)
-        self.k_proj = nn.Linear(settings.input_size, kv_width, bias=settings.qkv_bias)
-        self.v_proj = nn.Linear(settings.input_size, kv_width, bias=settings.qkv_bias)
-        self.o_proj = nn.Linear(width, settings.output_size, bias=settings.output_bias)
+        q_size, kv_size = settings.num_heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
+        self.q_proj = nn.Linear(settings.input_size, q_size, bias=settings.qkv_bias)
+        self.k_proj = nn.Linear(settings.input_size, kv_size, bias=settings.qkv_bias)
+        self.v_proj = nn.Linear(settings.input_size, kv_size, bias=settings.qkv_bias)
+        self.o_proj = nn.Linear(q_size, settings.output_size, bias=settings.output_bias)
         self.rotary = Rotary(rotary)
 
     def forward(self, states: Tensor, positions: Tensor, mask: Tensor | None, store: KeyStore | None) -> Tensor:
-        """states [batch, width, input]; mask bool, broadcast to [batch, 1, width, seen], True where one may look."""
-        batch, width, _ = states.shape
-        queries = self.rotary(self._split(self.q_proj(states), self.settings.heads), positions)
+        """states [batch, rows, input_size]; mask bool, broadcast to [batch, 1, rows, columns], True: attended."""
+        batch, rows, _ = states.shape
+        queries = self.rotary(self._split(self.q_proj(states), self.settings.num_heads), positions)
         keys = self.rotary(self._split(self.k_proj(states), self.settings.num_kv_heads), positions)
-        fresh = KeyValues(keys, self._split(self.v_proj(states), self.settings.num_kv_heads))
-        seen = fresh if store is None else store.extend(fresh)
-        mixed = self._attend(queries, seen, mask)
-        joined: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, width, -1))
-        return joined
+        new = KeyValues(keys, self._split(self.v_proj(states), self.settings.num_kv_heads))
+        mixed = self._attend(queries, new if store is None else store.extend(new), mask)
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(batch, rows, -1))
+        return output
 
     def _split(self, vectors: Tensor, heads: int) -> Tensor:
         return vectors.view(*vectors.shape[:-1], heads, self.settings.head_dim).transpose(1, 2)
 
-    def _attend(self, queries: Tensor, seen: KeyValues, mask: Tensor | None) -> Tensor:
-        """Queries that share a key head are laid behind one another, so that keys and values are never copied."""
-        batch, heads, width, size = queries.shape
+    def _attend(self, queries: Tensor, entries: KeyValues, mask: Tensor | None) -> Tensor:
+        """Queries that share a key head are folded into its rows, so that keys and values are never copied."""
+        batch, heads, rows, size = queries.shape
         group = heads // self.settings.num_kv_heads
-        folded = queries.reshape(batch, self.settings.num_kv_heads, group * width, size)
+        folded = queries.reshape(batch, self.settings.num_kv_heads, group * rows, size)
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, group, 1)
-        mixed = functional.scaled_dot_product_attention(folded, seen.keys, seen.values, attn_mask=mask)
-        return mixed.reshape(batch, heads, width, size)
+        mixed = functional.scaled_dot_product_attention(folded, entries.keys, entries.values, attn_mask=mask)
+        return mixed.reshape(batch, heads, rows, size)
 
 
-def causal_mask(width: int, before: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """bool [1, 1, width, before + width]: every row sees all that was there before, itself and the rows above it."""
-    rows = torch.arange(width, device=device)[:, None] + before
-    return (torch.arange(before + width, device=device)[None] <= rows)[None, None]
+def causal_mask(rows: int, before: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """bool [1, 1, rows, before + rows]: every row attends to the columns before, to itself and to the rows above it."""
+    last = torch.arange(rows, device=device)[:, None] + before
+    return (torch.arange(before + rows, device=device)[None] <= last)[None, None]

@@ -1,6 +1,6 @@
-"""Reading and writing a folder of one config and its tensors, and putting tensors into a module by name.
+"""A directory with one config and its tensors: reading it, writing it, and loading its tensors into a module by name.
 
-Whatever does not fit is named: a head with one tensor missing still runs in most programs, and only draft tokens badly.
+Every error names the tensor that does not fit: most programs run a head with a missing tensor, and it drafts badly.
 """
 
 from __future__ import annotations
@@ -25,16 +25,28 @@ SHOWN = 3  # names listed in an error
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """What lies in a folder. called: how the file names a tensor, where `tensors` has been renamed; for errors."""
+    """Config and tensors of a directory. file_name: the name in the file of a renamed tensor, for errors."""
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    called: Callable[[str], str] = str
+    file_name: Callable[[str], str] = str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """What the config of a head says about the target it was trained for."""
+
+    target: str = ""
+    architectures: tuple[str, ...] = ("LlamaForCausalLM",)
+    num_draft_tokens: int = 5
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
-    """Config and tensors of a folder. Raises ModelNotFound or WeightsError."""
+    """Config and tensors of a directory. Raises ModelNotFound or WeightsError."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ModelNotFound(f"there is no directory {folder}; a trained head is a directory with a config.json")
@@ -44,14 +56,14 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelNotFound(f"{folder} holds no trained head: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise WeightsError(f"{path} is not a JSON object")
-    return found
+    return config
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -78,46 +90,80 @@ def _read_safe(path: Path) -> dict[str, Tensor]:
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     try:
-        places = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        shard_by_name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise WeightsError(f"{folder / INDEX} cannot be read: {error}") from error
-    found: dict[str, Tensor] = {}
-    for shard in sorted(set(places.values())):
-        found.update(_read_safe(folder / Path(shard).name))
-    return found
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(set(shard_by_name.values())):
+        tensors.update(_read_safe(folder / Path(shard).name))
+    return tensors
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:
-    """Opened without running what it may hold."""
+    """Tensors of a pickle, opened without running the code it may contain."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each raise types of their own
         reason = str(error).strip().split("\n")[0]
         raise WeightsError(
             f"{path} is damaged, or would run code when opened and is refused. Convert it to safetensors ({reason})"
         ) from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise WeightsError(f"{path} is not a plain mapping of names to tensors")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in tensors.items()}
+
+
+# --- what a checkpoint says -------------------------------------------------------------------------------------------
+
+
+def declared_kind(checkpoint: Checkpoint) -> str | None:
+    """The kind of head its config names; None where it names none, as most published configs do."""
+    if "dflash_config" in checkpoint.config:
+        return "dflash"
+    declared = checkpoint.config.get("speculators_model_type")
+    return None if declared is None else str(declared)
+
+
+def plain_name(name: str) -> str:
+    """The name of a tensor without the wrapper module that some trainers save around the head."""
+    return name.removeprefix("model.")
+
+
+def tensor_named(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A tensor that sizes are read from."""
+    if name not in checkpoint.tensors:
+        raise WeightsError(f"{checkpoint.folder} is incomplete: {checkpoint.file_name(name)} is missing")
+    return checkpoint.tensors[name]
+
+
+def number(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A number of the config, or the default where the config does not have it."""
+    value = config.get(key)
+    return default if value is None else float(value)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def install(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's tensors into a module.
+    """Load the tensors of a checkpoint into a module.
 
-    Raises WeightsError naming the missing, the surplus or the misshapen tensor; the module is then as it was.
+    Raises WeightsError naming the missing, surplus or misshapen tensor; the module is then unchanged.
     """
-    wanted, tensors, where = module.state_dict(), checkpoint.tensors, checkpoint.folder
-    missing = [checkpoint.called(name) for name in wanted if name not in tensors]
-    surplus = [checkpoint.called(name) for name in tensors if name not in wanted]
+    expected, tensors, folder = module.state_dict(), checkpoint.tensors, checkpoint.folder
+    missing = [checkpoint.file_name(name) for name in expected if name not in tensors]
+    surplus = [checkpoint.file_name(name) for name in tensors if name not in expected]
     if missing:
-        raise WeightsError(f"{where} is incomplete: {_listed(missing)} missing")
+        raise WeightsError(f"{folder} is incomplete: {_listed(missing)} missing")
     if surplus:
-        raise WeightsError(f"{where} holds what this kind of head does not have: {_listed(surplus)} surplus")
-    for name, expected in wanted.items():
-        if tensors[name].shape != expected.shape:
-            found, right = list(tensors[name].shape), list(expected.shape)
-            raise WeightsError(f"{where}: {checkpoint.called(name)} has shape {found}; the other tensors want {right}")
-    module.load_state_dict({name: value.to(wanted[name].dtype) for name, value in tensors.items()})
+        raise WeightsError(f"{folder} holds tensors this kind of head does not have: {_listed(surplus)} surplus")
+    for name, value in expected.items():
+        if tensors[name].shape != value.shape:
+            shape, needed = list(tensors[name].shape), list(value.shape)
+            raise WeightsError(
+                f"{folder}: {checkpoint.file_name(name)} has shape {shape}; the other tensors need {needed}"
+            )
+    module.load_state_dict({name: value.to(expected[name].dtype) for name, value in tensors.items()})
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -126,31 +172,26 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(every[:SHOWN])}{more} {'is' if len(every) == 1 else 'are'}"
 
 
-def tensor_named(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A tensor the sizes are counted from."""
-    if name not in checkpoint.tensors:
-        raise WeightsError(f"{checkpoint.folder} is incomplete: {checkpoint.called(name)} is missing")
-    return checkpoint.tensors[name]
-
-
-def number(config: Mapping[str, Any], key: str, otherwise: float) -> float:
-    """A number of the config, or what it is where the config does not say."""
-    value = config.get(key)
-    return otherwise if value is None else float(value)
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_checkpoint(
     folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str = SAFE_FILES[0]
 ) -> None:
-    """Write config and tensors. Each file appears at once or not at all; the config, which says all is there, last."""
+    """Write config and tensors. Each file appears whole or not at all; the config is last: it marks a complete head."""
     from safetensors.torch import save_file
 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    whole = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-    fresh = path / f".{name}.{os.getpid()}"
-    save_file(whole, fresh, metadata={"format": "pt"})
-    os.replace(fresh, path / name)
-    fresh = path / f".config.json.{os.getpid()}"
-    fresh.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(fresh, path / "config.json")
+    contiguous = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
+    temporary = path / f".{name}.{os.getpid()}"
+    save_file(contiguous, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path / name)
+    temporary = path / f".config.json.{os.getpid()}"
+    temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path / "config.json")
+
+
+def converted(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor in the dtype to write; integers and booleans stay as they are."""
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value

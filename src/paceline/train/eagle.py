@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import OptionError
-from paceline.heads.eagle import EAGLE_3, EagleConfig, EagleHead, usual_feature_layers
-from paceline.heads.files import Provenance, load_eagle, save_eagle
+from paceline.heads.checkpoint import Provenance
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
+from paceline.heads.registry import load_head, save_head
 from paceline.train.corpus import Batch
 from paceline.train.losses import blend, soft_loss
 from paceline.train.task import Places, in_parts
@@ -42,14 +43,13 @@ class EagleOptions:
             raise OptionError("greedy lies between 0 and 1, fading above 0 and at most at 1")
 
 
-def eagle_config(teacher: Teacher, options: EagleOptions) -> EagleConfig:
+def eagle_config(teacher: Teacher, options: EagleOptions) -> Eagle3Config:
     """A head in the shape of one of the target's own layers."""
     config = teacher.model.config.get_text_config()
     heads = config.num_attention_heads
     rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
     plain = rope.get("rope_type", "default") == "default"
-    return EagleConfig(
-        EAGLE_3,
+    return Eagle3Config(
         teacher.width,
         options.intermediate or config.intermediate_size,
         heads,
@@ -75,14 +75,14 @@ class _Trained(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, head: EagleHead) -> None:
+    def __init__(self, head: Eagle3Head) -> None:
         super().__init__()
         self.head = head
         self.register_buffer("scale", torch.ones(head.fc.in_features))
 
-    def folded(self) -> EagleHead:
+    def folded(self) -> Eagle3Head:
         """A head of its own that takes the target's states as they are."""
-        twin = EagleHead(self.head.config)
+        twin = Eagle3Head(self.head.config)
         twin.load_state_dict(self.head.state_dict())
         with torch.no_grad():
             twin.fc.weight.copy_(self.head.fc.weight * self.scale)
@@ -96,14 +96,14 @@ class EagleTask:
 
     def __init__(self, teacher: Teacher, vocabulary: Tensor, options: EagleOptions, name: str = "") -> None:
         self.teacher, self.options, self._name = teacher, options, name
-        head = EagleHead(eagle_config(teacher, options))
-        head.borrow(teacher.embed, teacher.logits)
+        head = Eagle3Head(eagle_config(teacher, options))
+        head.bind_target(teacher.embed, teacher.logits)
         head.choose_vocabulary(vocabulary)
         self.module = _Trained(head).to(teacher.device)
         self._numbering = numbering_of(vocabulary.to(teacher.device), teacher.vocab_size)
 
     @property
-    def head(self) -> EagleHead:
+    def head(self) -> Eagle3Head:
         return self.module.head
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class EagleTask:
     @torch.no_grad()
     def start_from(self, folder: Path, sample: Batch) -> None:
         """First weights: those of a head written before, whose tokens become this one's."""
-        former = load_eagle(folder, device=str(self.teacher.device))
+        former = load_head(folder, Eagle3Head, device=str(self.teacher.device))
         if former.config.draft_vocab_size != self.head.config.draft_vocab_size:
             raise OptionError(f"{folder} says {former.config.draft_vocab_size} tokens; ask for as many (--vocabulary)")
         self.measure_scale(sample)
@@ -174,5 +174,5 @@ class EagleTask:
         head = self.module.folded()
         architectures = tuple(self.teacher.model.config.architectures or ("LlamaForCausalLM",))
         about = Provenance(self._name, architectures, self.options.steps)
-        save_eagle(head, folder, about=about, dtype=torch.bfloat16)
-        save_eagle(head, folder / "speculators", layout="speculators", about=about, dtype=torch.bfloat16)
+        save_head(head, folder, provenance=about, dtype=torch.bfloat16)
+        save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import CapabilityError, OptionError
+from paceline.heads.checkpoint import Provenance
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
-from paceline.heads.files import save_exit
+from paceline.heads.registry import save_head
 from paceline.train.corpus import Batch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.task import MEASURED_GUESSES, Places, following, in_parts
@@ -85,4 +86,4 @@ class ExitTask:
         return following(best.view(batch.tokens.shape), MEASURED_GUESSES)
 
     def export(self, folder: Path) -> None:
-        save_exit(self.module, folder, target=self._name)
+        save_head(self.module, folder, provenance=Provenance(self._name))

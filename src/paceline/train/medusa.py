@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from paceline.errors import OptionError
-from paceline.heads.files import save_medusa
+from paceline.heads.checkpoint import Provenance
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
+from paceline.heads.registry import save_head
 from paceline.train.corpus import Batch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.task import Places, in_parts
@@ -91,4 +92,4 @@ class MedusaTask:
         config = self.module.config
         usual = "original" if config.draft_vocab_size == config.vocab_size else "vllm"
         for place, layout in ((folder, usual), (folder / "vllm", "vllm")):
-            save_medusa(self.module, place, layout=layout, target=self._name, dtype=torch.bfloat16)
+            save_head(self.module, place, layout=layout, provenance=Provenance(self._name), dtype=torch.bfloat16)

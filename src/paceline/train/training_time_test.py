@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.heads.attention import Attention, JoinedKeys, KeyValues
-from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle3 import Eagle3Head
 from paceline.train.task import ahead
 
 
-def reference(head: EagleHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
+def reference(head: Eagle3Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
     """ModelOutput of step 1, 2, …: [batch, width, hidden]."""
     width = tokens.shape[1]
     rows = torch.arange(width, device=tokens.device)
@@ -33,7 +33,7 @@ def reference(head: EagleHead, features: Tensor, tokens: Tensor, steps: int) -> 
         yield state
 
 
-def unroll(head: EagleHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(head: Eagle3Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
     """The same outputs as `reference`, faster."""
     rows = torch.arange(tokens.shape[1], device=tokens.device)
     seen: list[KeyValues] = []
@@ -43,7 +43,7 @@ def unroll(head: EagleHead, features: Tensor, tokens: Tensor, steps: int) -> Ite
         yield state
 
 
-def _block(head: EagleHead, embeddings: Tensor, g: Tensor, positions: Tensor, seen: list[KeyValues]) -> Tensor:
+def _block(head: Eagle3Head, embeddings: Tensor, g: Tensor, positions: Tensor, seen: list[KeyValues]) -> Tensor:
     layer = head.midlayer
     residual = layer.hidden_norm(g) if layer.norm_before_residual else g
     projected = _project(layer.self_attn, layer.beside(embeddings, g), positions)

@@ -1,4 +1,4 @@
-"""The frame around the words: help, errors, exits."""
+"""paceline itself: help, errors, exit status."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from paceline import __version__, cli
 from paceline.errors import ModelNotFound
 
 
-def spoken(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> int:
-    """Say a word whose main raises."""
+def run_raising(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> int:
+    """Run a command whose main raises."""
 
     def main(args: Any) -> int:
         raise raised
 
-    word = types.SimpleNamespace(__doc__="a word", configure=lambda parser: None, main=main)
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: word)
+    command = types.SimpleNamespace(__doc__="a command", configure=lambda parser: None, main=main)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda name: command)
     return cli.main(["demo"])
 
 
-def test_help_lists_the_words_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_that_are_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     output = capsys.readouterr().out
-    assert all(f"\n  {word} " in output for word in cli.words())
-    assert {"demo", "generate", "chat", "check", "fetch"} <= set(cli.words())
+    assert all(f"\n  {name} " in output for name in cli.commands())
+    assert {"demo", "generate", "chat", "check", "fetch"} <= set(cli.commands())
 
 
-def test_a_word_without_a_module_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.WORDS, "dance", "not yet")
-    assert "dance" not in cli.words()
+def test_a_command_without_a_module_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.COMMANDS, "dance", "not yet")
+    assert "dance" not in cli.commands()
     assert cli.main(["dance"]) == 2
 
 
-@pytest.mark.parametrize("word", cli.words())
-def test_every_word_explains_itself(word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([word, "--help"]) == 0
+@pytest.mark.parametrize("name", cli.commands())
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
     output = capsys.readouterr().out
-    assert f"paceline {word}" in output and len(output) > 300
+    assert f"paceline {name}" in output and len(output) > 300
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,28 +51,34 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"paceline {__version__}\n"
 
 
-def test_an_unknown_word_suggests_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_suggests_a_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["genrate"]) == 2
-    assert "did you mean generate?" in capsys.readouterr().err
+    assert capsys.readouterr().err == "paceline: error: there is no command 'genrate'; did you mean generate?\n"
 
 
 def test_a_users_error_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert spoken(monkeypatch, ModelNotFound("no such model")) == 2
+    assert run_raising(monkeypatch, ModelNotFound("no such model")) == 2
     assert capsys.readouterr().err == "paceline: error: no such model\n"
 
 
 def test_control_c_is_130_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert spoken(monkeypatch, KeyboardInterrupt()) == 130
+    assert run_raising(monkeypatch, KeyboardInterrupt()) == 130
     assert "Traceback" not in capsys.readouterr().err
 
 
 def test_our_own_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
-        spoken(monkeypatch, ZeroDivisionError())
+        run_raising(monkeypatch, ZeroDivisionError())
+
+
+def test_importing_the_flags_loads_nothing_heavy() -> None:
+    program = "import sys, paceline.cli.generate, paceline.cli.chat; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 def test_help_is_quick_and_loads_nothing_heavy() -> None:

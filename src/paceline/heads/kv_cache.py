@@ -1,0 +1,119 @@
+"""Keys and values of a head for many sequences: one row of a buffer per sequence, new entries written at any column."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.heads.attention import KeyValues
+
+FIRST_CAPACITY = 256
+
+
+class KeyBuffers:
+    """Buffers [rows, num_kv_heads, capacity, head_dim] that grow by doubling. Callers know which columns are valid."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
+        """like: any tensor of the head; buffers take its device and dtype."""
+        self._like, self._sizes = like, (num_kv_heads, head_dim)
+        self._rows, self._capacity = 0, FIRST_CAPACITY
+        self._free: list[int] = []
+        self.version = 0  # rises whenever the buffers move
+        self._keys, self._values = self._zeros(1), self._zeros(1)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have memory."""
+        return self._keys.shape[0]
+
+    def take(self) -> int:
+        """A row for a new sequence. Low rows first: neighbouring rows are read without a copy."""
+        if self._free:
+            self._free.sort(reverse=True)
+            return self._free.pop()
+        self._rows += 1
+        return self._rows - 1
+
+    def give(self, row: int) -> None:
+        """The sequence of this row is over."""
+        self._free.append(row)
+
+    def at(self, rows: list[int], columns: list[int], width: int) -> PlacedKeys:
+        """A store for one pass: entries of sequence i go to rows[i], from columns[i] on; it sees all columns before."""
+        self.reserve(max(columns) + width)
+        return PlacedKeys(self._keys, self._values, rows, columns, width)
+
+    def indexed(self, rows: Tensor, columns: Tensor, seen: int) -> IndexedKeys:
+        """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
+        return IndexedKeys(self._keys, self._values, rows, columns, seen)
+
+    def written(self, row: int, columns: int) -> KeyValues:
+        """Views of the first columns of a row, each [num_kv_heads, columns, head_dim]."""
+        return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])
+
+    def write(self, row: int, entries: KeyValues) -> None:
+        """Write entries into the first columns of a row."""
+        columns = entries.keys.shape[1]
+        self.reserve(columns)
+        self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
+
+    def reserve(self, capacity: int, rows: int = 1) -> None:
+        """Memory for this many columns in every row in use, and for at least this many rows."""
+        present, needed = self._keys.shape[0], max(self._rows, rows)
+        if needed <= present and capacity <= self._capacity:
+            return
+        self.version += 1
+        self._capacity = max(self._capacity, 1 << (capacity - 1).bit_length())
+        self._keys = self._enlarged(self._keys, max(present, 1 << (needed - 1).bit_length()))
+        self._values = self._enlarged(self._values, self._keys.shape[0])
+
+    def _enlarged(self, old: Tensor, rows: int) -> Tensor:
+        new = self._zeros(rows)
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def _zeros(self, rows: int) -> Tensor:
+        num_kv_heads, head_dim = self._sizes
+        shape = (rows, num_kv_heads, self._capacity, head_dim)
+        return torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
+
+
+class PlacedKeys:
+    """The part of the buffers one pass writes and reads."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: list[int], columns: list[int], width: int) -> None:
+        self._keys, self._values = keys, values
+        self._end = max(columns) + width
+        self._row, self._count = rows[0], len(rows)
+        self._adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        self._even = columns[0] if len(set(columns)) == 1 else None
+        if not (self._adjacent and self._even is not None):
+            self._rows = torch.tensor(rows, device=keys.device)
+            first = torch.tensor(columns, device=keys.device)
+            self._columns = first[:, None] + torch.arange(width, device=keys.device)
+
+    def extend(self, new: KeyValues) -> KeyValues:
+        return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
+
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        rows = slice(self._row, self._row + self._count)
+        if self._adjacent and self._even is not None:
+            buffer[rows, :, self._even : self._end] = new
+        else:
+            buffer[self._rows[:, None], :, self._columns] = new.transpose(1, 2)
+        return buffer[rows, :, : self._end] if self._adjacent else buffer[self._rows, :, : self._end]
+
+
+class IndexedKeys:
+    """PlacedKeys with rows and columns in tensors: a CUDA graph can replay it for other sequences."""
+
+    def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
+        """rows [sequences], columns [sequences, width]"""
+        self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def extend(self, new: KeyValues) -> KeyValues:
+        return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
+
+    def _write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        buffer[self._rows[:, None], :, self._columns] = new.transpose(1, 2)
+        return buffer[self._rows, :, : self._seen]

@@ -22,7 +22,7 @@ import pytest
 from fastapi import FastAPI
 
 from paceline.cli import main
-from paceline.cli.serve import _engine_config, api_keys, configure, server_config
+from paceline.cli.serve import api_keys, configure, engine_config_from_args, server_config
 from paceline.errors import OptionError
 from paceline.serve.config import API_KEYS_VARIABLE, RequestLimits, ServerConfig
 from paceline.serve.limits import AdmissionControl
@@ -45,7 +45,7 @@ def parsed(*flags: str) -> argparse.Namespace:
 
 def config_of(*flags: str) -> ServerConfig:
     args = parsed(*flags)
-    return server_config(args, _engine_config(args))
+    return server_config(args, engine_config_from_args(args))
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -230,7 +230,14 @@ def test_the_defaults_serve_the_default_model_under_its_own_name() -> None:
     assert config_of("some/model").served_model_names == ("some/model",)
 
 
-def test_help_has_four_groups(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_groups_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
-    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == ["options", "model", "speculation", "sampling", "server"]
+    assert re.findall(r"^(\w+):$", text, re.MULTILINE) == [
+        "options",
+        "model",
+        "speculation",
+        "engine",
+        "sampling",
+        "server",
+    ]

@@ -43,8 +43,10 @@ class ReversingEngine(Engine):
     failure: what the next request raises
     """
 
+    tokenizer = AsciiTokenizer()
+
     def __init__(self) -> None:
-        self.info, self.tokenizer, self.methods = INFO, AsciiTokenizer(), ("reverse",)
+        self.info, self.methods = INFO, ("reverse",)
         self.requests: list[Request] = []
         self.failure: Exception | None = None
         self.is_closed = False

@@ -13,29 +13,28 @@ them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config import AUTO, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from paceline.cli.flags import add_config_flags, config_from_args
+from paceline.config import AUTO, EngineConfig
 from paceline.errors import MissingExtra, OptionError
 from paceline.serve.config import API_KEYS_VARIABLE, FLAG_CLASSES, NetworkConfig, RequestLimits, ServerConfig
 
 if TYPE_CHECKING:
     from paceline.core.protocols import Engine
 
-GROUPS = ("model", "speculation", "sampling", "server")
 MAX_NUM_SEQS = 16
 Groups = dict[str, argparse._ArgumentGroup]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    _add_engine_flags(groups)
+    add_config_flags(parser, positional_model=True)
+    groups = {name: parser.add_argument_group(name) for name in ("sampling", "server")}
     for config_class in FLAG_CLASSES:
-        add_flags(groups, config_class, "server")
+        add_flags(groups, config_class)
     parser.set_defaults(max_num_seqs=MAX_NUM_SEQS)
 
 
@@ -47,16 +46,30 @@ def main(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
 
-    engine_config = _engine_config(args)
+    engine_config = engine_config_from_args(args)
     config = server_config(args, engine_config)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
-        engine = _open_engine(engine_config)
+        engine = open_served_engine(engine_config)
         configure_logging(config.log_level)
         app = create_app(engine, config)
         url = start_listening(bound_socket)
         print(f"paceline serves {config.served_model_names[0]} at {url}/v1", flush=True)
         run(app, bound_socket, config.limits)
     return 0
+
+
+def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
+    """The configuration of the engine: each request may choose its method and number of draft tokens."""
+    return config_from_args(args, default_method=AUTO, per_request=True)
+
+
+def open_served_engine(config: EngineConfig) -> Engine:
+    """The engine adapts k, because a fixed k is only the default of requests that do not choose one."""
+    from paceline.build import open_engine
+    from paceline.cli.terminal import quiet_transformers
+
+    quiet_transformers()
+    return open_engine(config.with_options(num_draft_tokens=AUTO))
 
 
 # --- the configuration of the server ----------------------------------------------------------------------------------
@@ -96,79 +109,20 @@ def flag_fields(config_class: type[Any]) -> list[Field[Any]]:
     return [config_field for config_field in fields(config_class) if "flags" in config_field.metadata]
 
 
-def add_flags(groups: Groups, config_class: type[Any], group: str, **help_values: str) -> None:
-    """A flag for each field of the class that has flags, in the group that the field or `group` names."""
+def add_flags(groups: Groups, config_class: type[Any]) -> None:
+    """A flag for each field of the class that has one, in the group that its metadata names."""
     for config_field in flag_fields(config_class):
         metadata = config_field.metadata
-        how = dict(metadata["argparse"])
+        how = {"default": config_field.default, **metadata["argparse"]}
         if how.get("action") == "append":
             how["default"] = []
-        else:
-            how["default"] = config_field.default
-        if how.get("action") != "store_true":
+        if metadata["metavar"]:
             how["metavar"] = metadata["metavar"]
-        flags = metadata["flags"] or (f"--{config_field.name.replace('_', '-')}",)
-        help_text = metadata["help"].format(**help_values) if help_values else metadata["help"]
-        groups[metadata.get("group", group)].add_argument(*flags, dest=config_field.name, help=help_text, **how)
+        group = groups[metadata["group"]]
+        group.add_argument(*metadata["flags"], dest=config_field.name, help=metadata["help"], **how)
 
 
 def flag_values(args: argparse.Namespace, config_class: type[Any]) -> dict[str, Any]:
     """The values of a class's flags by field name. Repeated flags are tuples."""
     values = {config_field.name: getattr(args, config_field.name) for config_field in flag_fields(config_class)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-
-# --- the engine: until paceline.cli.flags generates these flags for every command -------------------------------------
-# Then _add_engine_flags is add_config_flags(parser, ModelConfig, SpeculativeConfig, CacheConfig, EngineConfig) and
-# _engine_config is config_from_args(args) with per_request=True.
-
-ENGINE_GROUPS = {"model": (ModelConfig, CacheConfig, EngineConfig), "speculation": (SpeculativeConfig,)}
-
-
-def _add_engine_flags(groups: Groups) -> None:
-    from paceline.drafting import registry as drafters
-    from paceline.engines import registry as engines
-
-    groups["model"].add_argument(
-        "model", nargs="?", default="default", metavar="MODEL", help="`default`, Hub id, directory or .gguf"
-    )
-    help_values = {"methods": ", ".join(drafters.names()), "engines": ", ".join(engines.names())}
-    for group, config_classes in ENGINE_GROUPS.items():
-        for config_class in config_classes:
-            add_flags(groups, config_class, group, **help_values)
-
-
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    """What the flags and the profile of `paceline tune` say about the engine."""
-    from paceline.tuned import adopted
-
-    options: dict[str, Any] = {"model": args.model, "per_request": True}
-    for config_classes in ENGINE_GROUPS.values():
-        for config_class in config_classes:
-            options |= flag_values(args, config_class)
-    options["draft_options"] = dict(map(_draft_option, args.draft_options))
-    options["method"] = args.method or (None if args.draft_model else AUTO)
-    chosen = bool(args.method or args.draft_model or args.draft_options)
-    return adopted(EngineConfig.create(**options), chosen=chosen)
-
-
-def _draft_option(text: str) -> tuple[str, Any]:
-    """`nodes=24` -> ("nodes", 24). A value that is not JSON is a string."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise OptionError(f"--draft-option takes NAME=VALUE, not {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
-
-
-def _open_engine(config: EngineConfig) -> Engine:
-    from transformers.utils import logging
-
-    from paceline.build import open_engine
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    # The engine adapts k; a fixed k is the default of requests that do not choose one.
-    return open_engine(config.with_options(num_draft_tokens=AUTO))

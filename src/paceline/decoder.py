@@ -20,7 +20,7 @@ from paceline.core.verify import COUPLED
 from paceline.engines.local.generate import Progress, run
 from paceline.engines.local.stop_conditions import stop_rules
 from paceline.errors import OptionError
-from paceline.hub.tokenizer import Message, Prompt, Stream, Tokenizer
+from paceline.hub.tokenizer import Message, Prompt, StreamDetokenizer, Tokenizer
 from paceline.kv.prefix_cache import common_prefix_length
 
 DEFAULT_NEW_TOKENS = 256
@@ -188,7 +188,7 @@ def _is_many(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], dict | int)
 
 
-def _pieces(progress: Progress, characters: Stream) -> Iterator[RequestOutput]:
+def _pieces(progress: Progress, characters: StreamDetokenizer) -> Iterator[RequestOutput]:
     """One piece a token; the last one tells why the sequence ended."""
     seq, emitted = progress.seq, progress.round.emitted
     for index, token in enumerate(emitted):

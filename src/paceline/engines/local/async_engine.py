@@ -27,7 +27,7 @@ from paceline.engines.local.step import EngineParts
 from paceline.engines.local.stop_conditions import stop_rules
 from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import EngineClosed, OptionError, PromptError
-from paceline.hub.tokenizer import Stream, Tokenizer
+from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
 
 LOG = logging.getLogger(__name__)
 NONE = "none"
@@ -164,7 +164,7 @@ class LocalEngine:
                 message.do(message.request_state)
 
 
-def _pieces(step_output: StepOutput, seq: Sequence, characters: Stream) -> Iterator[RequestOutput]:
+def _pieces(step_output: StepOutput, seq: Sequence, characters: StreamDetokenizer) -> Iterator[RequestOutput]:
     """At most two pieces a step: the draft tokens that stood, and the target's own token."""
     runs = [slice(0, step_output.accepted), slice(step_output.accepted, len(step_output.tokens))]
     runs = [run for run in runs if run.start < run.stop] or [slice(0, 0)]

@@ -126,7 +126,7 @@ def test_stop_ends_before_the_text(say: Any) -> None:
         (["generate", "--target", "TINY", "x", "--stop", ""], "stop string"),
         (["generate", "--target", "TINY", "x", "--temperature", "hot"], "invalid float"),
         (["fetch", "nonsense"], "no model is called"),
-        (["check", "--target", "TINY", "--draft", "nonsense"], "no model is called"),
+        (["check", "TINY", "--draft-model", "nonsense"], "no model is called"),
     ],
     ids=lambda value: " ".join(value[3:])[:40] if isinstance(value, list) else "",
 )
@@ -148,18 +148,18 @@ def test_a_draft_with_another_vocabulary(say: Any, foreign: str) -> None:
 
 
 def test_check_tells_the_difference(say: Any, foreign: str) -> None:
-    assert say("check", "--target", "TINY", "--draft", "TINY")[0] == 0
-    status, output = say("check", "--target", "TINY", "--draft", foreign, "--json")
+    assert say("check", "TINY", "--draft-model", "TINY")[0] == 0
+    status, output = say("check", "TINY", "--draft-model", foreign, "--json")
     assert status == 2 and "id 0 is" in output.err
     document = json.loads(output.out.splitlines()[-1])
     assert (document["same"], document["differing"], document["same_template"]) == (False, 6, True)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_check_says_which_way_guesses_take(say: Any, foreign: str) -> None:
-    _, output = say("check", "--target", "TINY", "--draft", foreign)
-    assert "two vocabularies" in output.out and "--method foreign" in output.out
-    status, output = say("check", "--target", "TINY", "--draft", "TINY", "--json")
+def test_check_says_how_draft_tokens_are_translated(say: Any, foreign: str) -> None:
+    _, output = say("check", "TINY", "--draft-model", foreign)
+    assert "two vocabularies" in output.out and "--method cross-vocab" in output.out
+    status, output = say("check", "TINY", "--draft-model", "TINY", "--json")
     document = json.loads(output.out)
     assert status == 0 and document["greedy"] == document["sampled"] == "same" and document["share"] == 1.0
 

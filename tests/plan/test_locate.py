@@ -80,7 +80,13 @@ def test_a_truncated_safetensors_file_is_named(tmp_path):
 
 def test_a_gguf_header_gives_sizes_bytes_and_type(tmp_path):
     sizes = find_sizes(str(write_gguf(tmp_path / "tiny.gguf")))
-    assert (sizes.num_layers, sizes.hidden_size, sizes.vocab_size, sizes.num_kv_heads, sizes.tied_embeddings) == (1, 32, 48, 2, True)
+    assert (sizes.num_layers, sizes.hidden_size, sizes.vocab_size, sizes.num_kv_heads, sizes.tied_embeddings) == (
+        1,
+        32,
+        48,
+        2,
+        True,
+    )
     assert sizes.stored_bytes == 2 * sizes.parameters
     assert weight_bytes(sizes, find_precision("F16")) == sizes.stored_bytes
 

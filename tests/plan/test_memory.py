@@ -9,7 +9,14 @@ import pytest
 from paceline.errors import OptionError
 from paceline.plan.catalogue import find_model
 from paceline.plan.fit import FitOutcome, longest_seq_len, memory_fit
-from paceline.plan.hardware import GIB, Accelerator, AcceleratorKind, accelerators, find_accelerator, unnamed_accelerator
+from paceline.plan.hardware import (
+    GIB,
+    Accelerator,
+    AcceleratorKind,
+    accelerators,
+    find_accelerator,
+    unnamed_accelerator,
+)
 from paceline.plan.memory import Deployment, plan_memory
 from paceline.plan.methods import DraftWeights, draft_method
 from paceline.plan.precision import find_precision
@@ -83,8 +90,9 @@ def test_several_gpus_divide_the_target_by_whole_layers_and_not_the_draft():
 @pytest.mark.parametrize(
     "nonsense",
     [
-        {"max_seq_len": -1}, {"max_seq_len": 0}, {"max_seq_len": 1 << 40}, {"max_num_seqs": 0}, {"num_gpus": 0}, {"num_gpus": -2},
-        {"num_draft_tokens": -1}, {"num_draft_tokens": 129}, {"tree_nodes": 2}, {"max_seq_len": 2.5}, {"max_num_seqs": True},
+        {"max_seq_len": -1}, {"max_seq_len": 0}, {"max_seq_len": 1 << 40}, {"max_num_seqs": 0}, {"num_gpus": 0},
+        {"num_gpus": -2}, {"num_draft_tokens": -1}, {"num_draft_tokens": 129}, {"tree_nodes": 2}, {"max_seq_len": 2.5},
+        {"max_num_seqs": True},
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_with_the_option_named(nonsense):
@@ -171,4 +179,6 @@ def test_the_catalogue_of_accelerators_is_sane():
     listed = accelerators()
     assert {accelerator.kind for accelerator in listed} == set(AcceleratorKind)
     assert len({accelerator.name for accelerator in listed}) == len(listed)
-    assert all(isinstance(c, Accelerator) and 0 < c.usable_bytes < c.memory_bytes and c.bandwidth_gbs > 0 for c in listed)
+    assert all(
+        isinstance(c, Accelerator) and 0 < c.usable_bytes < c.memory_bytes and c.bandwidth_gbs > 0 for c in listed
+    )

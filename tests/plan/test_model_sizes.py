@@ -84,7 +84,9 @@ def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
     with torch.inference_mode():
         cache = torch_smollm2(tokens, use_cache=True).past_key_values
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    deployment = Deployment(sizes_from_config(SMOLLM2_135M, "default"), find_precision("fp32"), max_seq_len=16, max_num_seqs=2)
+    deployment = Deployment(
+        sizes_from_config(SMOLLM2_135M, "default"), find_precision("fp32"), max_seq_len=16, max_num_seqs=2
+    )
     assert kv_bytes(deployment.target, deployment) == pytest.approx(real, rel=0.05)
 
 

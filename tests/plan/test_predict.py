@@ -17,11 +17,8 @@ from paceline.plan.pairs import expectation_for, expectation_from_rate, pairing_
 from paceline.plan.precision import find_precision
 from paceline.plan.predict import (
     PassClock,
-    best_draft_tokens,
     estimate_speed,
-    rate_from_tokens_per_step,
     speedup,
-    speedup_by_position,
     tokens_per_step,
     tokens_per_step_by_position,
 )
@@ -69,21 +66,11 @@ def test_the_theory_agrees_with_a_simulation():
 
 def test_equal_rates_by_position_are_one_rate():
     assert tokens_per_step_by_position([0.6] * 5) == pytest.approx(tokens_per_step(0.6, 5))
-    assert speedup_by_position([0.6] * 5, 0.05) == pytest.approx(speedup(0.6, 5, 0.05))
 
 
 @pytest.mark.parametrize(("rate", "tokens"), [(0.0, 1.0), (1.0, 6.0)])
 def test_the_ends_of_the_theory(rate, tokens):
     assert tokens_per_step(rate, 5) == tokens
-
-
-def test_a_rate_comes_back_from_its_tokens_per_step():
-    assert rate_from_tokens_per_step(tokens_per_step(0.63, 6), 6) == pytest.approx(0.63, abs=1e-9)
-
-
-def test_the_best_k_is_zero_where_drafting_only_costs():
-    assert best_draft_tokens(0.2, 0.9) == 0
-    assert best_draft_tokens(0.9, 0.02) > best_draft_tokens(0.6, 0.02) > 0
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
@@ -97,8 +84,6 @@ def test_other_nonsense_is_refused():
         tokens_per_step(0.5, -1)
     with pytest.raises(OptionError):
         speedup(0.5, 3, -0.1)
-    with pytest.raises(OptionError):
-        rate_from_tokens_per_step(9.0, 4)
 
 
 def test_plain_speed_is_near_what_was_reported_for_7b_on_an_a100():

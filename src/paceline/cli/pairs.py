@@ -75,7 +75,9 @@ def _print_table(listed: tuple[ModelPair, ...], model: str | None) -> None:
     for pair in listed:
         drafter = pair.draft.name if pair.draft else f"({pair.method})"
         style = "yellow" if pair.is_warning else ""
-        table.add_row(pair.target.name, drafter, _published_figures(pair.published), pair.suits, pair.source, style=style)
+        table.add_row(
+            pair.target.name, drafter, _published_figures(pair.published), pair.suits, pair.source, style=style
+        )
     console.print(table)
     console.print("\nPublished numbers come from other hardware; `paceline tune` measures yours.", style="dim")
     if model is not None:

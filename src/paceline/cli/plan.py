@@ -168,9 +168,7 @@ def _accelerator(args: argparse.Namespace) -> Accelerator | None:
     return None if args.memory is None else unnamed_accelerator(args.memory)
 
 
-def _speed(
-    args: argparse.Namespace, deployment: Deployment, accelerator: Accelerator | None
-) -> SpeedEstimate | None:
+def _speed(args: argparse.Namespace, deployment: Deployment, accelerator: Accelerator | None) -> SpeedEstimate | None:
     if args.acceptance_rate is None:
         expectation = expectation_for(deployment)
     else:
@@ -190,7 +188,9 @@ def _notes(deployment: Deployment) -> tuple[str, ...]:
     if deployment.precision.gguf:
         notes.append("GGUF weights stay packed only under llama.cpp; the torch runners unpack them: plan --dtype bf16")
     if deployment.num_gpus > 1:
-        notes.append("the target is divided by layers; the draft, buffers and activations are counted on the fullest GPU")
+        notes.append(
+            "the target is divided by layers; the draft, buffers and activations are counted on the fullest GPU"
+        )
     return tuple(notes)
 
 

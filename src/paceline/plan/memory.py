@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from paceline.errors import OptionError
-from paceline.plan.methods import PLAIN, DraftMethod, DraftWeights, draft_method
+from paceline.plan.methods import PLAIN_DECODING, DraftMethod, DraftWeights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.precision import PRECISIONS, Precision, weight_bytes
 
@@ -31,7 +31,7 @@ class Deployment:
 
     target: ModelSizes
     precision: Precision
-    method: DraftMethod = draft_method(PLAIN)
+    method: DraftMethod = PLAIN_DECODING
     draft: ModelSizes | None = None
     draft_precision: Precision | None = None
     kv_precision: Precision | None = None

@@ -64,3 +64,6 @@ def draft_method(name: str, weights: DraftWeights = DraftWeights.NONE) -> DraftM
         target_layer_share=row.get("target_layer_share", 0.0),
         expected=row["expected"],
     )
+
+
+PLAIN_DECODING = draft_method(PLAIN)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
 from paceline.errors import OptionError
-from paceline.hub.model_config import Config, ConfigReader, DecoderSizes, decoder_sizes
+from paceline.hub.model_config import Config, ConfigReader, DecoderSizes, decoder_sizes, text_config
 
 
 class WeightRole(Enum):
@@ -82,7 +82,9 @@ class ModelSizes(DecoderSizes):
         small = self.num_layers * self.small_per_layer + self.small_outside
         # A tied table is read whole as the head; an untied one only at the rows of the current tokens.
         groups = [
-            WeightGroup(WeightRole.EMBEDDING, table + positions, table if self.tied_embeddings else 0, self.hidden_size),
+            WeightGroup(
+                WeightRole.EMBEDDING, table + positions, table if self.tied_embeddings else 0, self.hidden_size
+            ),
             WeightGroup(WeightRole.SMALL, small, small, 1),
             WeightGroup(WeightRole.OTHER, self.other_parameters, 0, self.hidden_size),
         ]
@@ -199,12 +201,10 @@ class _WeightCounter:
     """Counts the weights of one config that follow from its architecture."""
 
     def __init__(self, config: Config, name: str) -> None:
-        inner = config.get("text_config")
-        nested = isinstance(inner, Mapping)
-        model_type = (inner.get("model_type") if nested else None) or config.get("model_type") or "unknown"
-        self.architecture_name = str(model_type)
+        inner = text_config(config)
+        self.architecture_name = str(inner.get("model_type") or config.get("model_type") or "unknown")
         self.architecture = ARCHITECTURES.get(self.architecture_name, _LLAMA)
-        self._outer, self._nested, self._name = config, nested, name
+        self._outer, self._nested, self._name = config, inner is not config, name
         reader = ConfigReader(config, name, self.architecture.defaults)
         self._config, self.number = reader.config, reader.get
         self.num_experts = self.number("num_local_experts", "num_experts")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import OptionError
-from paceline.plan.model_sizes import ModelSizes, WeightRole, WeightGroup
+from paceline.plan.model_sizes import ModelSizes, WeightGroup, WeightRole
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ ARITHMETIC_SHARE = 0.50
 # Kernel launches per layer, with CUDA graphs; small drafts spend most of their time on them.
 SECONDS_PER_LAYER_GPU = 20e-6
 SECONDS_PER_LAYER_CPU = 50e-6
-MAX_BEST_DRAFT_TOKENS = 16
 
 
 def tokens_per_step(rate: float, num_draft_tokens: int) -> float:
@@ -45,29 +44,11 @@ def tokens_per_step_by_position(rates: Sequence[float]) -> float:
 
 
 def speedup(rate: float, num_draft_tokens: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Speed-up over plain decoding. Costs are in target passes over one token: of one draft step, of one verification."""
-    return _gain(tokens_per_step(rate, num_draft_tokens), num_draft_tokens, draft_cost, verify_cost)
-
-
-def speedup_by_position(rates: Sequence[float], draft_cost: float, verify_cost: float = 1.0) -> float:
-    """The same from one acceptance rate for each position."""
-    return _gain(tokens_per_step_by_position(rates), len(rates), draft_cost, verify_cost)
-
-
-def best_draft_tokens(rate: float, draft_cost: float, most: int = MAX_BEST_DRAFT_TOKENS) -> int:
-    """The k with the highest predicted speed-up; 0 when drafting would only cost."""
-    return max(range(most + 1), key=lambda count: (speedup(rate, count, draft_cost), -count))
-
-
-def rate_from_tokens_per_step(tokens: float, num_draft_tokens: int) -> float:
-    """The constant acceptance rate that would give so many tokens per step: the inverse of `tokens_per_step`."""
-    if not 1.0 <= tokens <= num_draft_tokens + 1:
-        raise OptionError(f"with {num_draft_tokens} draft tokens a step gives 1 to {num_draft_tokens + 1} tokens, not {tokens:g}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tokens_per_step(middle, num_draft_tokens) < tokens else (low, middle)
-    return (low + high) / 2
+    """Speed-up over plain decoding. The costs of a draft step and of verification are in target passes."""
+    for cost in (draft_cost, verify_cost):
+        if not math.isfinite(cost) or cost < 0:
+            raise OptionError(f"a cost is a share of a target pass and cannot be {cost:g}")
+    return tokens_per_step(rate, num_draft_tokens) / (num_draft_tokens * draft_cost + verify_cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +85,7 @@ class SpeedEstimate:
         return self.tokens_per_step_high * self.target_pass_seconds / self.step_seconds
 
 
-def estimate_speed(
-    deployment: Deployment, accelerator: Accelerator, expectation: Expectation
-) -> SpeedEstimate | None:
+def estimate_speed(deployment: Deployment, accelerator: Accelerator, expectation: Expectation) -> SpeedEstimate | None:
     """The expected gain of a deployment; None for an accelerator of unknown speed."""
     if accelerator.bandwidth_gbs <= 0 or accelerator.tflops <= 0:
         return None
@@ -191,13 +170,6 @@ def _weight_bytes_read(sizes: ModelSizes, precision: Precision, tokens: int) -> 
 def _share_of_experts(sizes: ModelSizes, tokens: int) -> float:
     """Drafting costs more in a mixture of experts: each further token activates experts of its own."""
     return 1.0 - (1.0 - sizes.num_experts_per_token / sizes.num_experts) ** tokens
-
-
-def _gain(tokens: float, num_draft_tokens: int, draft_cost: float, verify_cost: float) -> float:
-    for cost in (draft_cost, verify_cost):
-        if not math.isfinite(cost) or cost < 0:
-            raise OptionError(f"a cost is a share of a target pass and cannot be {cost:g}")
-    return tokens / (num_draft_tokens * draft_cost + verify_cost)
 
 
 def _check_rate(rate: float) -> None:

@@ -57,10 +57,10 @@ class Tokenizer:
         if not all("role" in message for message in messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
         try:
-            output = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoding = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program of its own and raises anything
             raise PromptError(f"the model's chat template does not take these messages: {error}") from error
-        return [int(token) for token in output["input_ids"]]
+        return [int(token) for token in encoding["input_ids"]]
 
     def decode(self, ids: list[int]) -> str:
         """Characters without the model's special tokens."""

@@ -47,10 +47,10 @@ class VocabularyComparison:
 
     def explained(self, target: str, draft: str) -> str:
         """The message of the error: where the two differ and what can be done."""
-        shown = "; ".join(f"{d.id} is {d.target!r} and {d.draft!r}" for d in self.first)
+        examples = "; ".join(f"{d.id} is {d.target!r} and {d.draft!r}" for d in self.first)
         return (
             f"{draft} cannot draft for {target}: their vocabularies differ in {self.differing} of "
-            f"{min(self.target_size, self.draft_size)} tokens (id {shown}). Choose a draft of the same family, train "
+            f"{min(self.target_size, self.draft_size)} tokens (id {examples}). Choose a draft of the same family, train "
             f"one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or use "
             f"--method ngram, which needs no draft model"
         )

@@ -290,7 +290,7 @@ class BatchGenerator:
     def _start_answer(self, question_done: Tensor) -> None:
         """Where a question is finished, write the bridge to the answer; the answer starts behind it.
 
-        The bridge replaces the question's end token, so a question cut at its limit ends like any other.
+        The bridge replaces the question's end-of-sequence token, so a question cut at its limit ends like any other.
         """
         state = self._state
         bridged = question_done & (state.bridge_len > 0)

@@ -1,6 +1,6 @@
 """The target generates its own training data.
 
-It gets the opening of a user's turn, invents the rest of the question and answers it; or it continues a plain text.
+It gets the opening of a user's turn, invents the rest of the question and answers it; or it continues a raw text.
 Sequences are kept as token ids in shards, so a second run reuses them and generates only what is missing.
 """
 
@@ -22,19 +22,19 @@ from paceline.train.prefetch import prefetched
 from paceline.train.seeds import LONG, SHORT, Mix, Seed, SeedStream
 from paceline.train.sequence_writer import GeneratedSequence, GenerationPlan, WriterFactory, WriterLimits
 
-USER_TEXT = "\u241f"  # stands for the user's text while a chat template is taken apart
+USER_TEXT = "\u241f"  # placeholder of the user's text while a chat template is taken apart
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 TEMPERATURE_SHARES = (0.6, 0.14, 0.14, 0.12)
 SEQS_PER_SHARD = 20_000
 SHORT_SEQ_LEN = 432
 ORIGIN = "origin.json"
 SHORTEST_ANSWER = 32
-RAW_QUESTION = 24  # most tokens after a plain opening before the sequence counts as the target's answer
+RAW_QUESTION = 24  # most tokens after a raw opening before the sequence counts as the target's answer
 
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """How much the target generates, and how. 0 stands for the usual amount, which is in the help."""
+    """How much the target generates, and how. 0 means the usual amount, which is in the help."""
 
     answer_tokens: int = setting(0, "answer tokens the target generates (4000000 on a GPU, 100000 on a CPU)")
     generate_minutes: float = setting(0.0, "stop generating after this long (no limit)", "M")
@@ -87,7 +87,7 @@ class ChatTemplateParts:
 
 
 def template_parts(tokenizer: Any) -> ChatTemplateParts | None:
-    """None where the model has no chat template: then only plain texts are continued."""
+    """None where the model has no chat template: then only raw texts are continued."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turn = [{"role": "user", "content": USER_TEXT}]
@@ -143,7 +143,7 @@ class PromptPlanner:
         return GenerationPlan(prompt, question.max_len, question.min_len, bridge, temperature, max_len, tag)
 
     def _question(self, seed: Seed, size: int, room: int, chat: bool) -> _QuestionLimits:
-        """Lengths between which an open question ends; a plain text only gets a few tokens."""
+        """Lengths between which an open question ends; a raw text only gets a few tokens."""
         if not seed.open:
             return _QuestionLimits()
         if chat:

@@ -30,7 +30,7 @@ class ExitAdapterOptions:
     """Where the target is left and how large the adapter is."""
 
     exit_layer: int = setting(0, "exit the target after this layer (a third of its layers)", "E")
-    bottleneck_size: int = setting(0, "inner size of the adapter (twice the target's hidden size)")
+    bottleneck_size: int = setting(0, "size of the adapter's hidden layer (twice the target's hidden size)")
     greedy_weight: float = setting(0.5, "share of the loss for the target's likeliest token alone, 0 to 1", "W")
 
 

@@ -38,7 +38,7 @@ STEPS_WITHOUT_LIMIT = 10**9
 class LoopOptions:
     """How long the training is and how it learns. It ends after `steps` or `minutes`, whichever comes first.
 
-    0 stands for the usual amount, which is in the help.
+    0 means the usual amount, which is in the help.
     """
 
     steps: int = setting(0, "training steps (4000 on a GPU, 1000 on a CPU)")

@@ -41,8 +41,8 @@ def flags_of(options: type) -> Iterator[Flag]:
         if "help" not in entry.metadata:
             continue
         kinds = [kind for kind in get_args(hints[entry.name]) if kind is not NoneType] or [hints[entry.name]]
-        shown = f" ({entry.default})" if entry.default else ""
-        yield Flag(entry.name, kinds[0], entry.metadata["help"] + shown, entry.metadata["metavar"])
+        default = f" ({entry.default})" if entry.default else ""
+        yield Flag(entry.name, kinds[0], entry.metadata["help"] + default, entry.metadata["metavar"])
 
 
 def from_values(options: type[Options], values: Mapping[str, Any]) -> Options:

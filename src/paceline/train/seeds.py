@@ -31,7 +31,7 @@ class Seed:
     """The first part of a sequence.
 
     open        the target continues the question; otherwise the question is complete and is answered at once
-    chat        formatted as a user's turn; otherwise plain text, which the target simply continues
+    chat        formatted as a user's turn; otherwise raw text, which the target simply continues
     min_tokens  an open question does not end before this many tokens
     """
 
@@ -44,7 +44,7 @@ class Seed:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of the domains, and the share of sequences that are plain text rather than chat."""
+    """Shares of the domains, and the share of sequences that are raw text rather than chat."""
 
     shares: dict[str, float]
     raw_share: float = 0.3
@@ -133,7 +133,7 @@ def summary(rng: random.Random) -> Seed:
     )
 
 
-def plain_text(rng: random.Random) -> Seed:
+def raw_text(rng: random.Random) -> Seed:
     return Seed("text", rng.choice(prompt_openings.RAW_OPENINGS), open=True, chat=False, min_tokens=rng.randint(4, 60))
 
 
@@ -142,7 +142,7 @@ MAKERS: dict[str, Callable[[random.Random], Seed]] = {
     "math": mathematics,
     "code": code,
     "summarize": summary,
-    "text": plain_text,
+    "text": raw_text,
 }
 
 

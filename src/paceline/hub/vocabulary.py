@@ -50,9 +50,9 @@ class VocabularyComparison:
         examples = "; ".join(f"{d.id} is {d.target!r} and {d.draft!r}" for d in self.first)
         return (
             f"{draft} cannot draft for {target}: their vocabularies differ in {self.differing} of "
-            f"{min(self.target_size, self.draft_size)} tokens (id {examples}). Choose a draft of the same family, train "
-            f"one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or use "
-            f"--method ngram, which needs no draft model"
+            f"{min(self.target_size, self.draft_size)} tokens (id {examples}). Choose a draft of the same family, "
+            f"train one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or "
+            f"use --method ngram, which needs no draft model"
         )
 
 

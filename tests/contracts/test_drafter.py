@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts, check_capabilities, prefill, step
 
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts, check_capabilities, prefill, step
 from paceline.engines.local.verifier import Verifier
 from paceline.runners.table import TableRunner
 from tests.contracts.implementations import DRAFTERS

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from paceline.drafting.draft_prefix_cache import DraftPrefixCache
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts
 
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.sampling import SamplingParams
@@ -10,9 +13,6 @@ from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.drafting.draft_model import DraftModel
-from paceline.drafting.draft_prefix_cache import DraftPrefixCache
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
 from paceline.kv.block_manager import BLOCK_SIZE as TILE
 from paceline.runners.table import TableRunner

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts
 
 from paceline.core import FixedDraftLength, SamplingParams, Sequence, StopRules
 from paceline.core.protocols import Drafter
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.runners.native import NativeRunner

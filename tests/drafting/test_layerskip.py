@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.heads.files import save_exit
 
 from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import DraftTree
@@ -15,11 +16,9 @@ from paceline.core.types import Row, SequenceCache
 from paceline.drafting.layerskip import LayerSkip
 from paceline.errors import OptionError, PairError
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
-from paceline.heads.files import save_exit
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import check_greedy, toy
-from tests.support.drafter_exactness import assert_unchanged, check_sampled, greedy_run
+from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, greedy_run, toy
 from tests.support.tiny import tiny_llama
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]

@@ -50,9 +50,7 @@ def test_a_broken_gguf(tmp_path: Path, empty_cache: Path) -> None:
     assert not [path for path in empty_cache.iterdir() if path.is_dir()]
 
 
-def test_no_network_and_no_cache_says_how_to_get_the_model(
-    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_network_and_no_cache_says_how_to_get_the_model(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "ERROR: no matching distribution found")
 

@@ -10,13 +10,13 @@ from paceline.errors import PromptError
 from paceline.hub.tokenizer import Tokenizer
 from tests.support.tiny import byte_tokenizer
 
-CODEC = Tokenizer(byte_tokenizer())
+TOKENIZER = Tokenizer(byte_tokenizer())
 WORDS = st.text(st.sampled_from("abcé€😀 \n"), max_size=30)
 
 
 def streamed(text: str, stops: tuple[str, ...] = ()) -> list[str]:
-    stream = CODEC.stream(stops)
-    outputs = [stream.feed([token]) for token in CODEC.encode(text)]
+    stream = TOKENIZER.stream(stops)
+    outputs = [stream.feed([token]) for token in TOKENIZER.encode(text)]
     return [*outputs, stream.flush()]
 
 
@@ -33,19 +33,19 @@ def test_nothing_of_a_stop_string_is_shown(text: str, stop: str) -> None:
 
 
 def test_what_might_be_a_stop_string_is_held_back() -> None:
-    stream = CODEC.stream(("abc",))
-    assert [stream.feed(CODEC.encode(response)) for response in "xabd"] == ["x", "", "", "abd"]
+    stream = TOKENIZER.stream(("abc",))
+    assert [stream.feed(TOKENIZER.encode(character)) for character in "xabd"] == ["x", "", "", "abd"]
 
 
 def test_chat_messages_go_through_the_template() -> None:
-    ids = CODEC.encode([{"role": "user", "content": "hi"}])
-    assert CODEC.tokenizer.decode(ids) == "<s>user: hi</s><s>assistant: "
+    ids = TOKENIZER.encode([{"role": "user", "content": "hi"}])
+    assert TOKENIZER.hf_tokenizer.decode(ids) == "<s>user: hi</s><s>assistant: "
 
 
 @pytest.mark.parametrize("prompt", ["", [], None, 7, [1, "a"], [{}], "half \ud800"])
 def test_what_is_no_prompt(prompt: object) -> None:
     with pytest.raises(PromptError):
-        CODEC.encode(prompt)  # type: ignore[arg-type]
+        TOKENIZER.encode(prompt)  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_template() -> None:

@@ -1,4 +1,4 @@
-"""From a name to a shape: files on disk, the catalogue, and what happens when there is neither."""
+"""From a name to sizes: files on disk, the catalogue, and what happens when there is neither."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from paceline.errors import ModelNotFound, OptionError, WeightsError
-from paceline.plan.locate import find_shape
+from paceline.plan.locate import find_sizes
 from paceline.plan.precision import find_precision, weight_bytes
 
 from .test_model_sizes import SMOLLM2_135M
@@ -54,35 +54,41 @@ def write_gguf(path):
 
 @pytest.mark.parametrize("name", ["default", "SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"])
 def test_the_catalogue_answers_to_every_name_in_any_case(name):
-    assert find_shape(name).parameters == 134515008
+    assert find_sizes(name).parameters == 134515008
 
 
-def test_a_directory_and_a_config_file_give_the_same_shape(tmp_path):
+def test_a_directory_and_a_config_file_give_the_same_sizes(tmp_path):
     folder = write_config(tmp_path / "mine")
-    assert find_shape(str(folder)) == find_shape(str(folder / "config.json"))
-    assert find_shape(str(folder)).parameters == 134515008
+    assert find_sizes(str(folder)) == find_sizes(str(folder / "config.json"))
+    assert find_sizes(str(folder)).parameters == 134515008
 
 
-def test_weights_beside_the_config_are_believed_over_the_formula(tmp_path):
+def test_weights_beside_the_config_are_used_instead_of_the_formula(tmp_path):
     folder = write_config(tmp_path / "mine", torch_dtype="bfloat16")
     header = json.dumps({"a": {"dtype": "BF16", "shape": [10, 10], "data_offsets": [0, 200]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(200))
-    assert weight_bytes(find_shape(str(folder)), find_precision("bf16")) == 200
-    assert weight_bytes(find_shape(str(folder)), find_precision("fp32")) == 4 * 134515008
+    assert weight_bytes(find_sizes(str(folder)), find_precision("bf16")) == 200
+    assert weight_bytes(find_sizes(str(folder)), find_precision("fp32")) == 4 * 134515008
 
 
 def test_a_truncated_safetensors_file_is_named(tmp_path):
     folder = write_config(tmp_path / "mine")
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 10_000) + b"{}")
     with pytest.raises(WeightsError, match=r"model\.safetensors"):
-        find_shape(str(folder))
+        find_sizes(str(folder))
 
 
-def test_a_gguf_header_gives_shape_bytes_and_type(tmp_path):
-    shape = find_shape(str(write_gguf(tmp_path / "tiny.gguf")))
-    assert (shape.layers, shape.width, shape.vocab, shape.num_kv_heads, shape.tied) == (1, 32, 48, 2, True)
-    assert shape.stored_bytes == 2 * shape.parameters
-    assert weight_bytes(shape, find_precision("F16")) == shape.stored_bytes
+def test_a_gguf_header_gives_sizes_bytes_and_type(tmp_path):
+    sizes = find_sizes(str(write_gguf(tmp_path / "tiny.gguf")))
+    assert (sizes.num_layers, sizes.hidden_size, sizes.vocab_size, sizes.num_kv_heads, sizes.tied_embeddings) == (
+        1,
+        32,
+        48,
+        2,
+        True,
+    )
+    assert sizes.stored_bytes == 2 * sizes.parameters
+    assert weight_bytes(sizes, find_precision("F16")) == sizes.stored_bytes
 
 
 def test_a_gguf_cut_anywhere_in_its_header_is_a_clear_error(tmp_path):
@@ -91,46 +97,46 @@ def test_a_gguf_cut_anywhere_in_its_header_is_a_clear_error(tmp_path):
         cut = tmp_path / "cut.gguf"
         cut.write_bytes(whole[:size])
         with pytest.raises(WeightsError, match=r"cut\.gguf"):
-            find_shape(str(cut))
+            find_sizes(str(cut))
 
 
 def test_a_gguf_that_lies_about_its_counts_does_not_exhaust_memory(tmp_path):
     liar = tmp_path / "liar.gguf"
     liar.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60))
     with pytest.raises(WeightsError, match="damaged"):
-        find_shape(str(liar))
+        find_sizes(str(liar))
 
 
 def test_a_missing_part_of_a_split_gguf_is_named(tmp_path):
     write_gguf(tmp_path / "big-00001-of-00002.gguf")
     with pytest.raises(WeightsError, match="big-00002-of-00002"):
-        find_shape(str(tmp_path / "big-00001-of-00002.gguf"))
+        find_sizes(str(tmp_path / "big-00001-of-00002.gguf"))
 
 
 def test_both_parts_of_a_split_gguf_are_added_up(tmp_path):
-    one = find_shape(str(write_gguf(tmp_path / "one.gguf")))
+    single = find_sizes(str(write_gguf(tmp_path / "one.gguf")))
     write_gguf(tmp_path / "big-00001-of-00002.gguf")
     write_gguf(tmp_path / "big-00002-of-00002.gguf")
-    assert find_shape(str(tmp_path / "big-00001-of-00002.gguf")).stored_bytes == 2 * one.stored_bytes
+    assert find_sizes(str(tmp_path / "big-00001-of-00002.gguf")).stored_bytes == 2 * single.stored_bytes
 
 
 def test_a_config_that_is_not_json_is_a_clear_error(tmp_path):
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(OptionError, match=r"config\.json"):
-        find_shape(str(tmp_path))
+        find_sizes(str(tmp_path))
 
 
 def test_an_empty_directory_is_not_a_model(tmp_path):
     with pytest.raises(ModelNotFound, match=r"neither"):
-        find_shape(str(tmp_path))
+        find_sizes(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["", "no-such-model", "nobody/no-such-model", "/no/such/path"])
 def test_an_unknown_name_is_model_not_found(name, no_network):
     with pytest.raises(ModelNotFound, match="no model called"):
-        find_shape(name)
+        find_sizes(name)
 
 
 def test_a_misspelt_name_gets_a_suggestion(no_network):
     with pytest.raises(ModelNotFound, match=r"llama-3\.1-8b"):
-        find_shape("lama-3.1-8b")
+        find_sizes("lama-3.1-8b")

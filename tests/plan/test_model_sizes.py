@@ -6,10 +6,13 @@ import pytest
 
 from paceline.errors import OptionError
 from paceline.plan.catalogue import catalogue, find_model
-from paceline.plan.memory import Setting, eagle_head, kv_bytes, medusa_heads
-from paceline.plan.model_sizes import shape_from_config
+from paceline.plan.memory import Deployment, head_sizes, kv_bytes
+from paceline.plan.methods import DraftWeights, draft_method
+from paceline.plan.model_sizes import sizes_from_config
 from paceline.plan.precision import find_precision, weight_bytes
 
+EAGLE = draft_method("eagle", DraftWeights.HEAD)
+MEDUSA = draft_method("medusa", DraftWeights.HEAD)
 SMOLLM2_135M = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -25,7 +28,7 @@ SMOLLM2_135M = {
 
 @pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.name)
 def test_every_catalogue_model_has_its_published_number_of_weights(entry):
-    assert entry.shape.parameters == pytest.approx(entry.published_parameters, rel=0.001)
+    assert entry.sizes.parameters == pytest.approx(entry.published_parameters, rel=0.001)
 
 
 # File sizes in GB as published: bf16 checkpoints (model index totals) and GGUF files (repository listings).
@@ -49,7 +52,7 @@ PUBLISHED_SIZES = [
 
 @pytest.mark.parametrize(("name", "precision", "gigabytes"), PUBLISHED_SIZES)
 def test_weights_are_within_three_per_cent_of_published_files(name, precision, gigabytes):
-    size = weight_bytes(find_model(name).shape, find_precision(precision))
+    size = weight_bytes(find_model(name).sizes, find_precision(precision))
     assert size / 1e9 == pytest.approx(gigabytes, rel=0.03)
 
 
@@ -71,7 +74,7 @@ def torch_smollm2():
 
 def test_weights_are_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in torch_smollm2.parameters()}
-    planned = weight_bytes(shape_from_config(SMOLLM2_135M, "default"), find_precision("fp32"))
+    planned = weight_bytes(sizes_from_config(SMOLLM2_135M, "default"), find_precision("fp32"))
     assert planned == pytest.approx(sum(storages.values()), rel=0.05)
 
 
@@ -81,8 +84,10 @@ def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
     with torch.inference_mode():
         cache = torch_smollm2(tokens, use_cache=True).past_key_values
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    setting = Setting(shape_from_config(SMOLLM2_135M, "default"), find_precision("fp32"), context=16, batch=2)
-    assert kv_bytes(setting.target, setting) == pytest.approx(real, rel=0.05)
+    deployment = Deployment(
+        sizes_from_config(SMOLLM2_135M, "default"), find_precision("fp32"), max_seq_len=16, max_num_seqs=2
+    )
+    assert kv_bytes(deployment.target, deployment) == pytest.approx(real, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,7 @@ def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
         ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     ],
 )
-def test_every_family_counts_as_transformers_does(config_name, model_name, overrides):
+def test_every_architecture_counts_as_transformers_does(config_name, model_name, overrides):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -107,7 +112,7 @@ def test_every_family_counts_as_transformers_does(config_name, model_name, overr
     config = getattr(transformers, config_name)(**(small | overrides))
     with torch.device("meta"):
         model = getattr(transformers, model_name)(config)
-    ours = shape_from_config(config.to_dict(), config_name)
+    ours = sizes_from_config(config.to_dict(), config_name)
     assert ours.notes == ()
     assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
 
@@ -118,36 +123,36 @@ def test_gpt2_counts_as_transformers_does():
     config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=128, vocab_size=320)
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
-    assert shape_from_config(config.to_dict(), "g").parameters == sum(p.numel() for p in model.parameters())
+    assert sizes_from_config(config.to_dict(), "g").parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("target", "billions"), [("llama-2-7b", 0.24), ("llama-2-13b", 0.37), ("llama-2-70b", 0.99)])
 def test_an_eagle_head_has_the_size_its_authors_state(target, billions):
-    assert eagle_head(find_model(target).shape).parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    assert head_sizes(find_model(target).sizes, EAGLE).parameters / 1e9 == pytest.approx(billions, rel=0.03)
 
 
 def test_medusa_heads_are_blocks_and_heads_and_keep_no_cache():
-    heads = medusa_heads(find_model("vicuna-7b").shape)
+    heads = head_sizes(find_model("vicuna-7b").sizes, MEDUSA)
     assert heads.parameters == 4 * (4096 * 4096 + 4096 + 4096 * 32000)
     assert heads.kv_values_per_token == 0
 
 
-def test_an_unknown_family_is_counted_as_a_llama_and_says_so():
-    shape = shape_from_config({**SMOLLM2_135M, "model_type": "brandnew"}, "x")
-    assert shape.parameters == 134515008
-    assert "brandnew" in shape.notes[0]
+def test_an_unknown_architecture_is_counted_as_a_llama_and_says_so():
+    sizes = sizes_from_config({**SMOLLM2_135M, "model_type": "brandnew"}, "x")
+    assert sizes.parameters == 134515008
+    assert "brandnew" in sizes.notes[0]
 
 
 def test_a_nested_text_config_is_read_and_noted():
-    shape = shape_from_config(
+    sizes = sizes_from_config(
         {"model_type": "gemma3", "text_config": {**SMOLLM2_135M, "model_type": "gemma3_text"}}, "x"
     )
-    assert shape.width == 576
-    assert "text decoder" in shape.notes[0]
+    assert sizes.hidden_size == 576
+    assert "text decoder" in sizes.notes[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
@@ -155,9 +160,9 @@ def test_a_nested_text_config_is_read_and_noted():
         ({"is_encoder_decoder": True}, "encoder"),
     ],
 )
-def test_a_config_that_cannot_be_sized_is_refused_by_name(change, words):
-    with pytest.raises(OptionError, match=words):
-        shape_from_config({**SMOLLM2_135M, **change}, "odd-model")
+def test_a_config_that_cannot_be_sized_is_refused_by_name(change, message):
+    with pytest.raises(OptionError, match=message):
+        sizes_from_config({**SMOLLM2_135M, **change}, "odd-model")
 
 
 @pytest.mark.parametrize(
@@ -171,15 +176,15 @@ def test_a_config_that_cannot_be_sized_is_refused_by_name(change, words):
     ],
 )
 def test_the_stored_precision_is_read_from_the_config(config, stored):
-    assert shape_from_config({**SMOLLM2_135M, **config}, "x").stored_precision == stored
+    assert sizes_from_config({**SMOLLM2_135M, **config}, "x").stored_precision == stored
 
 
 def test_precisions_order_as_their_bits_do():
-    shape = find_model("llama-3.1-8b").shape
+    sizes = find_model("llama-3.1-8b").sizes
     names = ("fp32", "bf16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
-    sizes = [weight_bytes(shape, find_precision(name)) for name in names]
-    assert sizes == sorted(sizes, reverse=True)
-    assert weight_bytes(shape, find_precision("int4")) < weight_bytes(shape, find_precision("int8"))
+    byte_counts = [weight_bytes(sizes, find_precision(name)) for name in names]
+    assert byte_counts == sorted(byte_counts, reverse=True)
+    assert weight_bytes(sizes, find_precision("int4")) < weight_bytes(sizes, find_precision("int8"))
 
 
 def test_an_unknown_precision_names_the_nearest():

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.engines.local.generate import run
+from paceline.engines.local.step import EngineParts
 from scipy.stats import chi2
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -27,8 +29,6 @@ from paceline.core.types import RowOutput, StepResult, VerifyResult
 from paceline.core.verify import verify_trees
 from paceline.drafting.no_draft import NoDraft
 from paceline.drafting.registry import DrafterContext
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.prefix_cache import PrefixCache

@@ -1,11 +1,11 @@
-"""A tiny target worth learning from, and texts it wrote.
+"""A tiny target that drafters can learn, and sequences it generated.
 
-target_folder   a Llama that mostly goes round in a circle of tokens and strays at random: drafters can learn it
-target_model    that model loaded
-texts_folder    a folder of texts it wrote greedily, as `paceline train --texts` finds them
-train           train(words…) -> exit status and what was printed, in this process
+target_folder     a Llama that mostly follows a cycle of tokens and strays at random
+target_model      that model loaded
+sequences_folder  a folder of sequences it generated greedily, as `paceline train --sequences` reuses them
+train             train(arguments…) -> exit status and captured output, in this process
 
-Everything runs on one thread: at this size more are slower, and sums come out the same in every process.
+Everything runs on one thread: at this size more are slower, and sums are the same in every process.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.runners.loading import eos_token_ids_of
-from paceline.train.batch_generator import Plan, Writer
-from paceline.train.corpus import SHARD, Corpus, Text
+from paceline.train.batch_generator import BatchGenerator
+from paceline.train.corpus import SHARD, Corpus, TrainingSequence
+from paceline.train.sequence_writer import WriterLimits, answer_plan
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
-TEXTS, PROMPT, LENGTH = 64, 6, 64
-SPOKEN = 32  # tokens the target ever says
+NUM_SEQS, PROMPT_LEN, SEQ_LEN = 64, 6, 64
+USED_TOKENS = 32  # token ids the target ever generates
 STRIDE, SHARPNESS = 5, 20.0
 
 
 def learnable_llama() -> Any:
-    """After token t its head hears t + STRIDE; its random layers disturb what it hears."""
+    """After token t its head prefers t + STRIDE; its random layers disturb the state."""
     model = tiny_llama(3, num_hidden_layers=4, initializer_range=0.1)
-    circle = (torch.arange(SPOKEN) + STRIDE) % SPOKEN
+    cycle = (torch.arange(USED_TOKENS) + STRIDE) % USED_TOKENS
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        model.lm_head.weight[circle] = SHARPNESS * model.get_input_embeddings().weight[:SPOKEN]
+        model.lm_head.weight[cycle] = SHARPNESS * model.get_input_embeddings().weight[:USED_TOKENS]
     return model
 
 
@@ -61,35 +61,35 @@ def target_model(target_folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
 
 
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    return torch.randint(0, SPOKEN, (count, PROMPT), generator=torch.Generator().manual_seed(seed)).tolist()
+def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    return torch.randint(0, USED_TOKENS, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy_texts(model: Any, given: list[list[int]], length: int) -> list[Text]:
-    """What the target says after these prompts."""
-    plans = [Plan(tuple(prompt), 0, 0, (), 0.0, length, tag) for tag, prompt in enumerate(given)]
-    writer = Writer(model, eos_token_ids_of(model), len(plans), length)
-    written = sorted(writer.write(iter(plans), lambda: False), key=lambda text: text.plan.tag)
-    return [Text(text.tokens, text.start, greedy=True) for text in written]
+def greedy_sequences(model: Any, prompts: list[list[int]], max_len: int) -> list[TrainingSequence]:
+    """The target's greedy continuations of these prompts."""
+    plans = [answer_plan(prompt, 0.0, max_len, tag) for tag, prompt in enumerate(prompts)]
+    writer = BatchGenerator(model, WriterLimits(len(plans), max_len))
+    generated = sorted(writer.write(iter(plans), lambda: False), key=lambda seq: seq.plan.tag)
+    return [TrainingSequence(seq.tokens, seq.start, greedy=True) for seq in generated]
 
 
 @pytest.fixture(scope="session")
-def texts_folder(target_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("texts")
-    Corpus.of(greedy_texts(target_model, prompts(TEXTS), LENGTH)).save(folder / SHARD.format(0))
+def sequences_folder(target_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sequences")
+    Corpus.of(greedy_sequences(target_model, random_prompts(NUM_SEQS), SEQ_LEN)).save(folder / SHARD.format(0))
     return folder
 
 
 @pytest.fixture
-def train(target_folder: Path, texts_folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    def say(*words: object) -> tuple[int, Any]:
-        status = cli.main(["train", *(str(word) for word in words)])
+def train(target_folder: Path, sequences_folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    def run(*arguments: object) -> tuple[int, Any]:
+        status = cli.main(["train", *(str(argument) for argument in arguments)])
         return status, capsys.readouterr()
 
-    return say
+    return run
 
 
-def arguments(target: Path, texts: Path, steps: int) -> list[object]:
-    """What every small training is told."""
-    words: list[object] = ["--target", target, "--texts", texts, "--tokens", 100, "--batch-tokens", 1024]
-    return [*words, "--steps", steps, "--rate", 0.01, "--longest", LENGTH, "--measure-every", 1000]
+def small_training(target: Path, sequences: Path, steps: int) -> list[object]:
+    """The arguments of every small training."""
+    data: list[object] = [target, "--sequences", sequences, "--answer-tokens", 100, "--max-seq-len", SEQ_LEN]
+    return [*data, "--batch-tokens", 1024, "--steps", steps, "--learning-rate", 0.01, "--eval-every", 1000]

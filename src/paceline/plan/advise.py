@@ -1,7 +1,7 @@
 """From a situation to one recommendation: what to do, why, and the command to run.
 
-Two questions lead to six situations. The walk itself is data (`first_question`), so the command line may ask, and a
-program that already knows the answers may skip them with `situation_of`.
+Two questions lead to six situations. The questions are data (`first_question`), so the command line can ask them, and
+a program that has the answers can skip them with `situation_of`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paceline.plan.catalogue import find_model
-from paceline.plan.hardware import Card, CardKind
-from paceline.plan.pairs import Pair, pairs_for
+from paceline.plan.hardware import Accelerator, AcceleratorKind
+from paceline.plan.pairs import ModelPair, pairs_for
 
 
 class Situation(Enum):
-    """Where people stand when they ask."""
+    """The hardware and models a user starts from."""
 
     SINGLE_GPU = "single-gpu"
     MANY_GPUS = "many-gpus"
@@ -28,14 +28,14 @@ class Situation(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One fork of the walk. An answer leads to another question or to a situation."""
+    """One question. An answer leads to another question or to a situation."""
 
     text: str
     answers: Mapping[str, Question | Situation]
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     """A recommendation, and the commands that carry it out in order."""
 
     situation: Situation
@@ -45,7 +45,7 @@ class Advice:
 
 
 def first_question() -> Question:
-    """The beginning of the walk."""
+    """The first of the questions."""
     draft = Question(
         "Is there a much smaller model with the same tokenizer? (`paceline pairs` lists them)",
         {"yes": Situation.SINGLE_GPU, "no": Situation.NO_DRAFT},
@@ -62,18 +62,18 @@ def first_question() -> Question:
     )
 
 
-def situation_of(card: Card | None, gpus: int, target: str | None) -> Situation:
-    """The situation that follows from what was already said on the command line."""
-    if card is not None and card.kind is CardKind.APPLE:
+def situation_of(accelerator: Accelerator | None, num_gpus: int, target: str | None) -> Situation:
+    """The situation that follows from the options of the command line."""
+    if accelerator is not None and accelerator.kind is AcceleratorKind.APPLE:
         return Situation.APPLE
-    if card is not None and card.kind is CardKind.CPU:
+    if accelerator is not None and accelerator.kind is AcceleratorKind.CPU:
         return Situation.CPU
-    if gpus > 1:
+    if num_gpus > 1:
         return Situation.MANY_GPUS
     return Situation.NO_DRAFT if target is not None and _draft_pair(target) is None else Situation.SINGLE_GPU
 
 
-def advise(situation: Situation, target: str | None = None) -> Advice:
+def advise(situation: Situation, target: str | None = None) -> Recommendation:
     """The recommendation for a situation, with the commands filled in for this target where it is known."""
     makers = {
         Situation.SINGLE_GPU: _single_gpu,
@@ -90,93 +90,93 @@ class _Commands:
     """Command lines for one target: the user's, or an example where none was named."""
 
     def __init__(self, target: str | None) -> None:
-        self._named = target or "llama-3.1-8b"
-        entry = find_model(self._named)
-        self.target = entry.runnable_name if entry else self._named
-        self._pair = _draft_pair(self._named)
+        name = target or "llama-3.1-8b"
+        entry = find_model(name)
+        self._target = entry.runnable_name if entry else name
+        self._pair = _draft_pair(name)
 
     @property
     def draft_options(self) -> str:
-        """--draft and --method, from the pairs; n-grams where no pair is known."""
+        """--draft-model from the catalogue of pairs; n-grams where it lists no pair."""
         if self._pair is None or self._pair.draft is None:
             return "--method ngram"
-        return f"--draft {self._pair.draft.runnable_name} --method draft"
+        return f"--draft-model {self._pair.draft.runnable_name}"
 
-    def __call__(self, word: str, options: str = "") -> str:
-        return f"paceline {word} --target {self.target} {options}".rstrip()
+    def __call__(self, command: str, options: str = "") -> str:
+        return f"paceline {command} {self._target} {options}".rstrip()
 
 
-def _draft_pair(target: str) -> Pair | None:
+def _draft_pair(target: str) -> ModelPair | None:
     with_draft = [pair for pair in pairs_for(target) if pair.draft is not None and not pair.is_warning]
     return with_draft[0] if with_draft else None
 
 
-def _single_gpu(run: _Commands) -> Advice:
-    return Advice(
+def _single_gpu(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.SINGLE_GPU,
         "A draft model of the same family beside the target",
-        "One text on one GPU is bound by reading the weights, so verifying five tokens costs little more than one. "
-        "A draft of a tenth of the size or less with the same tokenizer usually has 55% to 80% of its guesses kept.",
+        "One sequence on one GPU is limited by reading the weights, so verifying five tokens costs little more than "
+        "one. Of a draft model a tenth of the size with the same tokenizer, 55% to 80% of the tokens are accepted.",
         (
             run("plan", run.draft_options),
             run("tune", run.draft_options),
-            run("generate", f"{run.draft_options} -k auto"),
+            run("serve", run.draft_options),
         ),
     )
 
 
-def _many_gpus(run: _Commands) -> Advice:
-    return Advice(
+def _many_gpus(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.MANY_GPUS,
-        "Divide the target, keep the draft whole on one GPU, and let the load choose k",
-        "A pass over several GPUs is slow and fixed, which makes guesses worth more; the draft must not be divided, or "
-        "its small passes wait on the wires. With many users the GPUs are busy anyway, so k must fall with the load.",
-        (run("plan", f"{run.draft_options} --gpus 2"), run("serve", f"{run.draft_options} -k auto")),
+        "Divide the target, keep the draft whole on one GPU, and let the load choose the number of draft tokens",
+        "A pass over several GPUs is slow and fixed, so draft tokens are worth more; the draft must not be divided, or "
+        "its small passes wait for the interconnect. With many users the GPUs are busy, so k must fall with the load.",
+        (run("plan", f"{run.draft_options} --num-gpus 2"), run("serve", f"{run.draft_options} -k auto")),
     )
 
 
-def _no_draft(run: _Commands) -> Advice:
-    return Advice(
+def _no_draft(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.NO_DRAFT,
-        "Guess from the text itself now; train a head for this model when it is worth a night",
+        "Draft from the sequence itself now; train a head for this model when it is worth a night",
         "N-grams cost no memory and no training, and pay where the answer repeats the prompt: edits, summaries, code. "
-        "An EAGLE head trained on what the model itself writes guesses everywhere, for about the size of one layer.",
+        "An EAGLE head trained on the model's own output drafts everywhere, for about the size of one layer.",
         (
-            run("generate", "--method ngram -k auto"),
+            run("serve", "--method ngram"),
             run("train eagle", "--out my-head"),
-            run("generate", "--method eagle --draft my-head -k auto"),
+            run("serve", "--method eagle --draft-model my-head"),
         ),
     )
 
 
-def _cpu(run: _Commands) -> Advice:
-    return Advice(
+def _cpu(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.CPU,
-        "Measure first: on a CPU guessing often does not pay",
+        "Measure first: on a CPU speculation often does not pay",
         "A CPU runs out of arithmetic long before a GPU does, so verifying eight tokens can cost six times one. It "
-        "pays where width is cheap: int8 weights, and guesses that are nearly free. `tune` says so when it does not.",
-        (run("tune", "--dtype int8 --method ngram"), run("generate", "--dtype int8 --method ngram -k auto")),
+        "pays where wide passes are cheap: int8 weights, and drafts that are nearly free. `tune` measures it.",
+        (run("tune", "--dtype int8 --method ngram"), run("serve", "--dtype int8 --method ngram")),
     )
 
 
-def _apple(run: _Commands) -> Advice:
-    return Advice(
+def _apple(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.APPLE,
-        "A very small draft and few guesses; mind the shared memory",
+        "A very small draft model and few draft tokens; mind the shared memory",
         "Memory is plentiful and its bandwidth modest, so a large target gains; but these GPUs have little arithmetic "
-        "to spare, and a 3B draft with 16 guesses has been seen to gain nothing. Half a billion weights, k = 3 to 5.",
-        (run("plan", f"{run.draft_options} --card m4-max"), run("tune", run.draft_options)),
+        "to spare, and a 3B draft with 16 draft tokens gained nothing. Half a billion weights, k = 3 to 5.",
+        (run("plan", f"{run.draft_options} --hardware m4-max"), run("tune", run.draft_options)),
     )
 
 
-def _api(run: _Commands) -> Advice:
-    return Advice(
+def _api(run: _Commands) -> Recommendation:
+    return Recommendation(
         Situation.API,
-        "Speculation happens where the weights are; from outside you can only bring guesses, and check",
-        "A provider's model cannot be sped up from this side. Where the API takes predicted outputs, send the text you "
-        "expect (the file being edited). Whether two endpoints answer alike can be audited. Your own server does all.",
+        "Speculation happens where the weights are; a client can only send a predicted output, and audit",
+        "A provider's model cannot be made faster by its client. Where the API takes predicted outputs, send the text "
+        "you expect (the file being edited). `audit` tests whether two endpoints answer alike.",
         (
             "paceline audit --endpoint URL --against OTHER_URL",
-            run("serve", f"{run.draft_options} -k auto"),
+            run("serve", run.draft_options),
         ),
     )

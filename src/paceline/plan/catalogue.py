@@ -1,4 +1,4 @@
-"""The built-in catalogue of model shapes (`models.toml`), so that planning works without a network."""
+"""The built-in catalogue of model sizes (`models.toml`), so that planning works without a network."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from paceline.plan.model_sizes import ModelShape, shape_from_config
+from paceline.plan.model_sizes import ModelSizes, sizes_from_config
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """One model people ask about: its shape, its other names, and the size its publisher states."""
+    """One model people ask about: its sizes, its other names, and the number of weights its publisher states."""
 
-    shape: ModelShape
+    sizes: ModelSizes
     aliases: tuple[str, ...]
     published_parameters: int
 
     @property
     def name(self) -> str:
-        return self.shape.name
+        return self.sizes.name
 
     @property
     def runnable_name(self) -> str:
-        """What to put after --target: a Hub id where there is one (the last listed, the instruct variant)."""
+        """The MODEL to name on a command line: a Hub id where there is one (the last listed, the instruct variant)."""
         if "default" in self.aliases:
             return "default"
         hub_ids = [alias for alias in self.aliases if "/" in alias]
@@ -62,6 +62,6 @@ def _by_name() -> dict[str, CatalogueEntry]:
 
 
 def _entry(row: dict[str, Any], config: dict[str, Any]) -> CatalogueEntry:
-    shape = shape_from_config(config, row["name"])
-    shape = replace(shape, tokenizer=row["tokenizer"], other_parameters=row.get("other_parameters", 0))
-    return CatalogueEntry(shape, tuple(row["aliases"]), row["parameters"])
+    sizes = sizes_from_config(config, row["name"])
+    sizes = replace(sizes, tokenizer=row["tokenizer"], other_parameters=row.get("other_parameters", 0))
+    return CatalogueEntry(sizes, tuple(row["aliases"]), row["parameters"])

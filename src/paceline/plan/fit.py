@@ -1,4 +1,4 @@
-"""Does it fit, and if not, what would make it fit: a shorter context, fewer bits, more GPUs."""
+"""Does it fit, and if not, what would make it fit: shorter sequences, fewer bits, more GPUs."""
 
 from __future__ import annotations
 
@@ -6,68 +6,68 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from paceline.plan.hardware import Card
-from paceline.plan.memory import MemoryPlan, Method, Setting, plan_memory
+from paceline.plan.hardware import Accelerator
+from paceline.plan.memory import Deployment, MemoryPlan, plan_memory
+from paceline.plan.methods import draft_method
 from paceline.plan.precision import Precision, find_precision
 
-# A context below this is no use to anybody, so it is not offered as a way out.
-SHORTEST_CONTEXT = 512
-_CONTEXT_STEP = 256
+# Sequences shorter than this are of no use, so they are not offered as a way out.
+SHORTEST_USEFUL_SEQ_LEN = 512
+_SEQ_LEN_STEP = 256
 _MOST_GPUS = 16
+_WEIGHTLESS_METHOD = "ngram"
 _FEWER_BITS_TORCH = ("bf16", "int8", "int4")
 _FEWER_BITS_GGUF = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 
 
-class Outcome(Enum):
+class FitOutcome(Enum):
     FITS = "fits"
     FITS_IF_CHANGED = "fits with changes"
     DOES_NOT_FIT = "does not fit"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """A way to make it fit: in words, as the options to add, and what would then be left on the fullest GPU."""
+class FitChange:
+    """A way to make it fit: described, as the options to add, and the bytes then free on the fullest GPU."""
 
-    words: str
+    description: str
     options: str
-    left_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """`left_bytes` is negative when bytes are missing; `longest_context` is 0 when not even a short one fits."""
+class MemoryFit:
+    """`free_bytes` is negative when bytes are missing; `longest_seq_len` is 0 when no useful length fits."""
 
-    outcome: Outcome
-    left_bytes: int
-    longest_context: int
-    changes: tuple[Change, ...]
-
-
-def verifier(plan: MemoryPlan, card: Card) -> VerifyResult:
-    """Holds a plan against a card (as many of them as the setting says)."""
-    setting = plan.setting
-    left = card.usable_bytes - plan.fullest_bytes
-    longest = longest_context(setting, card)
-    if left >= 0:
-        return VerifyResult(Outcome.FITS, left, longest, ())
-    changes = (*_changes_here(setting, card, longest), *_more_gpus(setting, card))
-    on_this_hardware = any("--gpus" not in change.options for change in changes)
-    outcome = Outcome.FITS_IF_CHANGED if on_this_hardware else Outcome.DOES_NOT_FIT
-    return VerifyResult(outcome, left, longest, changes)
+    outcome: FitOutcome
+    free_bytes: int
+    longest_seq_len: int
+    changes: tuple[FitChange, ...]
 
 
-def longest_context(setting: Setting, card: Card) -> int:
-    """The longest text that fits, up to what the model was made for; 0 when none worth having does."""
-    most = max(setting.target.context, setting.context)
+def memory_fit(plan: MemoryPlan, accelerator: Accelerator) -> MemoryFit:
+    """Compare a plan with an accelerator (with as many of them as the deployment says)."""
+    deployment = plan.deployment
+    free = accelerator.usable_bytes - plan.fullest_bytes
+    longest = longest_seq_len(deployment, accelerator)
+    if free >= 0:
+        return MemoryFit(FitOutcome.FITS, free, longest, ())
+    here = tuple(_changes_here(deployment, accelerator, longest))
+    outcome = FitOutcome.FITS_IF_CHANGED if here else FitOutcome.DOES_NOT_FIT
+    return MemoryFit(outcome, free, longest, (*here, *_more_gpus(deployment, accelerator)))
 
-    def fits(context: int) -> bool:
-        return _left(replace(setting, context=context), card) >= 0
+
+def longest_seq_len(deployment: Deployment, accelerator: Accelerator) -> int:
+    """The longest sequence that fits, up to what the model supports; 0 when no useful length does."""
+    most = max(deployment.target.max_seq_len, deployment.max_seq_len)
+
+    def fits(seq_len: int) -> bool:
+        return _free_bytes(replace(deployment, max_seq_len=seq_len), accelerator) >= 0
 
     if fits(most):
         return most
-    steps = _largest(lambda count: fits(count * _CONTEXT_STEP), most // _CONTEXT_STEP)
-    context = steps * _CONTEXT_STEP
-    return context if context >= min(SHORTEST_CONTEXT, most) else 0
+    seq_len = _SEQ_LEN_STEP * _largest(lambda count: fits(count * _SEQ_LEN_STEP), most // _SEQ_LEN_STEP)
+    return seq_len if seq_len >= min(SHORTEST_USEFUL_SEQ_LEN, most) else 0
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -79,35 +79,36 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _left(setting: Setting, card: Card) -> int:
-    return card.usable_bytes - plan_memory(setting).fullest_bytes
+def _free_bytes(deployment: Deployment, accelerator: Accelerator) -> int:
+    return accelerator.usable_bytes - plan_memory(deployment).fullest_bytes
 
 
-def _changes_here(setting: Setting, card: Card, longest: int) -> Iterator[Change]:
-    """Ways out on the same hardware, the mildest first."""
+def _changes_here(deployment: Deployment, accelerator: Accelerator, longest: int) -> Iterator[FitChange]:
+    """Changes on the same hardware, the mildest first."""
     if longest:
-        shorter = replace(setting, context=longest)
-        yield Change(f"a context of {longest:,} tokens", f"--context {longest}", _left(shorter, card))
-    if setting.guesser is not None:
-        alone = replace(setting, method=Method.NGRAM, draft=None, draft_precision=None)
-        if (left := _left(alone, card)) >= 0:
-            yield Change("guessing from the text itself, with no second model", "--method ngram", left)
-    yield from _first_fitting(setting, card)
+        free = _free_bytes(replace(deployment, max_seq_len=longest), accelerator)
+        yield FitChange(f"sequences of {longest:,} tokens", f"--max-seq-len {longest}", free)
+    if deployment.drafter is not None:
+        method = draft_method(_WEIGHTLESS_METHOD)
+        free = _free_bytes(replace(deployment, method=method, draft=None, draft_precision=None), accelerator)
+        if free >= 0:
+            yield FitChange("drafts from the sequence itself, without a second model", f"--method {method.name}", free)
+    yield from _first_fitting_precision(deployment, accelerator)
 
 
-def _first_fitting(setting: Setting, card: Card) -> Iterator[Change]:
-    """The least drastic quantisation that fits at this context; else the most drastic with a shorter text."""
-    smaller = [replace(setting, precision=precision) for precision in _fewer_bits(setting.precision)]
-    for choice in smaller:
-        if (left := _left(choice, card)) >= 0:
-            name = choice.precision.name
-            yield Change(f"weights in {name}", f"--dtype {name}", left)
+def _first_fitting_precision(deployment: Deployment, accelerator: Accelerator) -> Iterator[FitChange]:
+    """The mildest quantisation that fits at this length; else the strongest with shorter sequences."""
+    smaller = [replace(deployment, precision=precision) for precision in _fewer_bits(deployment.precision)]
+    for candidate in smaller:
+        if (free := _free_bytes(candidate, accelerator)) >= 0:
+            name = candidate.precision.name
+            yield FitChange(f"weights in {name}", f"--dtype {name}", free)
             return
-    if smaller and (context := longest_context(smaller[-1], card)):
+    if smaller and (seq_len := longest_seq_len(smaller[-1], accelerator)):
         name = smaller[-1].precision.name
-        left = _left(replace(smaller[-1], context=context), card)
-        words = f"weights in {name} and a context of {context:,} tokens"
-        yield Change(words, f"--dtype {name} --context {context}", left)
+        free = _free_bytes(replace(smaller[-1], max_seq_len=seq_len), accelerator)
+        description = f"weights in {name} and sequences of {seq_len:,} tokens"
+        yield FitChange(description, f"--dtype {name} --max-seq-len {seq_len}", free)
 
 
 def _fewer_bits(precision: Precision) -> list[Precision]:
@@ -116,22 +117,23 @@ def _fewer_bits(precision: Precision) -> list[Precision]:
     return [scheme for scheme in schemes if scheme.body.bits < precision.body.bits]
 
 
-def _more_gpus(setting: Setting, card: Card) -> Iterator[Change]:
-    """How many cards it takes as it is, and how many with the fewest bits."""
-    if gpus := _cards_needed(setting, card):
-        left = _left(replace(setting, gpus=gpus), card)
-        yield Change(f"{gpus} of these cards", f"--gpus {gpus}", left)
-    smallest = [replace(setting, precision=precision) for precision in _fewer_bits(setting.precision)[-1:]]
-    for choice in smallest:
-        fewer = _cards_needed(choice, card)
-        if fewer and (gpus == 0 or fewer < gpus):
-            name, left = choice.precision.name, _left(replace(choice, gpus=fewer), card)
-            yield Change(f"{fewer} of these cards and weights in {name}", f"--gpus {fewer} --dtype {name}", left)
+def _more_gpus(deployment: Deployment, accelerator: Accelerator) -> Iterator[FitChange]:
+    """How many GPUs it takes as it is, and how many with the fewest bits."""
+    if num_gpus := _gpus_needed(deployment, accelerator):
+        free = _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator)
+        yield FitChange(f"{num_gpus} of these GPUs", f"--num-gpus {num_gpus}", free)
+    for precision in _fewer_bits(deployment.precision)[-1:]:
+        quantised = replace(deployment, precision=precision)
+        fewer = _gpus_needed(quantised, accelerator)
+        if fewer and (num_gpus == 0 or fewer < num_gpus):
+            free = _free_bytes(replace(quantised, num_gpus=fewer), accelerator)
+            description = f"{fewer} of these GPUs and weights in {precision.name}"
+            yield FitChange(description, f"--num-gpus {fewer} --dtype {precision.name}", free)
 
 
-def _cards_needed(setting: Setting, card: Card) -> int:
-    """The smallest number of cards, above the one at hand, that holds it; 0 when none does."""
-    for gpus in range(setting.gpus + 1, _MOST_GPUS + 1):
-        if _left(replace(setting, gpus=gpus), card) >= 0:
-            return gpus
+def _gpus_needed(deployment: Deployment, accelerator: Accelerator) -> int:
+    """The smallest number of GPUs above the planned one that holds it; 0 when none does."""
+    for num_gpus in range(deployment.num_gpus + 1, _MOST_GPUS + 1):
+        if _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator) >= 0:
+            return num_gpus
     return 0

@@ -1,7 +1,7 @@
 """The front of a GGUF file: its settings and the list of its tensors, read without touching the weights.
 
 The format is little-endian: magic, version, two counts, key/value pairs, then for each tensor its name, dimensions,
-type and offset. Only what a plan needs is kept; a token list of a hundred thousand strings is counted and skipped.
+type and offset. Only what a plan needs is kept; a token list is counted and skipped.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import WeightsError
+from paceline.hub.model_config import gguf_config
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How GGUF packs numbers: so many weights in so many bytes."""
+    """How GGUF packs numbers: a number of weights in a number of bytes."""
 
     name: str
     weights: int
@@ -55,7 +56,7 @@ class GgufHeader:
         return sum(tensor.bytes for tensor in self.tensors)
 
 
-# ggml's type numbers; those left out are retired.
+# ggml's type numbers; missing ones are retired.
 _BLOCKS: Mapping[int, BlockType] = {
     0: BlockType("F32", 1, 4), 1: BlockType("F16", 1, 2), 2: BlockType("Q4_0", 32, 18), 3: BlockType("Q4_1", 32, 20),
     6: BlockType("Q5_0", 32, 22), 7: BlockType("Q5_1", 32, 24), 8: BlockType("Q8_0", 32, 34),
@@ -68,7 +69,7 @@ _BLOCKS: Mapping[int, BlockType] = {
     28: BlockType("F64", 1, 8), 29: BlockType("IQ1_M", 256, 56), 30: BlockType("BF16", 1, 2),
 }  # fmt: skip
 
-# `general.file_type`: the name people give the whole mix.
+# `general.file_type`: the common name of the whole mix.
 _FILE_TYPES: Mapping[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 30: "IQ4_XS",
@@ -82,26 +83,12 @@ _STRING, _ARRAY = 8, 9
 _LONGEST_STRING = 1 << 26
 _MOST_ENTRIES = 1 << 24
 
-# GGUF's word for an architecture, where Hugging Face's `model_type` is another.
-_FAMILY_NAMES: Mapping[str, str] = {
+# GGUF's name of an architecture, where Hugging Face's `model_type` is another.
+_MODEL_TYPES: Mapping[str, str] = {
     "qwen3moe": "qwen3_moe",
     "gemma3": "gemma3_text",
     "gptneox": "gpt_neox",
     "phi2": "phi",
-}
-
-_CONFIG_KEYS: Mapping[str, str] = {
-    "hidden_size": "embedding_length",
-    "num_hidden_layers": "block_count",
-    "intermediate_size": "feed_forward_length",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "num_local_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "sliding_window": "attention.sliding_window",
 }
 
 
@@ -110,19 +97,16 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises WeightsError when it is not GGUF, is cut short, or a part is missing.
     """
-    headers = [_read_one(part) for part in _parts(path)]
+    headers = [_read_file(part) for part in _parts(path)]
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     return GgufHeader(headers[0].settings, tensors)
 
 
 def header_config(header: GgufHeader) -> dict[str, Any]:
-    """The header in the words of a Hugging Face config, so that one function sizes both."""
+    """The header under the keys of a Hugging Face config, so that one function sizes both."""
     architecture = str(header.settings.get("general.architecture", "unknown"))
-    config: dict[str, Any] = {"model_type": _FAMILY_NAMES.get(architecture, architecture)}
-    for ours, theirs in _CONFIG_KEYS.items():
-        value = header.settings.get(f"{architecture}.{theirs}")
-        if isinstance(value, int):
-            config[ours] = value
+    config = gguf_config(architecture, header.settings.get)
+    config["model_type"] = _MODEL_TYPES.get(architecture, architecture)
     names = {tensor.name: tensor for tensor in header.tensors}
     table = names.get("token_embd.weight")
     config["vocab_size"] = table.dimensions[-1] if table else header.settings.get("tokenizer.ggml.tokens", 0)
@@ -131,7 +115,7 @@ def header_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def file_type(header: GgufHeader) -> str:
-    """Q4_K_M and the like, as the file itself calls it; the commonest packing when it does not say."""
+    """The file's own name for its mix, such as Q4_K_M; without one, the packing of the largest tensor."""
     named = _FILE_TYPES.get(header.settings.get("general.file_type", -1))
     if named is not None or not header.tensors:
         return named or "unknown"
@@ -150,7 +134,7 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _read_one(path: Path) -> GgufHeader:
+def _read_file(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             return _Cursor(file).header()
@@ -165,7 +149,7 @@ class _NotGguf(Exception):
 
 
 class _Cursor:
-    """Reads GGUF's few kinds of value from where the file stands."""
+    """Reads values of GGUF's types from the current position of a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -175,7 +159,7 @@ class _Cursor:
             raise _NotGguf("this is not a GGUF file")
         version = self._number("<I")
         if version not in (2, 3):
-            raise _NotGguf(f"GGUF version {version} is not one this reader knows (2 and 3)")
+            raise _NotGguf(f"GGUF version {version} is not supported (2 and 3 are)")
         tensor_count, setting_count = self._count(), self._count()
         settings = {self._string(): self._value(self._number("<I")) for _ in range(setting_count)}
         return GgufHeader(settings, tuple(self._tensor() for _ in range(tensor_count)))
@@ -211,7 +195,7 @@ class _Cursor:
         return self._number(_SCALARS[kind])
 
     def _skip_array(self) -> int:
-        """Passes over an array; what is kept of it is its length."""
+        """Skip an array and return its length."""
         kind, count = int(self._number("<I")), self._count()
         if kind in _SCALARS:
             self._take(count * struct.calcsize(_SCALARS[kind]))
@@ -225,7 +209,7 @@ class _Cursor:
         rank = int(self._number("<I"))
         dimensions = tuple(int(self._number("<Q")) for _ in range(rank))
         kind = int(self._number("<I"))
-        self._number("<Q")  # the offset of its data, which is never read here
+        self._number("<Q")  # the offset of its data, which is not read here
         if kind not in _BLOCKS:
             raise _NotGguf(f"tensor {name} has the unknown type {kind}")
         return TensorEntry(name, dimensions, _BLOCKS[kind])

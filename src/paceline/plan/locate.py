@@ -1,4 +1,4 @@
-"""A name -> a `ModelShape`: something on disk, the catalogue, or a Hub id (from its cache, else the network)."""
+"""A name -> `ModelSizes`: something on disk, the catalogue, or a Hub id (from its cache, else the network)."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from typing import Any
 from paceline.errors import ModelNotFound, OptionError, WeightsError
 from paceline.plan.catalogue import find_model, near_names
 from paceline.plan.gguf_header import file_type, header_config, read_header
-from paceline.plan.model_sizes import ModelShape, shape_from_config
+from paceline.plan.model_sizes import ModelSizes, sizes_from_config
 
 
-def find_shape(name: str) -> ModelShape:
-    """The shape of the model of this name.
+def find_sizes(name: str) -> ModelSizes:
+    """The sizes of the model of this name.
 
     Tried in this order: something on disk (a directory with config.json, a config.json, a .gguf), the catalogue, the
     Hub. Raises ModelNotFound when none has it, WeightsError for a damaged file, OptionError when it cannot be sized.
     """
     path = Path(name).expanduser()
     if name.strip() and path.exists():
-        return _shape_on_disk(path)
+        return _sizes_on_disk(path)
     entry = find_model(name)
     if entry is not None:
-        return entry.shape
+        return entry.sizes
     if _is_hub_id(name):
-        return _shape_from_hub(name)
+        return _sizes_from_hub(name)
     raise ModelNotFound(_not_found(name))
 
 
-def _shape_on_disk(path: Path) -> ModelShape:
+def _sizes_on_disk(path: Path) -> ModelSizes:
     if path.is_file() and path.suffix == ".gguf":
-        return _shape_from_gguf(path)
+        return _sizes_from_gguf(path)
     config = path / "config.json" if path.is_dir() else path
     if config.is_file() and config.suffix == ".json":
-        return _with_stored_size(shape_from_config(_read_json(config), _display_name(config)), config.parent)
-    inside = sorted(path.glob("*.gguf")) if path.is_dir() else []
-    if inside:
-        return _shape_from_gguf(inside[0])
+        return _with_stored_size(sizes_from_config(_read_json(config), _display_name(config)), config.parent)
+    gguf_files = sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if gguf_files:
+        return _sizes_from_gguf(gguf_files[0])
     raise ModelNotFound(f"{path} is neither a directory with a config.json nor a .gguf file")
 
 
@@ -49,10 +49,10 @@ def _display_name(config: Path) -> str:
     return config.resolve().parent.name or config.name
 
 
-def _shape_from_gguf(path: Path) -> ModelShape:
+def _sizes_from_gguf(path: Path) -> ModelSizes:
     header = read_header(path)
-    shape = shape_from_config(header_config(header), path.stem)
-    return replace(shape, stored_bytes=header.tensor_bytes, stored_precision=file_type(header))
+    sizes = sizes_from_config(header_config(header), path.stem)
+    return replace(sizes, stored_bytes=header.tensor_bytes, stored_precision=file_type(header))
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
-# safetensors' names for its element types: their bytes, and what we call them.
+# safetensors' names for its element types: their bytes, and this package's names.
 _ELEMENTS: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -73,16 +73,16 @@ _ELEMENTS: Mapping[str, int] = {
 _ELEMENT_PRECISION: Mapping[str, str] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
-def _with_stored_size(shape: ModelShape, folder: Path) -> ModelShape:
-    """Takes the true size from safetensors headers where the weights lie beside the config."""
+def _with_stored_size(sizes: ModelSizes, folder: Path) -> ModelSizes:
+    """Take the true size from safetensors headers where the weights are beside the config."""
     headers = [_safetensors_header(part) for part in sorted(folder.glob("model*.safetensors"))]
     tensors = [entry for header in headers for name, entry in header.items() if name != "__metadata__"]
     if not tensors:
-        return shape
+        return sizes
     kinds = [str(entry["dtype"]) for entry in tensors]
     size = sum(_ELEMENTS.get(kind, 2) * prod(entry["shape"]) for kind, entry in zip(kinds, tensors))
-    stored = shape.stored_precision or _ELEMENT_PRECISION.get(max(set(kinds), key=kinds.count))
-    return replace(shape, stored_bytes=size, stored_precision=stored)
+    stored = sizes.stored_precision or _ELEMENT_PRECISION.get(max(set(kinds), key=kinds.count))
+    return replace(sizes, stored_bytes=size, stored_precision=stored)
 
 
 def _safetensors_header(path: Path) -> dict[str, Any]:
@@ -103,16 +103,16 @@ def _is_hub_id(name: str) -> bool:
     return bool(owner and slash and rest) and "/" not in rest and not name.startswith((".", "~", "/"))
 
 
-def _shape_from_hub(name: str) -> ModelShape:
+def _sizes_from_hub(name: str) -> ModelSizes:
     """Only the config is fetched, and nothing at all when the Hub's cache on this machine has it."""
     try:
         # Imported here: only a name that is nowhere on this machine needs it.
         from huggingface_hub import hf_hub_download
 
         config = Path(hf_hub_download(name, "config.json", etag_timeout=5))
-    except Exception as error:  # the Hub's client raises many kinds; to the user all mean "not to be had"
-        raise ModelNotFound(f"{_not_found(name)} The Hub could not be asked: {type(error).__name__}.") from error
-    return shape_from_config(_read_json(config), name)
+    except Exception as error:  # the Hub's client raises many kinds; to the user all mean "not available"
+        raise ModelNotFound(f"{_not_found(name)} The Hub could not be reached: {type(error).__name__}.") from error
+    return sizes_from_config(_read_json(config), name)
 
 
 def _not_found(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Which models go together, who says so (`pairs.toml`), and what a method may be expected to bring."""
+"""Which models go together (`pairs.toml`, with sources), and the tokens per step to expect of a deployment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any
 
 from paceline.plan.catalogue import CatalogueEntry, find_model, load_table
-from paceline.plan.memory import Method, Setting
-from paceline.plan.model_sizes import ModelShape
+from paceline.plan.memory import Deployment
+from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.predict import Expectation, tokens_per_step
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What somebody measured; None where they did not say."""
+class PublishedResult:
+    """A published measurement; None where it was not stated."""
 
     speedup: float | None
     acceptance: float | None
@@ -24,14 +24,14 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and what guesses for it. `draft` is None for a method without a second model."""
+class ModelPair:
+    """A target and its drafter. `draft` is None for a method without a second model; `method` is its name."""
 
     target: CatalogueEntry
     draft: CatalogueEntry | None
-    method: Method
+    method: str
     suits: str
-    published: Published
+    published: PublishedResult
     source: str
 
     @property
@@ -40,93 +40,96 @@ class Pair:
 
     @property
     def command(self) -> str:
-        draft = f" --draft {self.draft.runnable_name}" if self.draft else ""
-        return f"paceline generate --target {self.target.runnable_name}{draft} --method {self.method.value}"
+        drafter = f"--draft-model {self.draft.runnable_name}" if self.draft else f"--method {self.method}"
+        return f"paceline serve {self.target.runnable_name} {drafter}"
 
 
 @cache
-def pairs() -> tuple[Pair, ...]:
+def pairs() -> tuple[ModelPair, ...]:
     """Every pair, in the order of the file."""
     return tuple(_pair(row) for row in load_table("pairs.toml")["pair"])
 
 
-def pairs_for(name: str) -> tuple[Pair, ...]:
-    """The pairs with this model as target, those that warn last; empty when the catalogue knows of none."""
+def pairs_for(name: str) -> tuple[ModelPair, ...]:
+    """The pairs with this model as target, warnings last; empty when the catalogue lists none."""
     entry = find_model(name)
-    found = [pair for pair in pairs() if entry is not None and pair.target.name == entry.name]
-    return tuple(sorted(found, key=lambda pair: pair.is_warning))
+    matches = [pair for pair in pairs() if entry is not None and pair.target.name == entry.name]
+    return tuple(sorted(matches, key=lambda pair: pair.is_warning))
 
 
-def expectation_for(setting: Setting) -> Expectation:
-    """Tokens per step to expect: what was published for this very pair at this k, else the method's usual range."""
-    row = load_table("pairs.toml")["expect"][setting.method.value]
-    if setting.nodes == 0:
+def expectation_for(deployment: Deployment) -> Expectation:
+    """Tokens per step to expect: those published for this pair at this k, else the method's usual range."""
+    if deployment.num_nodes == 0:
         return Expectation(1.0, 1.0, "plain decoding")
-    published = _published_tokens(setting)
-    if published is not None:
-        return published
-    if "rate_low" in row:
-        low, high = (tokens_per_step(row[key], setting.num_draft_tokens) for key in ("rate_low", "rate_high"))
+    published = _published_expectation(deployment)
+    return published if published is not None else _usual_expectation(deployment)
+
+
+def _usual_expectation(deployment: Deployment) -> Expectation:
+    row = deployment.method.expected
+    if "acceptance_low" in row:
+        rates = (row["acceptance_low"], row["acceptance_high"])
+        low, high = (tokens_per_step(rate, deployment.num_draft_tokens) for rate in rates)
         return Expectation(low, high, row["source"])
-    most = float(setting.nodes + 1)
+    most = float(deployment.num_nodes + 1)
     return Expectation(min(row["tokens_low"], most), min(row["tokens_high"], most), row["source"])
 
 
 def expectation_from_rate(rate: float, num_draft_tokens: int) -> Expectation:
-    """From an acceptance rate the user has measured or wishes to try."""
+    """Tokens per step of an acceptance rate that the user states."""
     tokens = tokens_per_step(rate, num_draft_tokens)
     return Expectation(tokens, tokens, f"the acceptance rate given, {rate:g}")
 
 
-def pairing_note(target: ModelShape, draft: ModelShape) -> str | None:
-    """A word of warning about two models that may not share a vocabulary; None when they do, or nothing is known."""
+def pairing_note(target: ModelSizes, draft: ModelSizes) -> str | None:
+    """A warning about two models that may not share a vocabulary; None when they do, or nothing is known."""
     if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
         return (
-            f"{target.name} and {draft.name} have different tokenizers: guesses must be re-tokenised, which costs "
-            "acceptance; `paceline check` says what this pair gets"
+            f"{target.name} and {draft.name} have different tokenizers: draft tokens must be translated, which costs "
+            "acceptance; `paceline check` compares them"
         )
-    if target.vocab != draft.vocab:
+    if target.vocab_size != draft.vocab_size:
         return (
-            f"the vocabularies differ in size ({target.vocab:,} and {draft.vocab:,}), often only by padding; "
+            f"the vocabularies differ in size ({target.vocab_size:,} and {draft.vocab_size:,}), often only by padding; "
             "`paceline check` compares them token by token"
         )
     return None
 
 
-def listed_pair(setting: Setting) -> Pair | None:
-    """The catalogue's entry for this very target, draft and method, where there is one."""
-    draft = setting.draft.name if setting.draft else None
-    for pair in pairs_for(setting.target.name):
-        if pair.method is setting.method and (pair.draft.name if pair.draft else None) == draft:
+def listed_pair(deployment: Deployment) -> ModelPair | None:
+    """The catalogue's entry for exactly this target, draft and method, where there is one."""
+    draft = deployment.draft.name if deployment.draft else None
+    for pair in pairs_for(deployment.target.name):
+        if pair.method == deployment.method.name and (pair.draft.name if pair.draft else None) == draft:
             return pair
     return None
 
 
-def _published_tokens(setting: Setting) -> Expectation | None:
-    pair = listed_pair(setting)
-    tokens = _tokens(pair.published, setting.num_draft_tokens) if pair else None
+def _published_expectation(deployment: Deployment) -> Expectation | None:
+    pair = listed_pair(deployment)
+    tokens = _tokens(pair.published, deployment.num_draft_tokens) if pair else None
     if pair is None or tokens is None:
         return None
     return Expectation(tokens, tokens, f"published for this pair: {pair.source}")
 
 
-def _tokens(published: Published, num_draft_tokens: int) -> float | None:
+def _tokens(published: PublishedResult, num_draft_tokens: int) -> float | None:
     if published.tokens_per_step is not None:
         return min(published.tokens_per_step, num_draft_tokens + 1.0)
     if published.acceptance is not None and published.num_draft_tokens == num_draft_tokens:
-        # The published share counts drafted tokens, accepted or not: a step keeps share x k of them, and adds one.
+        # The published share counts drafted tokens, accepted or not: a step accepts share x k of them and adds one.
         return 1.0 + published.acceptance * num_draft_tokens
     return None
 
 
-def _pair(row: dict[str, Any]) -> Pair:
-    numbers = Published(**{key: row.get(key) for key in Published.__slots__})
-    draft = _known(row["draft"]) if "draft" in row else None
-    return Pair(_known(row["target"]), draft, Method(row["method"]), row["suits"], numbers, row["source"])
+def _pair(row: dict[str, Any]) -> ModelPair:
+    numbers = PublishedResult(**{key: row.get(key) for key in PublishedResult.__slots__})
+    draft = _entry(row["draft"]) if "draft" in row else None
+    return ModelPair(_entry(row["target"]), draft, row["method"], row["suits"], numbers, row["source"])
 
 
-def _known(name: str) -> CatalogueEntry:
+def _entry(name: str) -> CatalogueEntry:
     entry = find_model(name)
-    if entry is None:  # a mistake in our own table, not the user's
+    if entry is None:  # a mistake in the table, not the user's
         raise AssertionError(f"pairs.toml names {name}, which models.toml does not have")
     return entry

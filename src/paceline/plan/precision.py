@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import OptionError
-from paceline.plan.model_sizes import ModelShape, Role, WeightGroup
+from paceline.plan.model_sizes import ModelSizes, WeightGroup, WeightRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +23,25 @@ class Storage:
     block: int = 1
     odd_bits: float = 0.0
 
-    def bits_for_row(self, row: int) -> float:
-        return self.bits if row % self.block == 0 else self.odd_bits
+    def bits_for_row(self, row_size: int) -> float:
+        return self.bits if row_size % self.block == 0 else self.odd_bits
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A named scheme. `roles` holds the exceptions to `body`; `compute_bits` is the width of activations."""
+    """A named scheme. `roles` holds the exceptions to `body`; `compute_bits` are the bits of activations."""
 
     name: str
     body: Storage
-    roles: Mapping[Role, Storage]
+    roles: Mapping[WeightRole, Storage]
     compute_bits: int = 16
     gguf: bool = False
 
-    def storage(self, role: Role) -> Storage:
+    def storage(self, role: WeightRole) -> Storage:
         return self.roles.get(role, self.body)
 
     def group_bytes(self, group: WeightGroup) -> int:
-        return round(group.count * self.storage(group.role).bits_for_row(group.row) / 8)
+        return round(group.count * self.storage(group.role).bits_for_row(group.row_size) / 8)
 
 
 F32 = Storage("F32", 32)
@@ -72,20 +72,20 @@ def _half_of_each(low: Storage, high: Storage) -> Storage:
     return Storage(f"{low.name}+{high.name}", (low.bits + high.bits) / 2, low.block, odd)
 
 
-def _plain(name: str, storage: Storage, compute_bits: int) -> Precision:
+def _float(name: str, storage: Storage, compute_bits: int) -> Precision:
     return Precision(name, storage, {}, compute_bits)
 
 
 def _torch_low_bit(name: str, storage: Storage) -> Precision:
-    kept = (Role.EMBEDDING, Role.HEAD, Role.SMALL, Role.OTHER)
+    kept = (WeightRole.EMBEDDING, WeightRole.HEAD, WeightRole.SMALL, WeightRole.OTHER)
     return Precision(name, storage, dict.fromkeys(kept, BF16))
 
 
 def _gguf(name: str, body: Storage, head: Storage | None = None, **exceptions: Storage) -> Precision:
     """A GGUF file type; norms always stay in F32. `exceptions` are named by role: value, out, down."""
-    roles = {Role[key.upper()]: storage for key, storage in exceptions.items()}
-    roles[Role.SMALL] = F32
-    roles[Role.HEAD] = head or body
+    roles = {WeightRole[key.upper()]: storage for key, storage in exceptions.items()}
+    roles[WeightRole.SMALL] = F32
+    roles[WeightRole.HEAD] = head or body
     return Precision(name, body, roles, gguf=True)
 
 
@@ -95,9 +95,9 @@ _Q5_MIX = _half_of_each(Q5_K, Q6_K)
 PRECISIONS: Mapping[str, Precision] = {
     scheme.name.lower(): scheme
     for scheme in (
-        _plain("fp32", F32, 32),
-        _plain("bf16", BF16, 16),
-        _plain("fp16", F16, 16),
+        _float("fp32", F32, 32),
+        _float("bf16", BF16, 16),
+        _float("fp16", F16, 16),
         _torch_low_bit("fp8", _FP8),
         _torch_low_bit("int8", _INT8),
         _torch_low_bit("int4", _INT4),
@@ -121,7 +121,7 @@ PRECISIONS: Mapping[str, Precision] = {
     )
 }
 
-# Everyday names for the same thing.
+# Other common names of the same schemes.
 _ALIASES: Mapping[str, str] = {
     "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
     "float8": "fp8", "f8": "fp8", "8bit": "int8", "4bit": "int4", "q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m",
@@ -137,15 +137,15 @@ def find_precision(name: str) -> Precision:
     near = difflib.get_close_matches(key, PRECISIONS, n=3)
     hint = f"did you mean {' or '.join(PRECISIONS[n].name for n in near)}? " if near else ""
     every = ", ".join(scheme.name for scheme in PRECISIONS.values())
-    raise OptionError(f"no precision called '{name}': {hint}known are {every}")
+    raise OptionError(f"no precision called '{name}': {hint}the precisions are {every}")
 
 
-def weight_bytes(shape: ModelShape, precision: Precision) -> int:
-    """Bytes all weights take. A file that was looked into is believed over any formula for its own precision."""
-    if shape.stored_bytes is not None and same_scheme(shape.stored_precision, precision):
-        return shape.stored_bytes
-    roles = _tied_table(precision) if shape.tied else precision
-    return sum(roles.group_bytes(group) for group in shape.groups)
+def weight_bytes(sizes: ModelSizes, precision: Precision) -> int:
+    """Bytes of all weights. The size of a file on disk is used for the precision it is stored in."""
+    if sizes.stored_bytes is not None and same_scheme(sizes.stored_precision, precision):
+        return sizes.stored_bytes
+    roles = _tied_table(precision) if sizes.tied_embeddings else precision
+    return sum(roles.group_bytes(group) for group in sizes.groups)
 
 
 def same_scheme(stored: str | None, precision: Precision) -> bool:
@@ -156,5 +156,5 @@ def _tied_table(precision: Precision) -> Precision:
     """A tied table serves as the head too, so GGUF stores it in the head's better type."""
     if not precision.gguf:
         return precision
-    roles = {**precision.roles, Role.EMBEDDING: precision.storage(Role.HEAD)}
+    roles = {**precision.roles, WeightRole.EMBEDDING: precision.storage(WeightRole.HEAD)}
     return Precision(precision.name, precision.body, roles, precision.compute_bits, gguf=True)

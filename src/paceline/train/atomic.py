@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process is killed."""
+"""Files that are whole or absent, whenever the process is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A place beside `path` to write to. It takes the place of `path` when the block ends, and not if it fails."""
+    """A temporary path beside `path`. It replaces `path` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

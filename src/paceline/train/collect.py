@@ -1,308 +1,273 @@
-"""The target writes its own training data.
+"""The target generates its own training data.
 
-It is shown the opening of a user's turn and invents the question, then answers it; or it continues a plain text. Every
-text is kept as token ids in shards, so that a second run finds them and writes only what is missing.
+It gets the opening of a user's turn, invents the rest of the question and answers it; or it continues a raw text.
+Sequences are kept as token ids in shards, so a second run reuses them and generates only what is missing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
 import random
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from paceline.errors import ModelError, OptionError, OutOfMemory
-from paceline.runners.loading import eos_token_ids_of
+from paceline.errors import ModelError, OptionError
 from paceline.train.atomic import write_text
-from paceline.train.batch_generator import Plan, Writer, Written
-from paceline.train.corpus import KINDS, SHARD, Corpus, Text, shards
+from paceline.train.corpus import DOMAINS, SHARD, Corpus, TrainingSequence, shards
+from paceline.train.options import setting
+from paceline.train.prefetch import prefetched
 from paceline.train.seeds import LONG, SHORT, Mix, Seed, SeedStream
+from paceline.train.sequence_writer import GeneratedSequence, GenerationPlan, WriterFactory, WriterLimits
 
-MARK = "\u241f"  # stands for the user's words while a chat template is taken apart
-HEATS = (0.0, 0.5, 0.8, 1.0)
-HEAT_SHARES = (0.6, 0.14, 0.14, 0.12)
-TEXTS_A_SHARD = 20_000
+USER_TEXT = "\u241f"  # placeholder of the user's text while a chat template is taken apart
+TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+TEMPERATURE_SHARES = (0.6, 0.14, 0.14, 0.12)
+SEQS_PER_SHARD = 20_000
+SHORT_SEQ_LEN = 432
 ORIGIN = "origin.json"
 SHORTEST_ANSWER = 32
-RAW_QUESTION = 24  # tokens invented after a plain opening before the text counts as the target's answer
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Texts of one size that are written together. share: of the tokens wanted."""
-
-    mix: Mix
-    length: int
-    rows: int
-    question: int
-    answer: int
-    share: float
+RAW_QUESTION = 24  # most tokens after a raw opening before the sequence counts as the target's answer
 
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """How much the target writes, and how.
+    """How much the target generates, and how. 0 means the usual amount, which is in the help."""
 
-    tokens   answer tokens wanted in all; seconds: stop after so long, whatever is there
-    rows     texts at a time on a GPU; 0: by the memory there is
-    """
-
-    tokens: int = 4_000_000
-    seconds: float = float("inf")
-    rows: int = 0
-    longest: int = 1152
-    seed: int = 0
+    answer_tokens: int = setting(0, "answer tokens the target generates (4000000 on a GPU, 100000 on a CPU)")
+    generate_minutes: float = setting(0.0, "stop generating after this long (no limit)", "M")
+    max_seq_len: int = setting(1152, "most tokens of a sequence")
+    max_num_seqs: int = setting(0, "sequences generated at a time (by the free memory)")
+    seed: int = setting(0, "seed of data, order and weights")
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.longest < 64 or self.rows < 0:
-            raise OptionError("collecting needs 1 token or more, texts of 64 tokens or more and no negative batch")
+        if self.max_seq_len < 64:
+            raise OptionError(f"--max-seq-len must be 64 or more, not {self.max_seq_len}")
 
+    @property
+    def seconds(self) -> float:
+        return 60 * self.generate_minutes or float("inf")
 
-def pools(options: CollectOptions, largest: int) -> list[Pool]:
-    """Most texts are short, a few are long: the drafter has to know late positions too."""
-    short = min(432, options.longest)
-    wanted = [Pool(SHORT, short, options.rows or largest, short // 3, 288, 0.75)]
-    if options.longest > short:
-        rows = max(1, (options.rows or largest) * short // options.longest)
-        wanted.append(Pool(LONG, options.longest, rows, options.longest * 5 // 8, 320, 0.25))
-    return wanted if len(wanted) > 1 else [replace(wanted[0], share=1.0)]
+    def resolved(self, gpu: bool) -> CollectOptions:
+        """The same with a number of answer tokens; where minutes are given, time alone ends the generating."""
+        usual = 10**12 if self.generate_minutes else 4_000_000 if gpu else 100_000
+        return replace(self, answer_tokens=self.answer_tokens or usual)
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
-    """A chat template taken apart: tokens before a user's first words, and from their end to the answer."""
+class LengthBucket:
+    """Sequences of one length that are generated together. share: of the answer tokens."""
+
+    mix: Mix
+    max_len: int
+    num_seqs: int
+    question_len: int
+    answer_len: int
+    share: float
+
+
+def length_buckets(options: CollectOptions, num_seqs: int) -> list[LengthBucket]:
+    """Most sequences are short, a few are long: the drafter meets late positions too."""
+    short, longest = min(SHORT_SEQ_LEN, options.max_seq_len), options.max_seq_len
+    bucket = LengthBucket(SHORT, short, num_seqs, short // 3, 288, 0.75)
+    if longest == short:
+        return [replace(bucket, share=1.0)]
+    num_long_seqs = max(1, num_seqs * short // longest)
+    return [bucket, LengthBucket(LONG, longest, num_long_seqs, longest * 5 // 8, 320, 0.25)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplateParts:
+    """A chat template taken apart: the string before a user's first turn, and the tokens from its end to the answer."""
 
     before: str
     after: tuple[int, ...]
 
 
-def template_of(tokenizer: Any) -> Template | None:
-    """None where the model has no chat template: then only plain texts are written."""
+def template_parts(tokenizer: Any) -> ChatTemplateParts | None:
+    """None where the model has no chat template: then only raw texts are continued."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turn = [{"role": "user", "content": MARK}]
-    output = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-    if output.count(MARK) != 1:
-        raise ModelError("the model's chat template changes the user's words; give the data yourself with --data")
-    before, after = output.split(MARK)
-    return Template(before, tuple(tokenizer(after, add_special_tokens=False).input_ids))
+    turn = [{"role": "user", "content": USER_TEXT}]
+    formatted = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    if formatted.count(USER_TEXT) != 1:
+        raise ModelError("the model's chat template changes the user's text; give data of your own with --data")
+    before, after = formatted.split(USER_TEXT)
+    return ChatTemplateParts(before, tuple(tokenizer(after, add_special_tokens=False).input_ids))
 
 
-class Planner:
-    """Turns seeds into plans for a writer."""
+@dataclass(frozen=True, slots=True)
+class _QuestionLimits:
+    """Sequence lengths between which an invented question ends; 0 and 0 where none is invented."""
 
-    def __init__(self, tokenizer: Any, pool: Pool, seed: int) -> None:
-        self._tokenizer, self._pool = tokenizer, pool
-        self._template = template_of(tokenizer)
+    min_len: int = 0
+    max_len: int = 0
+
+
+class PromptPlanner:
+    """Turns seeds into plans for a writer: an endless iterator."""
+
+    def __init__(self, tokenizer: Any, bucket: LengthBucket, seed: int) -> None:
+        self._tokenizer, self._bucket = tokenizer, bucket
+        self._template = template_parts(tokenizer)
         self._rng = random.Random(seed)
-        self._seeds = SeedStream(pool.mix, seed)
+        self._seeds = SeedStream(bucket.mix, seed)
 
     @property
-    def bridge(self) -> int:
+    def bridge_len(self) -> int:
         return len(self._template.after) if self._template else 0
 
-    def __iter__(self) -> Iterator[Plan]:
-        while True:
-            plan = self.plan(next(self._seeds))
+    def __iter__(self) -> Iterator[GenerationPlan]:
+        for seed in self._seeds:
+            plan = self.plan(seed)
             if plan is not None:
                 yield plan
 
-    def plan(self, seed: Seed) -> Plan | None:
+    def plan(self, seed: Seed) -> GenerationPlan | None:
         """None when the seed leaves no room for an answer."""
-        template = self._template if seed.chat else None
+        bucket, template = self._bucket, self._template if seed.chat else None
         bridge = template.after if template else ()
         prompt = self._ids((template.before if template else "") + seed.text, special=template is None)
         if not seed.open and bridge:
             prompt += bridge
-        room = self._pool.length - len(prompt) - len(bridge) - SHORTEST_ANSWER
+        room = bucket.max_len - len(prompt) - len(bridge) - SHORTEST_ANSWER
         if not prompt or room <= 0:
             return None
-        least, until = self._question(seed, len(prompt), min(room, self._pool.question), bool(bridge))
-        length = min(self._pool.length, max(until + len(bridge), len(prompt)) + self._pool.answer)
-        heat = self._rng.choices(HEATS, HEAT_SHARES)[0]
-        return Plan(prompt, until, least, bridge if seed.open else (), heat, length, KINDS.index(seed.domain))
+        question = self._question(seed, len(prompt), min(room, bucket.question_len), bool(bridge))
+        max_len = min(bucket.max_len, max(question.max_len + len(bridge), len(prompt)) + bucket.answer_len)
+        temperature = self._rng.choices(TEMPERATURES, TEMPERATURE_SHARES)[0]
+        bridge = bridge if seed.open else ()
+        tag = DOMAINS.index(seed.domain)
+        return GenerationPlan(prompt, question.max_len, question.min_len, bridge, temperature, max_len, tag)
 
-    def _question(self, seed: Seed, size: int, room: int, chat: bool) -> tuple[int, int]:
-        """Between which lengths an open question ends; a plain text is only set going."""
+    def _question(self, seed: Seed, size: int, room: int, chat: bool) -> _QuestionLimits:
+        """Lengths between which an open question ends; a raw text only gets a few tokens."""
         if not seed.open:
-            return 0, 0
+            return _QuestionLimits()
         if chat:
-            return size + min(seed.floor, room), size + room
-        going = min(max(seed.floor, self._rng.randint(4, RAW_QUESTION)), room)
-        return size, size + going
+            return _QuestionLimits(size + min(seed.min_tokens, room), size + room)
+        num_tokens = min(max(seed.min_tokens, self._rng.randint(4, RAW_QUESTION)), room)
+        return _QuestionLimits(size, size + num_tokens)
 
     def _ids(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=special).input_ids) if text else ()
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far collecting is; handed to whoever shows it."""
+class CollectProgress:
+    """How far collecting is, for display."""
 
-    texts: int = 0
-    tokens: int = 0
-    wanted: int = 0
+    num_seqs: int = 0
+    answer_tokens: int = 0
+    goal_tokens: int = 0
     seconds: float = 0.0
 
-
-Watcher = Callable[[Progress], None]
-
-
-class _Shelf:
-    """Plans that are ready, put there by one thread and taken by another."""
-
-    def __init__(self, size: int) -> None:
-        self._ready: queue.Queue[Plan | Exception] = queue.Queue(size)
-        self._closed = threading.Event()
-
-    def fill(self, plans: Iterator[Plan]) -> None:
-        try:
-            for plan in plans:
-                if not self._put(plan):
-                    return
-        except Exception as error:  # carried over to the thread that asks
-            self._put(error)
-
-    def _put(self, item: Plan | Exception) -> bool:
-        """False: nobody wants it any more."""
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.2)
-                return True
-        return False
-
-    def take(self) -> Plan:
-        item = self._ready.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def close(self) -> None:
-        self._closed.set()
+    @classmethod
+    def of(cls, parts: list[Corpus], goal_tokens: int = 0) -> CollectProgress:
+        return cls(sum(map(len, parts)), sum(part.answer_tokens for part in parts), goal_tokens)
 
 
-def prefetched(plans: Iterator[Plan], size: int) -> Generator[Plan, None, None]:
-    """The same endless plans, made in a thread while the device works: a look at the rows must not wait for a
-    tokenizer."""
-    shelf = _Shelf(size)
-    threading.Thread(target=shelf.fill, args=(plans,), daemon=True).start()
-    try:
-        while True:
-            yield shelf.take()
-    finally:
-        shelf.close()
+CollectWatcher = Callable[[CollectProgress], None]
 
 
 def collect(
-    model: Any, tokenizer: Any, folder: Path, options: CollectOptions, watch: Watcher = lambda _: None
+    writers: WriterFactory,
+    tokenizer: Any,
+    folder: Path,
+    options: CollectOptions,
+    watch: CollectWatcher = lambda _: None,
 ) -> Corpus:
-    """All texts of `folder`, with as many new ones as are missing to options.tokens. Returns them without repeats."""
-    held = loaded(folder)
-    progress = Progress(sum(map(len, held)), sum(part.answer_tokens for part in held), options.tokens)
-    began, missing = time.monotonic(), options.tokens - progress.tokens
+    """All sequences of `folder`, with as many new ones as the goal still needs, without repeats."""
+    parts = load_shards(folder)
+    progress = CollectProgress.of(parts, options.answer_tokens)
+    missing = options.answer_tokens - progress.answer_tokens
     if missing > 0:
-        remember_origin(model, folder)
-        for number, pool in enumerate(pools(options, rows_that_fit(model, options))):
-            # A later run must not write the same texts again, so what is there already is part of the seed.
-            planner = Planner(tokenizer, pool, hash((options.seed, number, progress.texts)) & 0xFFFFFFFF)
-            goal = _Goal(int(missing * pool.share), options.seconds * pool.share)
-            held += _fill(model, planner, pool, goal, _Sink(folder, progress, began, watch))
-    return Corpus.joined(held).without_repeats()
+        check_origin(writers, folder)
+        sink = _ShardSink(folder, progress, watch)
+        for number, bucket in enumerate(length_buckets(options, num_seqs_at_once(writers, options))):
+            # A later run must not generate the same sequences again, so the number of present ones is in the seed.
+            seed = hash((options.seed, number, progress.num_seqs)) & 0xFFFFFFFF
+            goal = _BucketGoal(int(missing * bucket.share), options.seconds * bucket.share)
+            parts += _fill(writers, PromptPlanner(tokenizer, bucket, seed), bucket, goal, sink)
+    return Corpus.joined(parts).without_repeats()
 
 
-def loaded(folder: Path) -> list[Corpus]:
+def load_shards(folder: Path) -> list[Corpus]:
     """The shards of a folder, in the order in which they were written."""
     return [Corpus.load(path) for path in shards(folder)]
 
 
-def remember_origin(model: Any, folder: Path, **others: Any) -> None:
-    """Refuse to mix texts of two targets, or of the target and somebody's file, in one folder."""
-    config = model.config.get_text_config()
-    sizes = {"vocab_size": config.vocab_size, "layers": config.num_hidden_layers, "width": config.hidden_size}
-    facts, path = {**sizes, **others}, folder / ORIGIN
-    if path.is_file() and json.loads(path.read_text()) != facts:
-        raise OptionError(f"{folder} holds texts of another target or other data; choose another folder with --texts")
-    write_text(path, json.dumps(facts) + "\n")
+def num_seqs_at_once(writers: WriterFactory, options: CollectOptions) -> int:
+    return options.max_num_seqs or writers.num_seqs_that_fit(min(SHORT_SEQ_LEN, options.max_seq_len))
+
+
+def check_origin(writers: WriterFactory, folder: Path, **others: Any) -> None:
+    """Refuse to mix data of two targets, or generated data and a data file, in one folder."""
+    sizes = writers.sizes
+    origin = {
+        "vocab_size": sizes.vocab_size,
+        "num_layers": sizes.num_layers,
+        "hidden_size": sizes.hidden_size,
+        **others,
+    }
+    path = folder / ORIGIN
+    if path.is_file() and json.loads(path.read_text()) != origin:
+        raise OptionError(
+            f"{folder} holds sequences of another target or other data; choose another folder with --sequences"
+        )
+    write_text(path, json.dumps(origin) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
-class _Goal:
-    """When a pool is full: enough tokens, or no time left."""
+class _BucketGoal:
+    """When a bucket is full: enough tokens, or no time left."""
 
     tokens: int
     seconds: float
 
 
 @dataclass(slots=True)
-class _Sink:
-    """Where finished texts go: into shards, and into what the watcher is shown."""
+class _ShardSink:
+    """Writes finished sequences into shards and reports progress."""
 
     folder: Path
-    progress: Progress
-    began: float
-    watch: Watcher
+    progress: CollectProgress
+    watch: CollectWatcher
+    began: float = field(default_factory=time.monotonic)
 
-    def save(self, texts: list[Text]) -> Corpus:
-        part = Corpus.of(texts)
+    def save(self, seqs: list[TrainingSequence]) -> Corpus:
+        part = Corpus.of(seqs)
         part.save(self.folder / SHARD.format(len(shards(self.folder))))
         return part
 
-    def count(self, text: Written) -> None:
-        self.progress.texts += 1
-        self.progress.tokens += len(text.tokens) - text.start
+    def count(self, seq: GeneratedSequence) -> None:
+        self.progress.num_seqs += 1
+        self.progress.answer_tokens += seq.answer_tokens
         self.progress.seconds = time.monotonic() - self.began
         self.watch(self.progress)
 
 
-def _fill(model: Any, planner: Planner, pool: Pool, goal: _Goal, sink: _Sink) -> list[Corpus]:
-    """Write until the goal is reached."""
-    began, before = time.monotonic(), sink.progress.tokens
-    writer = Writer(model, eos_token_ids_of(model), pool.rows, pool.length, planner.bridge)
+def _fill(
+    writers: WriterFactory, planner: PromptPlanner, bucket: LengthBucket, goal: _BucketGoal, sink: _ShardSink
+) -> list[Corpus]:
+    """Generate until the goal is reached."""
+    began, before = time.monotonic(), sink.progress.answer_tokens
+    writer = writers.open(WriterLimits(bucket.num_seqs, bucket.max_len, planner.bridge_len))
     parts: list[Corpus] = []
-    waiting: list[Text] = []
+    unsaved: list[TrainingSequence] = []
 
     def enough() -> bool:
-        return sink.progress.tokens - before >= goal.tokens or time.monotonic() - began > goal.seconds
+        return sink.progress.answer_tokens - before >= goal.tokens or time.monotonic() - began > goal.seconds
 
-    plans = prefetched(iter(planner), 2 * pool.rows)
-    try:
-        for written in writer.write(plans, enough):
-            waiting.append(Text(written.tokens, written.start, written.plan.tag, written.plan.heat == 0))
-            sink.count(written)
-            if len(waiting) >= TEXTS_A_SHARD:
-                parts.append(sink.save(waiting))
-                waiting = []
-    except torch.OutOfMemoryError as error:
-        raise too_many_rows(pool.rows) from error
-    finally:
-        plans.close()
-    if waiting:
-        parts.append(sink.save(waiting))
+    with prefetched(iter(planner), 2 * bucket.num_seqs) as plans:
+        for seq in writer.write(plans, enough):
+            unsaved.append(TrainingSequence(seq.tokens, seq.start, seq.plan.tag, seq.plan.temperature == 0))
+            sink.count(seq)
+            if len(unsaved) >= SEQS_PER_SHARD:
+                parts.append(sink.save(unsaved))
+                unsaved = []
+    if unsaved:
+        parts.append(sink.save(unsaved))
     return parts
-
-
-def too_many_rows(rows: int) -> OutOfMemory:
-    return OutOfMemory(f"writing {rows} texts at a time does not fit; choose fewer with --rows")
-
-
-def rows_that_fit(model: Any, options: CollectOptions) -> int:
-    """Texts at a time: by the free memory of a GPU, few on a CPU."""
-    config = model.config.get_text_config()
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return 32
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    entry = 2 * config.num_hidden_layers * heads * size * torch.finfo(model.dtype).bits // 8
-    # A row of short texts keeps its cache and, for a moment, several copies of its logits in fp32.
-    row = min(432, options.longest) * entry + 6 * 4 * config.vocab_size
-    free, _ = torch.cuda.mem_get_info(device)
-    return max(16, min(4096, int(0.6 * free / row) // 16 * 16))

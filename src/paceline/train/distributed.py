@@ -1,6 +1,6 @@
-"""One process or several: torchrun starts one a GPU, and each holds the same weights and takes its share of the data.
+"""One process or several: torchrun starts one per GPU; each holds the same weights and takes its share of the data.
 
-Everything here does nothing where there is only one process.
+With a single process every function here does nothing.
 """
 
 from __future__ import annotations
@@ -14,36 +14,37 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-LONGEST_WAIT = timedelta(days=2)  # the others wait while the first process lets the target write texts
+from paceline.train.placement import on_gpu
+
+LONGEST_WAIT = timedelta(days=2)  # the other processes wait while the first one generates data
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Number of this process, and how many there are."""
+class ProcessRank:
+    """Rank of this process, and the number of processes."""
 
-    number: int = 0
-    of: int = 1
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def first(self) -> bool:
-        """The first process alone writes files and speaks."""
-        return self.number == 0
+        """Only the first process writes files and prints."""
+        return self.rank == 0
 
 
-def share() -> Share:
-    return Share(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Share()
+def process_rank() -> ProcessRank:
+    return ProcessRank(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ProcessRank()
 
 
 def join(device: str) -> str:
-    """Meet the other distributed that torchrun has started. Returns the device of this one."""
+    """Join the other processes that torchrun started. Returns the device of this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return device
-    on_gpu = device.startswith("cuda")
-    if on_gpu:
+    if on_gpu(device):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=LONGEST_WAIT)
+        dist.init_process_group("nccl" if on_gpu(device) else "gloo", timeout=LONGEST_WAIT)
     return device
 
 
@@ -52,13 +53,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def wait() -> None:
-    """Until every process has come here."""
+def wait_for_all() -> None:
+    """Return once every process has come here."""
     if dist.is_initialized():
         dist.barrier()
 
 
-def alike(state: dict[str, Tensor]) -> None:
+def broadcast(state: dict[str, Tensor]) -> None:
     """Give every process the first one's values, in place."""
     if dist.is_initialized():
         for value in state.values():
@@ -66,7 +67,7 @@ def alike(state: dict[str, Tensor]) -> None:
 
 
 def largest(value: float, device: torch.device) -> float:
-    """The largest of all distributed' values: clocks differ, and all have to stop after the same step."""
+    """The largest value of all processes: clocks differ, and all must stop after the same step."""
     if not dist.is_initialized():
         return value
     shared = torch.tensor(value, dtype=torch.float64, device=device)

@@ -1,7 +1,8 @@
-"""Training of an EAGLE-3 head: several drafting steps are unrolled, each taught what the target says there."""
+"""Training of an EAGLE-3 head: several drafting steps are unrolled (training-time test), each against the target."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,64 +14,58 @@ from paceline.errors import OptionError
 from paceline.heads.checkpoint import Provenance
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from paceline.heads.registry import load_head, save_head
-from paceline.train.corpus import Batch
+from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.losses import blend, soft_loss
-from paceline.train.task import Places, in_parts
-from paceline.train.teacher import Teacher, numbering_of
+from paceline.train.options import setting
+from paceline.train.task import Positions, TrainerSpec, TrainingTarget, in_parts
+from paceline.train.teacher import Teacher, draft_ids_of
 from paceline.train.training_time_test import unroll
 
 
 @dataclass(frozen=True, slots=True)
 class EagleOptions:
-    """Shape of the head and of its lessons.
+    """Sizes of the head and weights of its loss."""
 
-    vocabulary    tokens the head can say
-    intermediate  width of its feed-forward part; 0: the target's
-    steps         drafting steps unrolled in training; fading: weight of each step against the one before
-    greedy        share of the loss that looks only at the target's likeliest token
-    """
-
-    vocabulary: int = 8192
-    intermediate: int = 0
-    steps: int = 5
-    fading: float = 0.85
-    greedy: float = 0.5
+    draft_vocab_size: int = setting(8192, "tokens the head can draft: the most frequent ones")
+    intermediate_size: int = setting(0, "size of the feed-forward part (the target's)")
+    ttt_steps: int = setting(5, "drafting steps that one training step unrolls (training-time test)")
+    step_decay: float = setting(0.85, "loss weight of each unrolled step against the one before", "W")
+    greedy_weight: float = setting(0.5, "share of the loss for the target's likeliest token alone, 0 to 1", "W")
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.vocabulary < 1:
-            raise OptionError("an EAGLE head needs 1 step or more and a vocabulary of 1 token or more")
-        if not 0 <= self.greedy <= 1 or not 0 < self.fading <= 1:
-            raise OptionError("greedy lies between 0 and 1, fading above 0 and at most at 1")
+        if self.ttt_steps < 1 or self.draft_vocab_size < 1:
+            raise OptionError("an EAGLE head needs --ttt-steps and --draft-vocab-size of 1 or more")
+        if not 0 <= self.greedy_weight <= 1 or not 0 < self.step_decay <= 1:
+            raise OptionError("--greedy-weight lies between 0 and 1, --step-decay above 0 and at most at 1")
 
 
 def eagle_config(teacher: Teacher, options: EagleOptions) -> Eagle3Config:
-    """A head in the shape of one of the target's own layers."""
-    config = teacher.model.config.get_text_config()
-    heads = config.num_attention_heads
+    """A head with the sizes of one of the target's own layers."""
+    config, sizes = teacher.model.config.get_text_config(), teacher.sizes
     rope: dict[str, Any] = dict(getattr(config, "rope_parameters", None) or {})
-    plain = rope.get("rope_type", "default") == "default"
+    unscaled = rope.get("rope_type", "default") == "default"
     return Eagle3Config(
-        teacher.width,
-        options.intermediate or config.intermediate_size,
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or teacher.width // heads,
+        sizes.hidden_size,
+        options.intermediate_size or sizes.intermediate_size,
+        sizes.num_heads,
+        sizes.num_kv_heads,
+        sizes.head_dim,
         teacher.vocab_size,
-        min(options.vocabulary, teacher.vocab_size),
-        teacher.width,
+        min(options.draft_vocab_size, teacher.vocab_size),
+        sizes.hidden_size,
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
-        rope_scaling=None if plain else rope,
-        max_seq_len=int(getattr(config, "max_position_embeddings", 2048)),
+        rope_scaling=None if unscaled else rope,
+        max_seq_len=sizes.max_seq_len,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        feature_layers=usual_feature_layers(teacher.layers),
+        feature_layers=usual_feature_layers(sizes.num_layers),
     )
 
 
-class _Trained(nn.Module):
-    """The head together with the scale of its inputs, which is folded into `fc` when the head is written.
+class _ScaledHead(nn.Module):
+    """The head together with the scale of its inputs, which is folded into `fc` on export.
 
-    States of a language model are a few dimensions hundreds of times larger than the rest: learning from them as they
-    are is slow or unstable.
+    A few dimensions of a language model's states are hundreds of times larger than the rest: training on them
+    unscaled is slow or unstable.
     """
 
     scale: Tensor
@@ -81,98 +76,113 @@ class _Trained(nn.Module):
         self.register_buffer("scale", torch.ones(head.fc.in_features))
 
     def folded(self) -> Eagle3Head:
-        """A head of its own that takes the target's states as they are."""
-        twin = Eagle3Head(self.head.config)
-        twin.load_state_dict(self.head.state_dict())
+        """A copy of the head that takes the target's states unscaled."""
+        copy = Eagle3Head(self.head.config)
+        copy.load_state_dict(self.head.state_dict())
         with torch.no_grad():
-            twin.fc.weight.copy_(self.head.fc.weight * self.scale)
-        return twin
+            copy.fc.weight.copy_(self.head.fc.weight * self.scale)
+        return copy
 
 
 class EagleTask:
     """An EAGLE-3 head in training."""
 
-    word = "eagle"
-
-    def __init__(self, teacher: Teacher, vocabulary: Tensor, options: EagleOptions, name: str = "") -> None:
+    def __init__(self, teacher: Teacher, target_ids: Tensor, options: EagleOptions, name: str = "") -> None:
+        """target_ids: ascending ids of the tokens the head can draft."""
         self.teacher, self.options, self._name = teacher, options, name
         head = Eagle3Head(eagle_config(teacher, options))
         head.bind_target(teacher.embed, teacher.logits)
-        head.choose_vocabulary(vocabulary)
-        self.module = _Trained(head).to(teacher.device)
-        self._numbering = numbering_of(vocabulary.to(teacher.device), teacher.vocab_size)
+        head.choose_vocabulary(target_ids)
+        self.module = _ScaledHead(head).to(teacher.device)
+        self._draft_ids = draft_ids_of(target_ids.to(teacher.device), teacher.vocab_size)
 
     @property
     def head(self) -> Eagle3Head:
         return self.module.head
 
     @torch.no_grad()
-    def start(self, sample: Batch) -> None:
-        """First weights: the target's own head and norm on top, its late state passed through, nothing added yet."""
-        head, width = self.head, self.teacher.width
+    def start(self, sample: TrainingBatch) -> None:
+        """First weights: the target's head and norm on top, its last states passed through, nothing added yet."""
+        head, hidden_size = self.head, self.teacher.hidden_size
         self.measure_scale(sample)
         head.lm_head.weight.copy_(self.teacher.model.get_output_embeddings().weight[head.target_ids])
         norm = getattr(self.teacher.model.base_model, "norm", None)
         if norm is not None:
             head.norm.weight.copy_(norm.weight)
         head.fc.weight.zero_()
-        late = slice(head.fc.in_features - width, head.fc.in_features)
-        size = self.module.scale[late].reciprocal().square().mean().sqrt()
-        head.fc.weight[:, late] = torch.diag(1.0 / (self.module.scale[late] * size))
+        last = slice(head.fc.in_features - hidden_size, head.fc.in_features)
+        size = self.module.scale[last].reciprocal().square().mean().sqrt()
+        head.fc.weight[:, last] = torch.diag(1.0 / (self.module.scale[last] * size))
         nn.init.zeros_(head.midlayer.self_attn.o_proj.weight)
         nn.init.zeros_(head.midlayer.mlp.down_proj.weight)
 
     @torch.no_grad()
-    def start_from(self, folder: Path, sample: Batch) -> None:
-        """First weights: those of a head written before, whose tokens become this one's."""
-        former = load_head(folder, Eagle3Head, device=str(self.teacher.device))
-        if former.config.draft_vocab_size != self.head.config.draft_vocab_size:
-            raise OptionError(f"{folder} says {former.config.draft_vocab_size} tokens; ask for as many (--vocabulary)")
+    def start_from(self, folder: Path, sample: TrainingBatch) -> None:
+        """First weights: those of a trained head, whose tokens become this one's."""
+        trained = load_head(folder, Eagle3Head, device=str(self.teacher.device))
+        size = trained.config.draft_vocab_size
+        if size != self.head.config.draft_vocab_size:
+            raise OptionError(f"the head in {folder} drafts {size} tokens; train with --draft-vocab-size {size}")
         self.measure_scale(sample)
-        self.head.load_state_dict(former.state_dict())
+        self.head.load_state_dict(trained.state_dict())
         self.head.fc.weight.div_(self.module.scale)
-        self._numbering = numbering_of(self.head.target_ids, self.teacher.vocab_size)
+        self._draft_ids = draft_ids_of(self.head.target_ids, self.teacher.vocab_size)
 
-    def measure_scale(self, sample: Batch) -> None:
-        """One over the usual size of each dimension of the features. The first token's states are no measure of any."""
-        features = self.teacher.read(sample.tokens).features(self.head.config.feature_layers)
+    def measure_scale(self, sample: TrainingBatch) -> None:
+        """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
+        features = self.teacher.states(sample.tokens).features(self.head.config.feature_layers)
         inside = torch.arange(sample.tokens.shape[1], device=features.device)[None] < sample.lengths[:, None]
         inside[:, 0] = False
         usual = features[inside].float().square().mean(dim=0).sqrt()
         self.module.scale.copy_(1.0 / usual.clamp(min=1e-3))
 
-    def _steps(self, batch: Batch, features: Tensor) -> Any:
+    def _unrolled(self, batch: TrainingBatch, features: Tensor) -> Iterator[Tensor]:
         scaled = features.float() * self.module.scale
-        return unroll(self.head, scaled, batch.tokens, self.options.steps)
+        return unroll(self.head, scaled, batch.tokens, self.options.ttt_steps)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Step j at place u - j is taught what the target says at u."""
-        reading = self.teacher.read(batch.tokens)
-        places = Places.of(batch, self.options.steps)
-        wanted = blend(self.teacher.lesson(places.pick(reading.hidden), self._numbering), self.options.greedy)
-        features = reading.features(self.head.config.feature_layers)
-        del reading
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        """Step j at position u - j is trained on what the target predicts at u."""
+        states = self.teacher.states(batch.tokens)
+        positions = Positions.of(batch, self.options.ttt_steps)
+        targets = self.teacher.targets(positions.pick(states.final), self._draft_ids)
+        labels = blend(targets, self.options.greedy_weight)
+        features = states.features(self.head.config.feature_layers)
+        del states
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
-        for step, out in enumerate(self._steps(batch, features), start=1):
-            share = self.options.fading ** (step - 1)
-            logits = self.head.logits(places.pick(out, back=step))
-            total = total + share * soft_loss(logits, wanted).sum() / max(1, len(places))
+        for step, hidden in enumerate(self._unrolled(batch, features), start=1):
+            share = self.options.step_decay ** (step - 1)
+            logits = self.head.logits(positions.pick(hidden, back=step))
+            total = total + share * soft_loss(logits, labels).sum() / max(1, len(positions))
             weight += share
         return total / weight
 
     @torch.no_grad()
-    def draft_tokens(self, batch: Batch) -> Tensor:
-        features = self.teacher.read(batch.tokens).features(self.head.config.feature_layers)
-        found = []
-        for out in self._steps(batch, features):
-            best = torch.cat([self.head.logits(part).argmax(dim=-1) for part in in_parts(out)])
-            found.append(self.head.to_target_ids(best).view(batch.tokens.shape))
-        return torch.stack(found, dim=-1)
+    def draft_tokens(self, batch: TrainingBatch) -> Tensor:
+        features = self.teacher.states(batch.tokens).features(self.head.config.feature_layers)
+        drafts = []
+        for hidden in self._unrolled(batch, features):
+            best = torch.cat([self.head.logits(part).argmax(dim=-1) for part in in_parts(hidden)])
+            drafts.append(self.head.to_target_ids(best).view(batch.tokens.shape))
+        return torch.stack(drafts, dim=-1)
 
     def export(self, folder: Path) -> None:
         """The original layout in `folder`, speculators' in `folder/speculators`."""
         head = self.module.folded()
         architectures = tuple(self.teacher.model.config.architectures or ("LlamaForCausalLM",))
-        about = Provenance(self._name, architectures, self.options.steps)
+        about = Provenance(self._name, architectures, self.options.ttt_steps)
         save_head(head, folder, provenance=about, dtype=torch.bfloat16)
         save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
+
+
+def _build(target: TrainingTarget, parts: CorpusSplit, options: EagleOptions) -> EagleTask:
+    target_ids = target.frequent_ids(parts, options.draft_vocab_size)
+    return EagleTask(target.teacher, target_ids, options, target.name)
+
+
+SPEC = TrainerSpec(
+    name="eagle",
+    summary="an EAGLE-3 head: one layer over states of three of the target's layers",
+    usage="--method eagle --draft-model OUT",
+    options=EagleOptions,
+    build=_build,
+)

@@ -1,7 +1,7 @@
-"""The training loop: batches in a fixed order, checkpoints that are whole or not there, the same losses after --resume.
+"""The training loop: batches in a fixed order, checkpoints that are whole or absent, the same losses after --resume.
 
-It knows a drafter only as a `Task`. Several GPUs (torchrun) each take their share of every step's batches and average
-gradients; they hold the same weights throughout.
+The loop knows a drafter only as a `TrainingTask`. Several processes (torchrun) each take their share of every step's
+batches and average gradients; they hold the same weights throughout.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +21,56 @@ from paceline.core.stats import SpecStats
 from paceline.errors import OptionError, OutOfMemory, TrainingDiverged, WeightsError
 from paceline.train import distributed
 from paceline.train.atomic import replacing, write_text
-from paceline.train.corpus import Batch, Batches, Split
-from paceline.train.measure import autocast, measure
-from paceline.train.task import Task
+from paceline.train.corpus import BatchSampler, CorpusSplit, TrainingBatch
+from paceline.train.measure import measure
+from paceline.train.options import setting
+from paceline.train.placement import autocast, on_gpu
+from paceline.train.task import TrainingTask
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
+SECONDS_BETWEEN_CHECKPOINTS = 120.0
+WEIGHT_DECAY, MAX_GRADIENT_NORM = 0.01, 1.0
+STEPS_WITHOUT_LIMIT = 10**9
 
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """How long and how fast.
+    """How long the training is and how it learns. It ends after `steps` or `minutes`, whichever comes first.
 
-    steps, seconds  stop after either; the learning rate falls to zero towards whichever comes first
-    batch_tokens    padded tokens a step and process
-    rate            of AdamW at its highest, after warmup (a share of the whole)
-    save_every      steps between checkpoints, or save_seconds if those are over first
-    measure_every   steps between measurements on the held-out slice
+    0 means the usual amount, which is in the help.
     """
 
-    steps: int = 4000
-    seconds: float = float("inf")
-    batch_tokens: int = 16384
-    rate: float = 1e-3
-    warmup: float = 0.03
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    save_every: int = 250
-    save_seconds: float = 120.0
-    measure_every: int = 250
-    seed: int = 0
+    steps: int = setting(0, "training steps (4000 on a GPU, 1000 on a CPU)")
+    minutes: float = setting(0.0, "stop training after this long (no limit)", "M")
+    batch_tokens: int = setting(0, "padded tokens per step and process (16384 on a GPU, 2048 on a CPU)")
+    learning_rate: float = setting(1e-3, "highest learning rate; it falls to zero towards the end", "R")
+    warmup: float = setting(0.03, "share of the training in which the learning rate rises", "S")
+    save_every: int = setting(250, "steps between checkpoints, and at least every two minutes")
+    eval_every: int = setting(0, "steps between measurements on held-out sequences (a twentieth of the steps)")
+    seed: int = setting(0, "seed of data, order and weights")
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_tokens < 1 or self.save_every < 1 or self.measure_every < 1:
-            raise OptionError("steps, batch tokens and the intervals of saving and measuring must be 1 or more")
-        if not self.rate > 0 or not self.seconds > 0:
-            raise OptionError("the learning rate and the time must be above 0")
+        if self.steps < 0 or self.batch_tokens < 0 or self.eval_every < 0 or self.save_every < 1:
+            raise OptionError("--steps, --batch-tokens, --save-every and --eval-every must be 1 or more")
+        if not self.learning_rate > 0 or self.minutes < 0:
+            raise OptionError("--learning-rate and --minutes must be above 0")
+
+    @property
+    def seconds(self) -> float:
+        return 60 * self.minutes or float("inf")
+
+    def resolved(self, gpu: bool) -> LoopOptions:
+        """The same with every amount filled in."""
+        usual_steps, batch_tokens, eval_every = (4000, 16384, 250) if gpu else (1000, 2048, 50)
+        steps = self.steps or (STEPS_WITHOUT_LIMIT if self.minutes else usual_steps)
+        eval_every = min(self.eval_every or max(1, steps // 20), self.eval_every or eval_every)
+        return replace(self, steps=steps, batch_tokens=self.batch_tokens or batch_tokens, eval_every=eval_every)
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """Acceptance on the held-out slice after some steps."""
+class HeldOutMeasurement:
+    """Acceptance on the held-out sequences after some training steps."""
 
     step: int
     tokens_per_step: float
@@ -69,11 +78,11 @@ class Measurement:
 
 
 @dataclass(slots=True)
-class History:
-    """All that happened so far; part of every checkpoint."""
+class TrainingHistory:
+    """Everything a training has done so far; part of every checkpoint."""
 
     losses: list[float] = field(default_factory=list)
-    measured: list[Measurement] = field(default_factory=list)
+    measurements: list[HeldOutMeasurement] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
 
@@ -87,168 +96,203 @@ class TrainingProgress:
     """What a watcher is shown after every step."""
 
     step: int
-    progress: float  # 0 to 1
+    fraction: float  # 0 to 1
     loss: float
-    rate: float
+    learning_rate: float
     tokens_per_second: float
     seconds_left: float
-    measured: Measurement | None
+    measurement: HeldOutMeasurement | None
 
 
-Watcher = Callable[[TrainingProgress], None]
+TrainingWatcher = Callable[[TrainingProgress], None]
 
 
-def shape_of_rate(progress: float, warmup: float) -> float:
-    """Share of the highest rate: a straight rise, then half a cosine down to zero."""
-    if progress < warmup:
-        return (progress + 1e-3) / (warmup + 1e-3)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - warmup) / (1 - warmup))))
+def learning_rate_share(fraction: float, warmup: float) -> float:
+    """Share of the highest learning rate: a linear rise, then half a cosine down to zero."""
+    if fraction < warmup:
+        return (fraction + 1e-3) / (warmup + 1e-3)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (fraction - warmup) / (1 - warmup))))
 
 
-class Loop:
+class TrainingLoop:
     """Trains one task on one split, in one folder."""
 
-    def __init__(self, task: Task, split: Split, folder: Path, options: LoopOptions, watch: Watcher = lambda _: None):
-        self._task, self._split, self._folder, self._options, self._watch = task, split, folder, options, watch
+    def __init__(
+        self,
+        task: TrainingTask,
+        split: CorpusSplit,
+        folder: Path,
+        options: LoopOptions,
+        watch: TrainingWatcher = lambda _: None,
+    ) -> None:
+        self._task, self._split, self._watch = task, split, watch
         self._device = next(task.module.parameters()).device
-        self._trained = [weight for weight in task.module.parameters() if weight.requires_grad]
-        self._optimizer = torch.optim.AdamW(_groups(task, options), lr=options.rate, betas=(0.9, 0.95), eps=1e-8)
-        self.history = History()
-        self._saved = 0.0  # seconds of training behind the last checkpoint
-        self._mark = {"seed": options.seed, "batch_tokens": options.batch_tokens, "texts": len(split.train)}
-        self._mark["tokens"] = int(split.train.tokens.size)
+        self._options = options = options.resolved(on_gpu(self._device))
+        self._weights = [weight for weight in task.module.parameters() if weight.requires_grad]
+        groups = _parameter_groups(self._weights)
+        self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+        self._files = _TrainingFiles(folder, _data_key(split, options))
+        self.history = TrainingHistory()
+        self._saved_seconds = 0.0  # of training in the last checkpoint
 
-    def run(self, resume: bool = False) -> History:
-        """Train to the end. Raises TrainingDiverged, OutOfMemory, or OptionError for a checkpoint of something else.
+    def run(self, resume: bool = False) -> TrainingHistory:
+        """Train to the end. Raises TrainingDiverged, OutOfMemory, or OptionError for a checkpoint of other data.
 
-        The beginning is saved too: whenever the process is killed, it goes on from the same weights and texts.
+        The first state is saved too: a process killed at any time resumes with the same weights and sequences.
         """
-        if resume and (self._folder / CHECKPOINT).is_file():
-            self._load()
+        if resume and self._files.has_checkpoint:
+            self.history = self._files.load(self._task.module, self._optimizer, self._device)
+            self._saved_seconds = self.history.seconds
         else:
-            distributed.alike(self._task.module.state_dict())
+            distributed.broadcast(self._task.module.state_dict())
             self.save()
-        self._open_log()
-        batches = Batches(self._split.train, self._options.batch_tokens, self._options.seed)
-        began = time.monotonic() - self.history.seconds
-        if not self.history.measured:
+        self._files.open_log(self.history)
+        if not self.history.measurements:
             self._measure()
-        try:
-            mine = distributed.share()
-            self._steps(batches.from_step(self.history.step, mine.number, mine.of), began)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory("a training step does not fit; choose a smaller --batch-tokens") from error
+        self._train()
         self._measure()
         self.save()
         return self.history
 
-    def _steps(self, batches: Iterator[Batch], began: float) -> None:
+    def _train(self) -> None:
+        sampler = BatchSampler(self._split.train, self._options.batch_tokens, self._options.seed)
+        process = distributed.process_rank()
+        batches = sampler.from_step(self.history.step, process.rank, process.world_size)
+        try:
+            self._steps(batches, time.monotonic() - self.history.seconds)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory("a training step does not fit; choose a smaller --batch-tokens") from error
+
+    def _steps(self, batches: Iterator[TrainingBatch], began: float) -> None:
         options, history = self._options, self.history
-        progress = self._progress(began)
-        while progress < 1:
+        fraction = self._fraction(began)
+        while fraction < 1:
             batch = next(batches)
-            rate = options.rate * shape_of_rate(progress, options.warmup)
-            loss = self._step(batch, rate)
+            learning_rate = options.learning_rate * learning_rate_share(fraction, options.warmup)
+            loss = self._step(batch, learning_rate)
             history.losses.append(loss)
             history.tokens += int(batch.lengths.sum())
             history.seconds = time.monotonic() - began
-            self._note(loss, rate)
-            if history.step % options.measure_every == 0:
+            self._files.log(history, learning_rate)
+            if history.step % options.eval_every == 0:
                 self._measure()
-            if history.step % options.save_every == 0 or history.seconds - self._saved > options.save_seconds:
+            if history.step % options.save_every == 0 or self._unsaved_seconds > SECONDS_BETWEEN_CHECKPOINTS:
                 self.save()
-            progress = self._progress(began)
-            self._watch(self._moment(loss, rate, progress))
+            fraction = self._fraction(began)
+            self._watch(self._progress(loss, learning_rate, fraction))
 
-    def _progress(self, began: float) -> float:
-        """By steps, or by the clock where time is what is limited."""
+    @property
+    def _unsaved_seconds(self) -> float:
+        return self.history.seconds - self._saved_seconds
+
+    def _fraction(self, began: float) -> float:
+        """How much of the training is done: by steps, or by the clock where time is limited."""
         by_clock = (time.monotonic() - began) / self._options.seconds
         return max(self.history.step / self._options.steps, distributed.largest(by_clock, self._device))
 
-    def _step(self, batch: Batch, rate: float) -> float:
+    def _step(self, batch: TrainingBatch, learning_rate: float) -> float:
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate
         with autocast(self._device):
             loss = self._task.loss(batch.to(self._device))
         torch.autograd.backward(loss)
-        distributed.average_gradients(self._trained)
-        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._options.clip)
+        distributed.average_gradients(self._weights)
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, MAX_GRADIENT_NORM)
         value = float(loss.detach())
-        if not math.isfinite(value) or not math.isfinite(float(norm)):
-            raise TrainingDiverged(
-                f"the loss became {value} in step {self.history.step + 1} (gradient norm {float(norm)}). The last good "
-                f"weights are in {self._folder}; start again with a smaller --rate than {self._options.rate:g}"
-            )
+        self._check_finite(value, float(norm))
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return value
 
+    def _check_finite(self, loss: float, norm: float) -> None:
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise TrainingDiverged(
+                f"the loss became {loss} in step {self.history.step + 1} (gradient norm {norm}). The last good weights "
+                f"are in {self._files.folder}; start again with a smaller --learning-rate than "
+                f"{self._options.learning_rate:g}"
+            )
+
     def _measure(self) -> None:
-        held_out = Batches(self._split.held_out, self._options.batch_tokens, 0)
-        stats: SpecStats = measure(self._task, held_out.once())
-        found = Measurement(self.history.step, stats.tokens_per_step, stats.acceptance_by_position)
-        if self.history.measured and self.history.measured[-1].step == found.step:
-            self.history.measured.pop()
-        self.history.measured.append(found)
+        sampler = BatchSampler(self._split.held_out, self._options.batch_tokens, 0)
+        stats: SpecStats = measure(self._task, sampler.once())
+        measurement = HeldOutMeasurement(self.history.step, stats.tokens_per_step, stats.acceptance_by_position)
+        measurements = self.history.measurements
+        if measurements and measurements[-1].step == measurement.step:
+            measurements.pop()
+        measurements.append(measurement)
 
-    def _moment(self, loss: float, rate: float, progress: float) -> TrainingProgress:
+    def _progress(self, loss: float, learning_rate: float, fraction: float) -> TrainingProgress:
         history = self.history
-        speed = history.tokens / max(history.seconds, 1e-9)
-        left = history.seconds * (1 - progress) / max(progress, 1e-9)
-        last = history.measured[-1] if history.measured else None
-        return TrainingProgress(history.step, progress, loss, rate, speed, left, last)
-
-    # --- files --------------------------------------------------------------------------------------------------------
+        tokens_per_second = history.tokens / max(history.seconds, 1e-9)
+        seconds_left = history.seconds * (1 - fraction) / max(fraction, 1e-9)
+        measurement = history.measurements[-1] if history.measurements else None
+        return TrainingProgress(
+            history.step, fraction, loss, learning_rate, tokens_per_second, seconds_left, measurement
+        )
 
     def save(self) -> None:
-        """Write a checkpoint; it is whole or not there."""
-        self._saved = self.history.seconds
-        if not distributed.share().first:
-            return
-        state = {
-            "module": self._task.module.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "losses": self.history.losses,
-            "measured": [(m.step, m.tokens_per_step, m.by_position) for m in self.history.measured],
-            "tokens": self.history.tokens,
-            "seconds": self.history.seconds,
-            "mark": self._mark,
-        }
-        with replacing(self._folder / CHECKPOINT) as unfinished:
-            torch.save(state, unfinished)
+        """Write a checkpoint; it is whole or absent."""
+        self._saved_seconds = self.history.seconds
+        self._files.save(self._task.module, self._optimizer, self.history)
 
-    def _load(self) -> None:
-        path = self._folder / CHECKPOINT
+
+@dataclass(frozen=True, slots=True)
+class _TrainingFiles:
+    """Checkpoint and log of one training. Only the first process writes.
+
+    data_key  what a checkpoint must have been trained on to be resumed
+    """
+
+    folder: Path
+    data_key: dict[str, int]
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return (self.folder / CHECKPOINT).is_file()
+
+    def save(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, history: TrainingHistory) -> None:
+        if not distributed.process_rank().first:
+            return
+        weights = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}
+        with replacing(self.folder / CHECKPOINT) as unfinished:
+            torch.save({**weights, **asdict(history), "data_key": self.data_key}, unfinished)
+
+    def load(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> TrainingHistory:
+        """Restore weights and optimizer in place, and return the history."""
+        path = self.folder / CHECKPOINT
         try:
-            state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if state["mark"] != self._mark:
-                raise OptionError(f"{path} belongs to other data, seed or batch size; resume with those, or start anew")
-            self._task.module.load_state_dict(state["module"])
-            self._optimizer.load_state_dict(state["optimizer"])
+            state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+            same_data = state["data_key"] == self.data_key
+            if same_data:
+                module.load_state_dict(state["module"])
+                optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, KeyError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            if isinstance(error, OptionError):
-                raise
-            raise WeightsError(f"{path} cannot be continued from: {str(error).splitlines()[0]}") from error
-        measured = [Measurement(*entry) for entry in state["measured"]]
-        self.history = History(list(state["losses"]), measured, state["tokens"], state["seconds"])
-        self._saved = self.history.seconds
+            raise WeightsError(f"{path} cannot be resumed from: {str(error).splitlines()[0]}") from error
+        if not same_data:
+            raise OptionError(f"{path} belongs to other data, seed or batch size; resume with those, or start again")
+        measurements = [HeldOutMeasurement(**measurement) for measurement in state["measurements"]]
+        return TrainingHistory(list(state["losses"]), measurements, state["tokens"], state["seconds"])
 
-    def _open_log(self) -> None:
-        """One line a step. Steps after the last checkpoint will be done again, so their lines go."""
-        if distributed.share().first:
-            lines = [json.dumps({"step": step + 1, "loss": loss}) for step, loss in enumerate(self.history.losses)]
-            write_text(self._folder / LOG, "".join(line + "\n" for line in lines))
+    def open_log(self, history: TrainingHistory) -> None:
+        """One line per step. Steps after the last checkpoint are repeated, so their lines are dropped."""
+        if distributed.process_rank().first:
+            lines = [json.dumps({"step": step + 1, "loss": loss}) for step, loss in enumerate(history.losses)]
+            write_text(self.folder / LOG, "".join(line + "\n" for line in lines))
 
-    def _note(self, loss: float, rate: float) -> None:
-        if not distributed.share().first:
-            return
-        with (self._folder / LOG).open("a") as log:
-            log.write(json.dumps({"step": self.history.step, "loss": loss, "rate": rate}) + "\n")
+    def log(self, history: TrainingHistory, learning_rate: float) -> None:
+        if distributed.process_rank().first:
+            line = {"step": history.step, "loss": history.losses[-1], "learning_rate": learning_rate}
+            with (self.folder / LOG).open("a") as log:
+                log.write(json.dumps(line) + "\n")
 
 
-def _groups(task: Task, options: LoopOptions) -> list[dict[str, Any]]:
+def _data_key(split: CorpusSplit, options: LoopOptions) -> dict[str, int]:
+    size = {"num_seqs": len(split.train), "tokens": int(split.train.tokens.size)}
+    return {"seed": options.seed, "batch_tokens": options.batch_tokens, **size}
+
+
+def _parameter_groups(weights: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
     """Matrices decay, scales do not."""
-    trained = [weight for weight in task.module.parameters() if weight.requires_grad]
-    matrices = [weight for weight in trained if weight.ndim > 1]
-    scales = [weight for weight in trained if weight.ndim <= 1]
-    return [{"params": matrices, "weight_decay": options.weight_decay}, {"params": scales, "weight_decay": 0.0}]
+    matrices = [weight for weight in weights if weight.ndim > 1]
+    scales = [weight for weight in weights if weight.ndim <= 1]
+    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": scales, "weight_decay": 0.0}]

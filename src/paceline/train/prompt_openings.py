@@ -1,4 +1,4 @@
-"""Words from which invented questions are put together. Plain data; seeds.py knows what to do with it."""
+"""Words from which seeds.py composes questions. Plain data."""
 
 CHAT_OPENINGS = (
     "What", "What is", "What are", "How", "How do I", "How can", "How many", "Why", "Why do", "When", "Which", "Who",

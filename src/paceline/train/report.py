@@ -1,4 +1,4 @@
-"""What is left beside the weights: the model card, and the curve of the training."""
+"""Files beside the weights: a README, and the curve of the training."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from paceline.train.atomic import write_text
-from paceline.train.loop import History
+from paceline.train.loop import TrainingHistory
 
-CARD = "README.md"
+README = "README.md"
 CURVE = "curve.png"
 SMOOTHED = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a card tells about a drafter.
+class DrafterFacts:
+    """What the README says about a drafter.
 
-    settings  every option of the training, as words
+    settings  every option of the training
     scores    results beyond the held-out slice, by name
     """
 
-    word: str
+    kind: str
     target: str
     data: str
     parameters: int
@@ -31,23 +31,23 @@ class Facts:
     scores: dict[str, Any]
 
 
-def write_card(folder: Path, facts: Facts, history: History) -> None:
-    """A model card that others' tools show: what data, how long, how often guesses stand."""
+def write_readme(folder: Path, facts: DrafterFacts, history: TrainingHistory) -> None:
+    """The README that model hubs show: the data, the training, the acceptance."""
     lines = [*_introduction(facts), "", "## Training", *_training(facts, history), "", *_acceptance(history)]
     if facts.scores:
         lines += ["", "## Further results", "```json", json.dumps(facts.scores, indent=1), "```"]
-    write_text(folder / CARD, "\n".join(lines) + "\n")
+    write_text(folder / README, "\n".join(lines) + "\n")
 
 
-def _introduction(facts: Facts) -> list[str]:
+def _introduction(facts: DrafterFacts) -> list[str]:
     return [
         "---",
         "library_name: paceline",
         "tags: [speculative-decoding]",
         "---",
-        f"# A drafter for {facts.target} (`{facts.word}`)",
+        f"# A drafter for {facts.target} (`{facts.kind}`)",
         "",
-        f"Guesses what {facts.target} will say next; the target checks every guess, so its text does not change.",
+        f"Drafts tokens for {facts.target}; the target verifies every one, so its output does not change.",
         f"{facts.parameters / 1e6:.2f} million weights.",
         "",
         "## Data",
@@ -55,7 +55,7 @@ def _introduction(facts: Facts) -> list[str]:
     ]
 
 
-def _training(facts: Facts, history: History) -> list[str]:
+def _training(facts: DrafterFacts, history: TrainingHistory) -> list[str]:
     last = history.losses[-1] if history.losses else float("nan")
     return [
         f"{history.step} steps, {history.tokens / 1e6:.2f} million tokens, {history.seconds / 60:.1f} minutes; "
@@ -67,17 +67,17 @@ def _training(facts: Facts, history: History) -> list[str]:
     ]
 
 
-def _acceptance(history: History) -> list[str]:
-    lines = ["## Acceptance on texts that were held out"]
-    if history.measured:
-        last = history.measured[-1]
-        lines += [f"{last.tokens_per_step:.3f} tokens a pass of the target.", "", "| guess | stands |", "|---|---|"]
-        lines += [f"| {place} | {share:.1%} |" for place, share in enumerate(last.by_position, start=1)]
+def _acceptance(history: TrainingHistory) -> list[str]:
+    lines = ["## Acceptance on held-out sequences"]
+    if history.measurements:
+        last = history.measurements[-1]
+        lines += [f"{last.tokens_per_step:.3f} tokens per step.", "", "| draft token | accepted |", "|---|---|"]
+        lines += [f"| {position} | {share:.1%} |" for position, share in enumerate(last.by_position, start=1)]
     return lines
 
 
-def plot(history: History, path: Path) -> bool:
-    """Draw loss and tokens a pass over the steps. False where matplotlib is not installed."""
+def plot(history: TrainingHistory, path: Path) -> bool:
+    """Draw loss and tokens per step over the training. False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -85,12 +85,14 @@ def plot(history: History, path: Path) -> bool:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(_smooth(history.losses), color="tab:blue")
-    axes.set_xlabel("step")
+    axes.set_xlabel("training step")
     axes.set_ylabel(f"loss (mean of {SMOOTHED} steps)", color="tab:blue")
-    other = axes.twinx()
-    steps = [measured.step for measured in history.measured]
-    other.plot(steps, [measured.tokens_per_step for measured in history.measured], "o-", color="tab:orange")
-    other.set_ylabel("tokens a pass, held out", color="tab:orange")
+    right_axes = axes.twinx()
+    steps = [measurement.step for measurement in history.measurements]
+    right_axes.plot(
+        steps, [measurement.tokens_per_step for measurement in history.measurements], "o-", color="tab:orange"
+    )
+    right_axes.set_ylabel("tokens per step, held out", color="tab:orange")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return True

@@ -1,76 +1,110 @@
-"""What the training loop knows of a drafter in training."""
+"""What training knows of a kind of drafter: its task in training, and the spec that makes one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from paceline.train.corpus import Batch
+from paceline.runners.loading import eos_token_ids_of
+from paceline.train.corpus import CorpusSplit, TrainingBatch, frequent_tokens
 from paceline.train.losses import ROWS_AT_A_TIME
+from paceline.train.teacher import Teacher
 
-MEASURED_GUESSES = 5  # guesses in a row that drafters without a natural number of them are measured with
+MEASURED_DRAFT_TOKENS = 5  # draft tokens that drafters without a natural number of them are measured with
 
 
-class Task(Protocol):
-    """One kind of drafter: its weights, its loss, its guesses, its files."""
-
-    word: str  # as in `paceline train WORD`
+class TrainingTask(Protocol):
+    """A drafter in training: its weights, its loss, its draft tokens, its files."""
 
     @property
     def module(self) -> nn.Module:
         """What is trained; its state is what a checkpoint holds."""
 
-    def start(self, sample: Batch) -> None:
-        """Set the first weights. sample: some texts, to take measures from."""
+    def start(self, sample: TrainingBatch) -> None:
+        """Set the first weights. sample: some sequences, to measure scales on."""
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
         """A scalar with gradients."""
 
-    def draft_tokens(self, batch: Batch) -> Tensor:
-        """int64 [batch, width, k]: with tokens up to t + 1 known, entry [:, t, j] guesses token t + 2 + j.
+    def draft_tokens(self, batch: TrainingBatch) -> Tensor:
+        """int64 [batch, length, k]: with tokens up to t + 1 given, entry [:, t, j] is the draft of token t + 2 + j.
 
-        Earlier guesses are taken to be right: where one is not, nobody asks for the later ones.
+        Earlier draft tokens are taken as correct: after a wrong one the later ones do not count.
         """
 
     def export(self, folder: Path) -> None:
-        """Write the drafter so that others can load it."""
+        """Write the drafter in the layouts that other programs load."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Places u of a batch whose next token belongs to an answer (or, everywhere, to the text), from `reach` on."""
+class TrainingTarget:
+    """A loaded target with its tokenizer and teacher."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    teacher: Teacher
+
+    def frequent_ids(self, parts: CorpusSplit, draft_vocab_size: int) -> Tensor:
+        """Ascending ids of the most frequent tokens; end-of-sequence tokens are always among them."""
+        eos_ids = eos_token_ids_of(self.model)
+        return frequent_tokens(parts.train, self.teacher.vocab_size, draft_vocab_size, eos_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """One trainable kind of drafter.
+
+    name     as in `paceline train NAME`
+    summary  one line for help
+    usage    options of the other commands that use the result in OUT
+    options  dataclass of the kind's own settings
+    build    the task for a target, its data and these options
+    """
+
+    name: str
+    summary: str
+    usage: str
+    options: type
+    build: Callable[[TrainingTarget, CorpusSplit, Any], TrainingTask]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Positions:
+    """Positions u of a batch whose next token belongs to an answer (or, everywhere, to the sequence)."""
 
     row: Tensor
     column: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, reach: int, everywhere: bool = False) -> Places:
-        wanted = batch.inside(1) if everywhere else batch.answers(1)
-        wanted[:, :reach] = False
-        row, column = wanted.nonzero(as_tuple=True)
+    def of(cls, batch: TrainingBatch, first: int, everywhere: bool = False) -> Positions:
+        """All such positions from `first` on."""
+        selected = batch.inside(1) if everywhere else batch.answers(1)
+        selected[:, :first] = False
+        row, column = selected.nonzero(as_tuple=True)
         return cls(row, column)
 
     def __len__(self) -> int:
         return int(self.row.shape[0])
 
     def pick(self, states: Tensor, back: int = 0) -> Tensor:
-        """[batch, width, …] -> [places, …], `back` tokens earlier."""
+        """[batch, length, …] -> [positions, …], `back` tokens earlier."""
         return states[self.row, self.column - back]
 
 
-def ahead(tokens: Tensor, steps: int) -> Tensor:
-    """tokens[:, t + steps] at t; what lies behind the end is 0."""
+def shifted(tokens: Tensor, steps: int) -> Tensor:
+    """tokens[:, t + steps] at t; 0 behind the end."""
     return torch.nn.functional.pad(tokens[:, steps:], (0, steps))
 
 
-def following(best: Tensor, count: int) -> Tensor:
-    """DraftOutput [batch, width, count] of a drafter that reads its own guesses as text. best[:, t] says token t + 1."""
-    return torch.stack([ahead(best, 1 + step) for step in range(count)], dim=-1)
+def chained_drafts(best: Tensor, count: int) -> Tensor:
+    """Draft tokens [batch, length, count] of a drafter that reads its own drafts; best[:, t] predicts token t + 1."""
+    return torch.stack([shifted(best, 1 + step) for step in range(count)], dim=-1)
 
 
 def in_parts(states: Tensor, rows: int = ROWS_AT_A_TIME) -> Iterator[Tensor]:

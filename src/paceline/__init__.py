@@ -1,7 +1,7 @@
 """paceline: speculative decoding as a product. The same text from your language model, faster, provably unchanged.
 
     from paceline import SpeculativeDecoder
-    decoder = SpeculativeDecoder("default", draft="ngram")
+    decoder = SpeculativeDecoder("default", method="ngram")
     print(decoder.generate("Explain attention.", max_new_tokens=64).text)
 """
 

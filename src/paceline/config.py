@@ -1,98 +1,283 @@
-"""All that a user may choose about a decoder, validated once."""
+"""All that a user may choose, resolved and validated once.
+
+ModelConfig        which model, and how it runs
+SpeculativeConfig  how draft tokens are made and verified
+CacheConfig        how much the KV cache and the prefix cache hold
+EngineConfig       the three together, the engine, and how many sequences run at a time
+
+A field says in its metadata how it looks on the command line: flags and help are generated from it, so that an option is
+written down once. Nothing here imports torch: `paceline --help` must be quick.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.errors import OptionError
 
-METHODS = ("none", "draft", "foreign", "ngram", "suffix", "lookahead", "layerskip", "medusa", "eagle", "auto")
-ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
-RUNNERS = ("auto", "native", "hf")
 AUTO = "auto"
-LARGEST_K = 128
+NONE = "none"
+DRAFT_MODEL = "draft_model"  # the method of a draft model that is named without a method
+DEFAULT_MODEL = "default"
+RUNNERS = ("auto", "native", "hf")
+ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
+MAX_DRAFT_TOKENS = 128
+MAX_NUM_SEQS = 8
+PREFILL_CHUNK, SERVE_PREFILL_CHUNK = 2048, 256
+
+
+def option(default: Any, help: str, metavar: str = "", flags: tuple[str, ...] = (), **how: Any) -> Any:
+    """A field with a flag: `--field-name` unless `flags` says otherwise. how: passed on to argparse."""
+    metadata = {"help": help, "metavar": metavar, "flags": flags, "argparse": how}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderOptions:
-    """Which models, how they run, and how guesses are made.
+class ModelConfig:
+    """Which model, and how it runs."""
 
-    target, draft  a name (`default`, Hub id, directory, .gguf) or a loaded AutoModelForCausalLM
-    method         one of METHODS; None: `draft` if a draft was given, else `none`
-    num_draft_tokens   guesses a round, or "auto": as many as pay
-    acceptance     one of ACCEPTANCE; None: `token`, but a text with a seed is `coupled` where the clock decides what is
-                   guessed (num_draft_tokens or method "auto"), so that the same seed gives the same text
-    batch_invariant      on CUDA, texts of a batch are bit for bit those written one at a time, guessed for or not; slower
-    """
-
-    target: Any = "default"
-    draft: Any = None
-    method: str | None = None
-    num_draft_tokens: int | str = AUTO
-    dtype: str | None = None
-    draft_dtype: str | None = None
-    device: str | None = None
-    acceptance: str | None = None
-    runner: str = AUTO
-    batch_invariant: bool = False
+    model: Any = field(default=DEFAULT_MODEL)  # a name, a directory, a .gguf file, or a loaded AutoModelForCausalLM
     tokenizer: Any = None
-    max_num_seqs: int = 8
-    kv_cache_tokens: int | None = None  # tokens the cache holds over all texts; None: enough for max_num_seqs long ones
-    trust_remote_code: bool = False
-    method_options: dict[str, Any] = field(default_factory=dict)  # of the drafter: branches, layer, nodes, …
-    profile: Any = None  # costs measured earlier: core.budget.CostModel, or a Profile that `paceline tune` wrote
+    device: str | None = option(None, "cpu, cuda or cuda:N; default: cuda if there is one", "D")
+    dtype: str | None = option(None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T")
+    runner: str = option(AUTO, "auto, native or hf: which code runs the model", "R")
+    max_model_len: int | None = option(None, "longest sequence, prompt included; default: the model's own", "N", type=int)
+    batch_invariant: bool = option(
+        False, "on cuda: a batch computes bit for bit what its sequences compute alone; slower", action="store_true"
+    )
+    trust_remote_code: bool = option(False, "run code that comes with the model", action="store_true")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "method", _method(self.method, self.draft))
-        if isinstance(self.draft, str) and self.draft in METHODS:
-            object.__setattr__(self, "draft", None)
+        if self.model is None:
+            raise OptionError("model must be a name, a directory, a .gguf file or a loaded model, not None")
+        _set(self, model=_path_or_model(self.model), device=_device_name(self.device), dtype=_dtype_name(self.dtype))
+        _one_of("runner", self.runner, RUNNERS)
+        _set(self, max_model_len=_at_least("max_model_len", self.max_model_len, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How draft tokens are made and verified.
+
+    method            a name of drafting/registry.py; None: `draft_model` if a draft model is named, else `none`
+    num_draft_tokens  draft tokens a step, or "auto": as many as pay on this machine with this sequence, none if none do
+    acceptance        None: `token`; a seeded sequence is `coupled` where what is drafted depends on more than the
+                      sequence and its seed, so that the same seed gives the same output
+    """
+
+    method: str | None = option(None, "how to draft: {methods}", "M")
+    draft_model: Any = option(None, "a smaller model that drafts, or the directory of a trained head", "MODEL")
+    num_draft_tokens: int | str = option(
+        AUTO, f"draft tokens a step: 0 to {MAX_DRAFT_TOKENS}, or auto: as many as pay", "N", ("-k", "--num-draft-tokens")
+    )
+    draft_dtype: str | None = option(None, "dtype of the draft model; its errors cost acceptance, never output", "T")
+    acceptance: str | None = option(None, f"{', '.join(ACCEPTANCE)}; default: token", "R")
+    draft_options: dict[str, Any] = option(
+        {}, "an option of the method, such as nodes=24; repeatable", "NAME=VALUE", ("--draft-option",), action="append"
+    )
+    drafter: Any = None  # a Drafter of one's own, used instead of `method`
+
+    def __post_init__(self) -> None:
+        if self.draft_options is None or not isinstance(self.draft_options, Mapping):
+            raise OptionError(f"draft_options must be a dictionary of option names, not {self.draft_options!r}")
+        _set(
+            self,
+            draft_model=None if self.draft_model is None else _path_or_model(self.draft_model),
+            draft_dtype=_dtype_name(self.draft_dtype),
+            num_draft_tokens=checked_num_draft_tokens(self.num_draft_tokens),
+            method=self.method or (NONE if self.draft_model is None else DRAFT_MODEL),
+            draft_options=dict(self.draft_options),
+        )
+        if not isinstance(self.method, str):
+            raise OptionError(f"method must be a name, not {self.method!r}")
         if self.acceptance is not None:
             _one_of("acceptance", self.acceptance, ACCEPTANCE)
-        _one_of("runner", self.runner, RUNNERS)
-        object.__setattr__(self, "num_draft_tokens", checked_num_draft_tokens(self.num_draft_tokens))
-        if self.method in ("draft", "foreign") and self.draft is None:
-            raise OptionError(
-                f"method {self.method} needs a draft model: name one with draft=... (on the command line --draft)"
-            )
-        if not isinstance(self.max_num_seqs, int) or self.max_num_seqs < 1:
-            raise OptionError(f"largest_batch must be 1 or more, not {self.max_num_seqs!r}")
-        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 1:
-            raise OptionError(f"cache_tokens must be 1 or more, not {self.kv_cache_tokens!r}")
 
     @property
-    def by_the_clock(self) -> bool:
-        """Whether what is guessed depends on how long passes take, and so on more than the text and its seed."""
-        return self.method != "none" and AUTO in (self.method, self.num_draft_tokens)
+    def is_adaptive(self) -> bool:
+        """Whether what is drafted depends on how long passes take, and so on more than the sequence and its seed."""
+        return self.method != NONE and AUTO in (self.method, self.num_draft_tokens)
 
 
-def _method(method: str | None, draft: Any) -> str:
-    """The method's word; `draft="ngram"` is a way to write method="ngram"."""
-    if method is None:
-        if draft is None:
-            return "none"
-        return draft if isinstance(draft, str) and draft in METHODS else "draft"
-    _one_of("method", method, METHODS)
-    return method
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much is kept of sequences."""
+
+    kv_cache_tokens: int | None = option(
+        None, "tokens whose keys and values fit, over all sequences; default: enough for --max-num-seqs", "N", type=int
+    )
+    prefix_cache_tokens: int | None = option(
+        None, "tokens of finished sequences kept for shared prefixes; 0: none; default: what is free", "N", type=int
+    )
+    prefill_chunk_tokens: int | None = option(
+        None, "prompt tokens read between two steps of running sequences; default: 256 when serving", "N", type=int
+    )
+
+    def __post_init__(self) -> None:
+        _set(
+            self,
+            kv_cache_tokens=_at_least("kv_cache_tokens", self.kv_cache_tokens, 1),
+            prefix_cache_tokens=_at_least("prefix_cache_tokens", self.prefix_cache_tokens, 0),
+            prefill_chunk_tokens=_at_least("prefill_chunk_tokens", self.prefill_chunk_tokens, 1),
+        )
 
 
-def checked_num_draft_tokens(value: int | str) -> int | str:
-    """A k from 0 to 128, or "auto"."""
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from.
+
+    per_request  requests may choose their method and number of draft tokens, as the server's do
+    tuned        costs measured earlier: a TunedProfile that `paceline tune` wrote, or a core.cost_model.CostModel
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    engine: str = option("local", "which engine runs the model: {engines}", "E")
+    max_num_seqs: int = option(MAX_NUM_SEQS, "sequences generated at the same time; others wait", "N", type=int)
+    per_request: bool = False
+    tuned: Any = None
+
+    def __post_init__(self) -> None:
+        _set(self, max_num_seqs=_at_least("max_num_seqs", self.max_num_seqs, 1))
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens read between two steps. Serving keeps it short: every running sequence waits meanwhile."""
+        return self.cache.prefill_chunk_tokens or (SERVE_PREFILL_CHUNK if self.per_request else PREFILL_CHUNK)
+
+    @classmethod
+    def create(cls, model: Any = DEFAULT_MODEL, **options: Any) -> EngineConfig:
+        """From flat options: the fields of all four classes by their names. Raises OptionError for an unknown one."""
+        options["model"] = model
+        parts: dict[str, Any] = {}
+        for name, kind in PARTS.items():
+            parts[name] = kind(**{key: options.pop(key) for key in _names(kind) if key in options})
+        own = {key: options.pop(key) for key in _names(cls) if key in options}
+        if options:
+            raise OptionError(_unknown("option", options, option_names()))
+        return cls(**parts, **own)
+
+    def with_options(self, **options: Any) -> EngineConfig:
+        """The same with some options changed, named as in `create`."""
+        changed = self
+        for name, kind in PARTS.items():
+            own = {key: options.pop(key) for key in _names(kind) if key in options}
+            changed = replace(changed, **{name: replace(getattr(changed, name), **own)}) if own else changed
+        return replace(changed, **options) if options else changed
+
+
+PARTS: dict[str, type] = {"model": ModelConfig, "speculative": SpeculativeConfig, "cache": CacheConfig}
+
+
+def option_names() -> list[str]:
+    """Every name that `EngineConfig.create` takes."""
+    kinds = (*PARTS.values(), EngineConfig)
+    return list(dict.fromkeys(name for kind in kinds for name in _names(kind) if name not in ("speculative", "cache")))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def checked_num_draft_tokens(value: Any) -> int | str:
+    """A number from 0 to MAX_DRAFT_TOKENS, or "auto"."""
     if isinstance(value, str) and value != AUTO:
         try:
             value = int(value)
         except ValueError:
-            raise OptionError(f"draft tokens (k) must be 0 to {LARGEST_K} or auto, not {value!r}") from None
-    return value if isinstance(value, str) else checked_k(value)
+            raise _wrong_draft_tokens(value) from None
+    return AUTO if value == AUTO else checked_k(value)
 
 
-def checked_k(value: int) -> int:
+def checked_k(value: Any) -> int:
     """A number of draft tokens, or an error the user understands."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST_K:
-        raise OptionError(f"draft tokens (k) must be 0 to {LARGEST_K} or auto, not {value!r}")
-    return value
+    number = as_int(value)
+    if number is None or not 0 <= number <= MAX_DRAFT_TOKENS:
+        raise _wrong_draft_tokens(value)
+    return number
 
 
-def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+def _wrong_draft_tokens(value: Any) -> OptionError:
+    return OptionError(f"num_draft_tokens (k) must be 0 to {MAX_DRAFT_TOKENS} or auto, not {value!r}")
+
+
+def as_int(value: Any) -> int | None:
+    """A whole number of any kind (numpy's and torch's too) as an int; None for anything else, booleans included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return int(value.__index__())
+    except TypeError:  # torch: only a tensor with one whole number has an index
+        return None
+
+
+def unknown_names(what: str, names: Iterable[str], known: Iterable[str]) -> OptionError:
+    """The error for names that do not exist, with the nearest that do."""
+    return OptionError(_unknown(what, names, known))
+
+
+def _unknown(what: str, names: Iterable[str], known: Iterable[str]) -> str:
+    wrong = sorted(names)
+    near = difflib.get_close_matches(wrong[0], list(known), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"unknown {what}: {', '.join(wrong)}{hint}"
+
+
+def _names(kind: type) -> list[str]:
+    return [item.name for item in fields(kind)]
+
+
+def _set(config: Any, **values: Any) -> None:
+    """Write normalised values into a frozen record, from its own __post_init__ only."""
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+
+
+def _at_least(name: str, value: Any, least: int) -> int | None:
+    if value is None:
+        return None
+    number = as_int(value)
+    if number is None or number < least:
+        raise OptionError(f"{name} must be {least} or more, not {value!r}")
+    return number
+
+
+def _path_or_model(model: Any) -> Any:
+    """Paths as strings; names and loaded models as they are."""
+    if isinstance(model, os.PathLike):
+        return os.fspath(model)
+    if isinstance(model, bool | int | float | bytes | list | dict) or model == "":
+        raise OptionError(f"a model is a name, a directory, a .gguf file or a loaded model, not {model!r}")
+    return model
+
+
+def _device_name(device: Any) -> str | None:
+    """A device's name: torch's devices and bare CUDA indices are understood."""
+    index = as_int(device)
+    if index is not None:
+        return f"cuda:{index}"
+    if device is None or isinstance(device, str):
+        return device
+    if type(device).__name__ == "device":
+        return str(device)
+    raise OptionError(f"device must be cpu, cuda or cuda:N, not {device!r}")
+
+
+def _dtype_name(dtype: Any) -> str | None:
+    """A dtype's name: torch's dtypes are understood."""
+    if dtype is None or isinstance(dtype, str):
+        return dtype
+    if str(dtype).startswith("torch."):
+        return str(dtype).removeprefix("torch.")
+    raise OptionError(f"dtype must be a name such as fp32, bf16 or int8, not {dtype!r}")
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise OptionError(f"{name} must be one of {', '.join(known)}; not {value!r}")

@@ -1,30 +1,29 @@
-"""SpeculativeDecoder, the Python face."""
+"""SpeculativeDecoder, the Python face: any Engine, without asyncio."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, overload
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, TypeVar, overload
 
-import torch
-from torch import Tensor
-
-from paceline.build import Assembly, assemble
-from paceline.config import DecoderOptions, checked_num_draft_tokens
+from paceline.build import open_engine
+from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens, unknown_names
+from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.core.stats import SpecStats
-from paceline.core.stopping import StopRules
-from paceline.core.types import ModelInfo, RequestOutput, TokenLogprob
-from paceline.core.verify import COUPLED
-from paceline.engines.local.generate import Progress, run
-from paceline.engines.local.stop_conditions import stop_rules
-from paceline.errors import OptionError
-from paceline.hub.tokenizer import Message, Prompt, Stream, Tokenizer
-from paceline.kv.prefix_cache import common_prefix_length
+from paceline.core.stats import EngineStats, SpecStats
+from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
+from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.errors import EngineClosed, PromptError
+from paceline.hub.tokenizer import Message, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+REQUEST_NAMES = ("max_new_tokens", "stop", "ignore_eos", "logprobs", "num_draft_tokens", "method", "prediction")
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,174 +35,219 @@ class Result:
     finish_reason: str
     stats: SpecStats
     prompt_tokens: int
-    from_draft: list[bool]  # of each token: was it a draft token that stood?
+    from_draft: list[bool]  # for each token: whether it is an accepted draft token
     logprobs: list[TokenLogprob] | None = None
 
 
 class SpeculativeDecoder:
-    """Writes sequence with a language model, several tokens a pass, without changing what it would have written.
+    """Generates with a language model, several tokens a pass, without changing what it would have generated.
 
-        decoder = SpeculativeDecoder("default", draft="ngram", num_draft_tokens=4)
-        print(decoder.generate("Explain attention.", max_new_tokens=64).sequence)
+        with SpeculativeDecoder("default", method="ngram") as decoder:
+            print(decoder.generate("Explain attention.", max_new_tokens=64).text)
 
-    target        a name (`default`, a Hub id, a directory, a .gguf file) or a loaded AutoModelForCausalLM
-    draft         a smaller model, named the same way, or the word of a method that needs none ("ngram", …), or None
-    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": as many as pay on this machine with this sequence, none if none do
-    Further options are the fields of `paceline.config.DecoderOptions`.
+    model             a name (`default`, a Hub id, a directory, a .gguf file) or a loaded AutoModelForCausalLM
+    draft_model       a smaller model, named the same way, or None
+    method            how to draft, such as "ngram"; None: `draft_model` if there is one, else `none`
+    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": as many as pay here, none if none do
+    Further options are the fields of `paceline.config`. One decoder may be used from several threads.
     """
 
-    def __init__(self, target: Any = "default", draft: Any = None, **options: Any) -> None:
-        unknown = set(options) - set(DecoderOptions.__dataclass_fields__)
-        if unknown:
-            raise OptionError(f"unknown option: {', '.join(sorted(unknown))}")
-        self._assembly: Assembly = assemble(DecoderOptions(target, draft, **options))
-        self._parts = self._assembly.parts
-        self._resident: Sequence | None = None  # the last turn of a conversation, its cache still warm
+    def __init__(self, model: Any = "default", draft_model: Any = None, **options: Any) -> None:
+        if draft_model is not None:
+            options["draft_model"] = draft_model
+        self.config = EngineConfig.create(model, **options)
+        self._engine: Engine = open_engine(self.config)
+        self._loop = _LoopThread()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
 
     @property
     def info(self) -> ModelInfo:
-        return self._parts.target.info
+        return self._engine.info
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._assembly.tokenizer
+        tokenizer: Any = self._engine.tokenizer
+        return tokenizer  # type: ignore[no-any-return]
 
-    @property
-    def options(self) -> DecoderOptions:
-        return self._assembly.options
+    def stats(self) -> EngineStats:
+        """What was done since the decoder was opened."""
+        return self._engine.stats()
 
-    # --- sequence in, sequence out --------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        info = self.info
+        method = self.config.speculative.method
+        return f"SpeculativeDecoder(model={info.name!r}, method={method!r}, device={info.device!r}, dtype={info.dtype!r})"
+
+    def __enter__(self) -> SpeculativeDecoder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop and give the memory back. Closing twice is harmless."""
+        if self._loop.running:
+            self._loop.call(self._engine.close())
+            self._loop.stop()
+
+    # --- text in, text out --------------------------------------------------------------------------------------------
 
     @overload
     def generate(self, prompt: str | list[Message], **settings: Any) -> Result: ...
     @overload
     def generate(self, prompt: list[str] | list[list[Message]], **settings: Any) -> list[Result]: ...
     def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
-        """Write the continuation of a sequence, the answer to chat messages, or of a list of either, together.
+        """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, and the fields of SamplingParams
-        (temperature, top_k, top_p, min_p, penalties, logit_bias, seed). In a list, sequence i has seed + i.
+        (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
+        sequence i has seed + i.
         """
-        many = _is_many(prompt)
-        seqs = [self._text(one, seq_id, settings) for seq_id, one in enumerate(prompt if many else [prompt])]
-        for _ in run(seqs, self._parts, max_num_seqs=self.options.max_num_seqs):
-            pass
-        results = [self._result(seq) for seq in seqs]
-        return results if many else results[0]
+        several = _is_list_of_prompts(prompt)
+        prompts = prompt if several else [prompt]
+        requests = [self._request(item, index, settings) for index, item in enumerate(prompts)]
+        results = self._loop.call(self._collect_all(requests))
+        return results if several else results[0]
 
-    def stream(self, prompt: str | list[Message], *, keep_cache: bool = False, **settings: Any) -> Iterator[RequestOutput]:
-        """Yield pieces as they are written, one a token; `piece.from_draft` says whether it was a draft token that stood.
-
-        keep_cache: the sequence stays in memory afterwards, and the next call that begins with it reads only what is new.
-        """
-        seq = self._text(prompt, 0, settings)
-        if keep_cache:
-            self._take_over(seq)
-        characters = self.tokenizer.stream(seq.stopping.stop_strings)
-        try:
-            for progress in run([seq], self._parts, keep_caches=keep_cache):
-                yield from _pieces(progress, characters)
-        finally:
-            if keep_cache:
-                self._resident = seq
+    def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
+        """Yield outputs as they are generated; `output.from_draft` says whether its tokens are accepted draft tokens."""
+        return self._loop.iterate(self._engine.generate(self._request(prompt, 0, settings)))
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
-    def decode(self, input_ids: Tensor, attention_mask: Tensor | None = None, **settings: Any) -> Tensor:
-        """Token ids [batch, length] or [length] in; prompt and continuation out, padded on the right, as
-        transformers' generate returns them. Padding in front is marked by attention_mask."""
-        ids = input_ids if input_ids.dim() == 2 else input_ids[None]
-        prompts = prompts_in(ids, attention_mask)
-        seqs = [self._text(prompt, seq_id, settings) for seq_id, prompt in enumerate(prompts)]
-        for _ in run(seqs, self._parts, max_num_seqs=self.options.max_num_seqs):
-            pass
-        out = continued(ids, seqs, self._pad_token())
-        return out if input_ids.dim() == 2 else out[0]
+    def decode(self, input_ids: Any, attention_mask: Any = None, **settings: Any) -> Any:
+        """Token ids [batch, length] or [length] in; prompt and continuation out, padded on the right.
 
-    # --- inside -------------------------------------------------------------------------------------------------------
+        A tensor or a numpy array gives the same kind back, as transformers' generate does; attention_mask marks padding
+        in front.
+        """
+        array: TokenArray = as_token_array(input_ids)
+        prompts = prompts_of(array.ids, attention_mask)
+        requests = [self._request(prompt, index, settings) for index, prompt in enumerate(prompts)]
+        results = self._loop.call(self._collect_all(requests))
+        return array.like_input(append_generated(array.ids, [result.token_ids for result in results], self._pad_token()))
 
-    def _text(self, prompt: Prompt, seq_id: int, settings: dict[str, Any]) -> Sequence:
-        """A sequence ready to be written, or an OptionError or PromptError."""
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def _request(self, prompt: Any, index: int, settings: dict[str, Any]) -> Request:
+        """One request, or an OptionError or PromptError."""
         chosen = dict(settings)
-        stop = chosen.pop("stop", ())
-        wanted = chosen.pop("max_new_tokens", DEFAULT_NEW_TOKENS)
-        ignore_eos, logprobs = chosen.pop("ignore_eos", False), chosen.pop("logprobs", None)
-        num_draft_tokens = chosen.pop("num_draft_tokens", None)
-        unknown = set(chosen) - SAMPLING_NAMES
-        if unknown:
-            raise OptionError(f"unknown setting: {', '.join(sorted(unknown))}")
-        if chosen.get("seed") is not None:
-            chosen["seed"] = int(chosen["seed"]) + seq_id
-        ids = self.tokenizer.encode(prompt)
-        seq = Sequence(ids, SamplingParams(**chosen), self._rules(ids, wanted, stop, ignore_eos), logprobs=logprobs)
-        if num_draft_tokens is not None and checked_num_draft_tokens(num_draft_tokens) != "auto":
-            seq.num_draft_tokens = int(num_draft_tokens)
-        if seq.sampling.seed is not None and self.options.acceptance is None and self.options.by_the_clock:
-            seq.acceptance = COUPLED
-        return seq
+        if not chosen.pop("do_sample", True):
+            chosen["temperature"] = 0.0
+        own = {name: chosen.pop(name) for name in REQUEST_NAMES if name in chosen}
+        if unknown := set(chosen) - SAMPLING_NAMES:
+            raise unknown_names("setting", unknown, [*SAMPLING_NAMES, *REQUEST_NAMES, "do_sample"])
+        sampling = SamplingParams(**chosen)
+        if sampling.seed is not None and index:
+            sampling = replace(sampling, seed=sampling.seed + index)
+        num_draft_tokens = own.pop("num_draft_tokens", None)
+        if num_draft_tokens is not None:
+            number = checked_num_draft_tokens(num_draft_tokens)
+            num_draft_tokens = None if number == AUTO else number
+        own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
+        return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
 
-    def _rules(self, ids: list[int], wanted: int, stop: Any, ignore_eos: bool) -> StopRules:
-        return stop_rules(self.info, self.tokenizer, ids, wanted, stop, ignore_eos)
-
-    def _result(self, seq: Sequence) -> Result:
-        characters = self.tokenizer.stream(seq.stopping.stop_strings)
-        shown = characters.feed(seq.written) + characters.flush()
-        logprobs = seq.token_logprobs if seq.logprobs is not None else None
-        reason = seq.finish_reason or "abort"
-        return Result(shown, seq.written, reason, seq.stats, seq.prompt_length, seq.from_draft, logprobs)
-
-    def _take_over(self, seq: Sequence) -> None:
-        """Go on in the last turn's cache, as far as the new sequence begins as that one did."""
-        last, self._resident = self._resident, None
-        if last is None or last.seq_cache is None:
-            return
-        common = common_prefix_length(last.ids, seq.ids)
-        self._parts.target.truncate(last.seq_cache, min(common, len(seq.ids) - 1))
-        seq.seq_cache, last.seq_cache = last.seq_cache, None
-        seq.num_cached_tokens = seq.seq_cache.length
+    async def _collect_all(self, requests: list[Request]) -> list[Result]:
+        # All requests are checked before any starts, so that a wrong one costs nothing.
+        streams = [self._engine.generate(request) for request in requests]
+        tasks = [asyncio.ensure_future(_collect(stream, request)) for stream, request in zip(streams, requests)]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _pad_token(self) -> int:
         tokenizer = self.tokenizer.hf_tokenizer
-        for name in ("pad_token_id", "eos_token_id"):
-            if getattr(tokenizer, name, None) is not None:
-                return int(getattr(tokenizer, name))
+        for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+            if token is not None:
+                return int(token)
         return min(self.info.eos_token_ids, default=0)
 
 
-def continued(ids: Tensor, seqs: list[Sequence], pad: int) -> Tensor:
-    """Prompts [batch, length] with what was written behind them, shorter ones padded on the right."""
-    longest = max(seq.new_tokens for seq in seqs)
-    fresh = [seq.written + [pad] * (longest - seq.new_tokens) for seq in seqs]
-    return torch.cat([ids, torch.tensor(fresh, dtype=ids.dtype).reshape(len(seqs), longest).to(ids.device)], dim=-1)
+async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Result:
+    """Join the outputs of one request."""
+    outputs = [output async for output in stream]
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    logprobs = None
+    if request.logprobs is not None:
+        logprobs = [logprob for output in outputs for logprob in output.logprobs or ()]
+    return Result(
+        "".join(output.text for output in outputs),
+        [token for output in outputs for token in output.token_ids],
+        last.finish_reason,
+        last.stats or SpecStats(),
+        len(request.prompt),
+        [output.from_draft for output in outputs for _ in output.token_ids],
+        logprobs,
+    )
 
 
-def prompts_in(ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """The token ids of each row [batch, length] without its padding."""
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.reshape(ids.shape)
-    return [row[seen.bool()].tolist() for row, seen in zip(ids.cpu(), mask.cpu())]
+def _is_list_of_prompts(prompt: Any) -> bool:
+    """A list of prompts, as against one prompt that is a list of messages or of token ids."""
+    if isinstance(prompt, list | tuple) and not prompt:
+        raise PromptError("the list of prompts is empty")
+    return isinstance(prompt, list | tuple) and not isinstance(prompt[0], dict | int)
 
 
-def _is_many(prompt: Any) -> bool:
-    """A list of prompts, as against one prompt that is a list of messages."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], dict | int)
+# --- an event loop in a thread ----------------------------------------------------------------------------------------
 
 
-def _pieces(progress: Progress, characters: Stream) -> Iterator[RequestOutput]:
-    """One piece a token; the last one tells why the sequence ended."""
-    seq, emitted = progress.seq, progress.round.emitted
-    for index, token in enumerate(emitted):
-        shown = characters.feed([token])
-        last = seq.finished and index == len(emitted) - 1
-        if last:
-            shown += characters.flush()
-        logprobs = None
-        if seq.logprobs is not None:
-            logprobs = (seq.token_logprobs[seq.new_tokens - len(emitted) + index],)
-        yield RequestOutput(
-            shown,
-            (token,),
-            index < progress.round.accepted,
-            logprobs,
-            seq.finish_reason if last else None,
-            seq.stats if last else None,
-        )
+class _LoopThread:
+    """An event loop that callers of any thread hand their work to."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="paceline-decoder", daemon=True)
+        self._thread.start()
+
+    @property
+    def running(self) -> bool:
+        return not self._loop.is_closed()
+
+    def call(self, work: Coroutine[Any, Any, Made]) -> Made:
+        """Run a coroutine and wait for its result. An interrupt cancels it."""
+        if not self.running:
+            work.close()
+            raise EngineClosed("the decoder has been closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, stream: AsyncIterator[RequestOutput]) -> Iterator[RequestOutput]:
+        """The items of an asynchronous iterator; leaving early closes it."""
+        items: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
+        future = asyncio.run_coroutine_threadsafe(_forward(stream, items), self._loop)
+        try:
+            while (item := items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            future.cancel()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _forward(
+    stream: AsyncIterator[RequestOutput], items: queue.SimpleQueue[RequestOutput | BaseException | None]
+) -> None:
+    """Put every item into the queue, then what ended it: an error, or None."""
+    try:
+        async for item in stream:
+            items.put(item)
+        items.put(None)
+    except BaseException as error:  # the reader raises it, whatever it is
+        items.put(error)
+        if isinstance(error, asyncio.CancelledError):
+            raise
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]

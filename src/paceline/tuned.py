@@ -1,8 +1,8 @@
-"""paceline.toml: what `paceline tune` found out on this machine, for everything that decodes.
+"""paceline.toml: what `paceline tune` measured on this machine, for every command that generates.
 
-A profile belongs to one target. It names the method and the k that paid there, and holds what passes cost, so that
-`-k auto` starts from facts instead of a measurement of its own. Looked for at PACELINE_PROFILE, or else in the current
-directory. Whoever names a method or a draft is not overruled.
+A profile belongs to one model. It names the method and the number of draft tokens that paid there, and holds what passes
+cost, so that `-k auto` starts from measurements. It is read from PACELINE_PROFILE, or else from the current directory. A
+method or draft model that the user names overrules it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import AUTO, METHODS, DecoderOptions, checked_num_draft_tokens
+from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens
 from paceline.errors import OptionError
 
 FILE_NAME = "paceline.toml"
@@ -23,20 +23,20 @@ HEAD = "# Written by `paceline tune`. Delete it to go back to the defaults; edit
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class TunedProfile:
     """The advice, and the measurements it rests on.
 
     device             where it was measured: cpu, cuda:0, …
     dtype, draft_dtype as they were asked for; None: the default
     pass_seconds       of the target, by the tokens in a pass
-    draft_seconds      of a round's guessing, by the number of guesses
+    draft_seconds      of drafting, by the number of draft tokens a step
     """
 
     target: str
     device: str
     method: str = "none"
     num_draft_tokens: int | str = AUTO
-    draft: str | None = None
+    draft_model: str | None = None
     dtype: str | None = None
     draft_dtype: str | None = None
     advice: str = ""
@@ -47,12 +47,10 @@ class Profile:
     draft_seconds: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise OptionError(f"a profile's method must be one of {', '.join(METHODS)}, not {self.method!r}")
         object.__setattr__(self, "num_draft_tokens", checked_num_draft_tokens(self.num_draft_tokens))
 
 
-def profile_for(target: Any, path: Path | None = None) -> Profile | None:
+def profile_for(target: Any, path: Path | None = None) -> TunedProfile | None:
     """The profile that is in force for a target, or None. Raises OptionError where the file cannot be understood."""
     chosen = path or _place()
     if chosen is None or not chosen.is_file():
@@ -61,32 +59,35 @@ def profile_for(target: Any, path: Path | None = None) -> Profile | None:
     return found if isinstance(target, str | Path) and str(target) == found.target else None
 
 
-def adopted(options: DecoderOptions, *, chosen: bool) -> DecoderOptions:
-    """Options with what the profile in force adds to them.
+def adopted(config: EngineConfig, *, chosen: bool) -> EngineConfig:
+    """A configuration with what the profile in force adds to it.
 
-    chosen: the user named a method or a draft. Then the profile lends its costs, if it is about the same method, and
-    nothing else. A profile of another device or dtype than the one asked for is not in force.
+    chosen: the user named a method or a draft model. Then the profile lends its costs, if it is about the same method,
+    and nothing else. A profile of another device or dtype than the one asked for is not in force.
     """
-    profile = profile_for(options.target)
-    if profile is None or not _same_machine(profile, options):
-        return options
+    profile = profile_for(config.model.model)
+    if profile is None or not _same_machine(profile, config):
+        return config
+    speculative = config.speculative
     if chosen:
-        same = profile.method == options.method and profile.draft == options.draft
-        return replace(options, profile=profile) if same else options
-    return replace(
-        options,
+        same = profile.method == speculative.method and profile.draft_model == speculative.draft_model
+        return config.with_options(tuned=profile) if same else config
+    return config.with_options(
         method=profile.method,
-        draft=profile.draft,
-        num_draft_tokens=profile.num_draft_tokens if options.num_draft_tokens == AUTO else options.num_draft_tokens,
-        dtype=options.dtype or profile.dtype,
-        draft_dtype=options.draft_dtype or profile.draft_dtype,
-        profile=profile,
+        draft_model=profile.draft_model,
+        num_draft_tokens=(
+            profile.num_draft_tokens if speculative.num_draft_tokens == AUTO else speculative.num_draft_tokens
+        ),
+        dtype=config.model.dtype or profile.dtype,
+        draft_dtype=speculative.draft_dtype or profile.draft_dtype,
+        tuned=profile,
     )
 
 
-def _same_machine(profile: Profile, options: DecoderOptions) -> bool:
-    device = options.device is None or options.device == AUTO or profile.device.startswith(options.device)
-    return device and (options.dtype is None or options.dtype == profile.dtype)
+def _same_machine(profile: TunedProfile, config: EngineConfig) -> bool:
+    model = config.model
+    device = model.device is None or model.device == AUTO or profile.device.startswith(model.device)
+    return device and (model.dtype is None or model.dtype == profile.dtype)
 
 
 def _place() -> Path | None:
@@ -94,17 +95,17 @@ def _place() -> Path | None:
     return Path(named).expanduser() if named else Path(FILE_NAME)
 
 
-def read_profile(path: Path) -> Profile:
+def read_profile(path: Path) -> TunedProfile:
     """Read a file that `write_profile` wrote, or that was edited since."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         decoder, measured = document["decoder"], document.get("measured", {})
-        return Profile(
+        return TunedProfile(
             target=str(decoder["target"]),
             device=str(measured.get("device", "")),
             method=str(decoder.get("method", "none")),
             num_draft_tokens=decoder.get("num_draft_tokens", AUTO),
-            draft=decoder.get("draft"),
+            draft_model=decoder.get("draft_model"),
             dtype=decoder.get("dtype"),
             draft_dtype=decoder.get("draft_dtype"),
             advice=str(measured.get("advice", "")),
@@ -120,12 +121,12 @@ def read_profile(path: Path) -> Profile:
         raise OptionError(f"{path} is not a profile of paceline tune ({error}); delete it or run tune again") from error
 
 
-def write_profile(profile: Profile, path: Path) -> None:
+def write_profile(profile: TunedProfile, path: Path) -> None:
     """Write a profile; a reader sees the old file or the new one, never half of it."""
     sections: dict[str, dict[str, Any]] = {
         "decoder": {
             "target": profile.target,
-            "draft": profile.draft,
+            "draft_model": profile.draft_model,
             "method": profile.method,
             "num_draft_tokens": profile.num_draft_tokens,
             "dtype": profile.dtype,

@@ -45,7 +45,7 @@ def parts_of(target: TableRunner, drafter: Drafter, rule: str = "token") -> Engi
 def written(seqs: list[Sequence], parts: EngineParts) -> list[list[int]]:
     for _ in run(seqs, parts):
         pass
-    return [seq.written for seq in seqs]
+    return [seq.generated for seq in seqs]
 
 
 def plainly(target: TableRunner, seqs: list[Sequence]) -> list[list[int]]:
@@ -110,7 +110,7 @@ def test_a_text_may_come_and_go(target: TableRunner, drafter: Drafter) -> None:
     again = batch(length=9) + batch(length=9)
     for _ in run(again, parts, max_num_seqs=2):
         pass
-    assert [seq.written for seq in again[:3]] == [seq.written for seq in again[3:]]
+    assert [seq.generated for seq in again[:3]] == [seq.generated for seq in again[3:]]
 
 
 def test_the_invariant_holds_between_rounds(target: TableRunner, drafter: Drafter) -> None:

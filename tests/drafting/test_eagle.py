@@ -15,6 +15,7 @@ from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import DraftTree, path_to
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.device.graphs import EagerPool
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.eagle_graph import EagleGraphs
@@ -46,7 +47,7 @@ def toy_head(kind: str = EAGLE_3, seed: int = 0, vocab: int = 4) -> EagleHead:
 
 def looping(drafter: Eagle) -> Eagle:
     """The drafter with chains made as on CUDA, whole, but called instead of captured."""
-    drafter.loop = EagleGraphs(drafter._head, drafter._buffers, drafter._vocab, capture=lambda work: work)
+    drafter.loop = EagleGraphs(drafter._head, drafter._buffers, drafter._vocab, EagerPool())
     return drafter
 
 

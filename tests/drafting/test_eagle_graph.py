@@ -45,6 +45,6 @@ def test_captured_chains_guess_what_launches_would(monkeypatch: pytest.MonkeyPat
     found = [written(target, drafter, prompts, 4) for drafter in (captured, launched)]
     assert captured._buffers.version >= 2
     for seqs in found:
-        assert [seq.written for seq in seqs] == [seq.written for seq in plain]
+        assert [seq.generated for seq in seqs] == [seq.generated for seq in plain]
     accepted = [sum(seq.stats.accepted for seq in seqs) for seqs in found]
     assert accepted[0] == pytest.approx(accepted[1], abs=2)  # products of other shapes round in other ways

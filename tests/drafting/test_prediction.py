@@ -14,7 +14,7 @@ from tests.support.drafter_exactness import check_greedy, check_sampled, written
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
     seq = Sequence([1, 2], SamplingParams(), StopRules(100))
-    seq.prediction = prediction
+    seq.params.prediction = prediction
     drafter.begin(seq, None)
     return seq
 

@@ -27,7 +27,7 @@ def every_method(blur: float = 0.3) -> DrafterRouter:
 
 def text_of(method: str | None, prediction: list[int] | None = None) -> Sequence:
     seq = Sequence([1, 2, 3, 1, 2], SamplingParams(), StopRules(100))
-    seq.method, seq.prediction = method, prediction
+    seq.params.method, seq.params.prediction = method, prediction
     return seq
 
 

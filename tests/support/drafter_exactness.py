@@ -47,7 +47,7 @@ def batch(
     for seq_id, (place, budget) in enumerate([*enumerate(BUDGETS)] * copies):
         own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + seq_id)
         seq = Sequence(PROMPT[place:], own, StopRules(length if budget else length // 4))
-        seq.num_draft_tokens, seq.prediction, seq.method = budget, prediction, methods[place]
+        seq.num_draft_tokens, seq.params.prediction, seq.params.method = budget, prediction, methods[place]
         seqs.append(seq)
     return seqs
 
@@ -63,7 +63,7 @@ def written_by(drafter: Drafter, **about: Any) -> list[Sequence]:
 def check_greedy(drafter: Drafter, **about: Any) -> SpecStats:
     """Every text is the plain one; and the drafter did guess something right, or this shows nothing."""
     plain, drafted = written_by(NoDraft()), written_by(drafter, **about)
-    assert [seq.written for seq in drafted] == [seq.written for seq in plain]
+    assert [seq.generated for seq in drafted] == [seq.generated for seq in plain]
     assert drafted[1].stats.drafted == 0, "a budget of 0 is no guess"
     total = SpecStats()
     for seq in drafted:

@@ -138,7 +138,7 @@ def assert_unchanged(target: object, drafter: Drafter, prompts: list[list[int]],
     """The texts are what the target alone writes; returns what was counted."""
     plain = greedy_run(target, NoDraft(), prompts, length, 0)
     drafted = greedy_run(target, drafter, prompts, length, k)
-    assert [seq.written for seq in drafted] == [seq.written for seq in plain]
+    assert [seq.generated for seq in drafted] == [seq.generated for seq in plain]
     total = SpecStats()
     for seq in drafted:
         total.add(seq.stats)

@@ -66,7 +66,7 @@ def alone(prompt: list[int], new_tokens: int) -> list[int]:
     seq = text_of(prompt, new_tokens)
     for _ in run([seq], parts(TableRunner(vocab_size=6, order=2, seed=3), budget=FixedDraftLength(0))):
         pass
-    return seq.written
+    return seq.generated
 
 
 def tokens_of(told: list[StepOutput]) -> list[int]:

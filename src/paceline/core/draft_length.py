@@ -36,8 +36,8 @@ class DraftLengthPolicy(Protocol):
 
 def within_room(seq: Sequence, k: int) -> int:
     """Never draft token past the end: a step writes at most k + 1 tokens. A sequence's own k goes before the draft length's."""
-    wanted = k if seq.num_draft_tokens is None else seq.num_draft_tokens
-    return max(0, min(wanted, seq.room - 1))
+    wanted = k if seq.params.num_draft_tokens is None else seq.params.num_draft_tokens
+    return max(0, min(wanted, seq.remaining_tokens - 1))
 
 
 class FixedDraftLength:
@@ -185,11 +185,11 @@ class AdaptiveDraftLength:
         """A plain step that changes nothing costs nothing: no sums are done until there is a reason to."""
         if self._may_probe(len(seqs)) or any(seq.seq_id not in self._resting for seq in seqs):
             return False
-        return all(seq.num_draft_tokens is None for seq in seqs)
+        return all(seq.params.num_draft_tokens is None for seq in seqs)
 
     def _choose(self, seqs: list[Sequence], states: list[_TextState], limits: list[int]) -> list[int]:
-        free = [index for index, seq in enumerate(seqs) if seq.num_draft_tokens is None]
-        chosen = [0 if seq.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
+        free = [index for index, seq in enumerate(seqs) if seq.params.num_draft_tokens is None]
+        chosen = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
         self._probing, self._resting = False, frozenset()
         if not any(limits[index] for index in free):
             return chosen
@@ -317,4 +317,4 @@ class AdaptiveDraftLength:
 
 def _kind(seq: Sequence) -> str:
     """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
-    return seq.method or (PREDICTED if seq.prediction else "")
+    return seq.params.method or (PREDICTED if seq.params.prediction else "")

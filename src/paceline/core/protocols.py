@@ -9,7 +9,7 @@ A class that implements one of them inherits from it: what has a sensible defaul
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -35,11 +35,31 @@ from paceline.errors import CapabilityError
 Adapter = Callable[[Tensor], Tensor]
 
 
+class BlockPool(Protocol):
+    """The blocks of a KV cache, as far as the scheduler uses them. kv/block_manager.py is the one implementation."""
+
+    num_blocks: int
+    block_size: int
+    free: int
+
+    @property
+    def used(self) -> int: ...
+
+    def table(self, holder: Hashable) -> list[int]: ...
+    def grow(self, holder: Hashable, tokens: int) -> bool: ...
+    def shrink(self, holder: Hashable, tokens: int) -> None: ...
+    def release(self, holder: Hashable) -> None: ...
+
+
 class Runner(Protocol):
-    """One model, many sequences. Owns the KV tensors."""
+    """One model, many sequences. Owns the KV tensors; which blocks of them a sequence has is decided by its engine.
+
+    blocks  the pool of the engine; the holder of blocks is a SequenceCache
+    """
 
     info: ModelInfo
     capabilities: frozenset[Capability]
+    blocks: BlockPool
     decode_steps: int = 1  # plain steps the runner takes in a row without returning to the host; 1: it does not
 
     # --- sequence caches ----------------------------------------------------------------------------------------------
@@ -151,7 +171,9 @@ class Drafter(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Token ids <-> characters, for one model."""
+    """Token ids <-> characters, for one model. `hf_tokenizer` is the tokenizer of transformers behind it."""
+
+    hf_tokenizer: Any
 
     def encode(self, prompt: Any) -> list[int]:
         """Token ids of a string, or of chat messages through the model's template. Raises PromptError."""

@@ -1,6 +1,30 @@
-"""Random numbers that depend on a seed and a position alone."""
+"""The random numbers of one sequence: one source, two streams.
+
+next          numbers in the order they are asked for, from the sequence's own generator
+at_positions  numbers that depend on the seed and a position alone: the same whatever was drafted before
+"""
 
 from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SequenceRng:
+    """Uniform numbers in [0, 1) of one sequence, in float64."""
+
+    def __init__(self, seed: int | None) -> None:
+        # Without a seed of its own a sequence draws one from torch's generator, so that torch.manual_seed decides.
+        self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed
+        self.generator = torch.Generator().manual_seed(self.seed & (2**63 - 1))
+
+    def next(self, count: int) -> Tensor:
+        """The next `count` numbers of the generator. float64 [count]"""
+        return torch.rand(count, generator=self.generator, dtype=torch.float64)
+
+    def at_positions(self, first: int, count: int) -> Tensor:
+        """The numbers of positions first to first + count. float64 [count]"""
+        return torch.tensor([position_uniform(self.seed, first + step) for step in range(count)], dtype=torch.float64)
 
 
 def position_uniform(seed: int, position: int) -> float:

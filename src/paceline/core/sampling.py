@@ -13,10 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.config import as_int
 from paceline.errors import OptionError
 
 
@@ -37,18 +39,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_p"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise OptionError(f"{name} must be a number, not {value!r}")
+            object.__setattr__(self, name, _number(name, value))
         if self.temperature < 0:
             raise OptionError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise OptionError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise OptionError(f"min_p must lie between 0 and 1, not {self.min_p}")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+        if (as_int(self.top_k) or 0) < 0:
             raise OptionError(f"top_k must be 0 (all) or a positive whole number, not {self.top_k!r}")
         if self.repetition_penalty <= 0:
             raise OptionError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        object.__setattr__(self, "top_k", _whole("top_k", self.top_k))
+        object.__setattr__(self, "seed", None if self.seed is None else _whole("seed", self.seed))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -69,6 +73,36 @@ class SamplingParams:
         """The temperature is all that shapes the distribution drawn from."""
         cut = self.top_k or self.top_p < 1 or self.min_p
         return not (self.greedy or cut or self.penalised or self.logit_bias)
+
+
+def _number(name: str, value: Any) -> float:
+    """A finite number of any kind, numpy's included, as it was given if it is Python's own."""
+    if isinstance(value, bool) or not isinstance(value, int | float) and not hasattr(value, "__float__"):
+        raise OptionError(f"{name} must be a number, not {value!r}")
+    number = value if isinstance(value, int | float) else float(value)
+    if not math.isfinite(number):
+        raise OptionError(f"{name} must be a number, not {value!r}")
+    return number
+
+
+def _whole(name: str, value: Any) -> int:
+    number = as_int(value)
+    if number is None:
+        raise OptionError(f"{name} must be a whole number, not {value!r}")
+    return number
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    """Token ids to finite numbers. OpenAI's string keys are understood."""
+    if not isinstance(bias, Mapping):
+        raise OptionError(f"logit_bias maps token ids to numbers, not {bias!r}")
+    checked: dict[int, float] = {}
+    for token, value in bias.items():
+        number = int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else as_int(token)
+        if number is None:
+            raise OptionError(f"logit_bias is keyed by token ids, not {token!r}")
+        checked[number] = _number("a logit_bias", value)
+    return checked
 
 
 @dataclass(frozen=True, slots=True)

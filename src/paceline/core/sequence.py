@@ -1,24 +1,25 @@
-"""One sequence in progress: its ids, its own generator, why it ended."""
+"""One sequence being generated: its ids, its random numbers, why it ended."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from paceline.core.rng import position_uniform
+from paceline.core.rng import SequenceRng
 from paceline.core.sampling import History, SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
 from paceline.core.types import SequenceCache, TokenLogprob
+from paceline.core.verify import RULES, AcceptanceRule
 
-_numbers = itertools.count()
+_seq_ids = itertools.count()
 
 
 class Constraint(Protocol):
-    """A grammar over one sequence. It never changes what it is asked about: the same path gives the same mask."""
+    """A grammar over one sequence. Asking never changes it: the same path gives the same mask."""
 
     def allowed(self, path: list[int]) -> Tensor:
         """bool [vocab]: which tokens may follow the sequence and then `path`."""
@@ -27,49 +28,58 @@ class Constraint(Protocol):
         """These tokens are now part of the sequence."""
 
 
-class Sequence:
-    """One sequence: what was given, what was written, and everything that belongs to it alone.
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """How one sequence is generated. Decided once, before it starts.
 
-    Between steps the target's sequence cache holds every token of `ids` but the last (the invariant of decode/step.py).
+    rule              how its draft tokens are verified
+    method            which drafter drafts for it, where there is a choice
+    num_draft_tokens  its own number of draft tokens a step; None: the draft-length policy decides
+    logprobs          alternatives to report for each token; None: no log-probabilities
     """
 
-    def __init__(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        stopping: StopRules,
-        *,
-        constraint: Constraint | None = None,
-        logprobs: int | None = None,
-    ) -> None:
-        self.seq_id = next(_numbers)  # state kept elsewhere is keyed by this
+    sampling: SamplingParams
+    stopping: StopRules
+    rule: AcceptanceRule = RULES["token"]
+    constraint: Constraint | None = None
+    method: str | None = None
+    num_draft_tokens: int | None = None
+    prediction: list[int] | None = None
+    logprobs: int | None = None
+
+
+class Sequence:
+    """What was given, what was generated, and everything that belongs to one sequence alone.
+
+    Between steps the target's sequence cache holds every token of `ids` but the last.
+    """
+
+    def __init__(self, prompt: list[int], params: SequenceParams) -> None:
+        self.seq_id = next(_seq_ids)  # state kept elsewhere is keyed by this
+        self.params = params
         self.ids = list(prompt)
         self.prompt_length = len(prompt)
-        self.sampling = sampling
-        self.stopping = stopping
-        self.constraint = constraint
-        self.logprobs = logprobs
-        # Without a seed of its own a sequence draws one from torch's generator, so that torch.manual_seed still decides.
-        self.seed = sampling.seed if sampling.seed is not None else int(torch.randint(2**63 - 1, ()))
-        self.rng = torch.Generator().manual_seed(self.seed & (2**63 - 1))
+        self.rng = SequenceRng(params.sampling.seed)
         self.seq_cache: SequenceCache | None = None
-        self.num_cached_tokens = 0  # tokens of its beginning that were in the cache before it came
-        self.keep_cache = False  # once it is over: its cache is kept, and another sequence may go on from there
+        self.num_cached_tokens = 0  # tokens of its prompt that the prefix cache held
+        self.keep_cache = False  # once it has ended: its cache is kept, and another sequence may go on from there
         self.finish_reason: str | None = None
-        self.from_draft: list[bool] = []  # of each written token: was it a draft token that stood?
+        self.from_draft: list[bool] = []  # for each generated token: whether it is an accepted draft token
         self.token_logprobs: list[TokenLogprob] = []
         self.stats = SpecStats()
-        self.acceptance: str | None = None  # a rule of its own; None: the judge's
-        self.method: str | None = None  # which drafter writes this sequence, where there is a choice
-        self.prediction: list[int] | None = None
-        self.num_draft_tokens: int | None = None  # a draft length of its own
+
+    # --- what it is made of -------------------------------------------------------------------------------------------
 
     @property
-    def written(self) -> list[int]:
+    def sampling(self) -> SamplingParams:
+        return self.params.sampling
+
+    @property
+    def generated(self) -> list[int]:
         return self.ids[self.prompt_length :]
 
     @property
-    def new_tokens(self) -> int:
+    def num_new_tokens(self) -> int:
         return len(self.ids) - self.prompt_length
 
     @property
@@ -77,54 +87,72 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be written."""
-        return self.stopping.max_new_tokens - self.new_tokens
+    def remaining_tokens(self) -> int:
+        """Tokens that may still be generated."""
+        return self.params.stopping.max_new_tokens - self.num_new_tokens
+
+    @property
+    def is_greedy_argmax(self) -> bool:
+        """Whether the argmax of the raw logits is all that decides, and nothing but the token is reported."""
+        params = self.params
+        return params.sampling.plain_greedy and params.constraint is None and params.logprobs is None
 
     def history(self, path: list[int]) -> History:
         """What stands before the node at the end of `path`."""
-        return History(self.ids[: self.prompt_length], self.written + path)
+        return History(self.ids[: self.prompt_length], self.generated + path)
 
-    def seeded_uniforms(self, depth: int, count: int) -> Tensor:
-        """Numbers of seed and position, from `depth` tokens on: the coupled rule draws with them. float64 [count]"""
-        first = self.new_tokens + depth
-        return torch.tensor([position_uniform(self.seed, first + step) for step in range(count)], dtype=torch.float64)
+    # --- random numbers -----------------------------------------------------------------------------------------------
+
+    def verify_uniforms(self, count: int) -> Tensor:
+        """The numbers the acceptance rule draws with. float64 [count]"""
+        return self.rng.at_positions(self.num_new_tokens, count) if self.params.rule.seeded else self.rng.next(count)
 
     def draft_uniforms(self, depth: int, count: int = 1) -> Tensor:
-        """Numbers to draw draft tokens with, `depth` draft tokens on from here: float64 [count].
+        """Numbers to draw draft tokens with, from `depth` draft tokens on. float64 [count]
 
-        Where the target will draw from numbers known beforehand, the draft tokens are drawn from the very same: the nearer
-        the two distributions, the oftener the two draws agree.
+        Under a seeded rule they are the numbers the target will draw with: the closer the two distributions, the more
+        often the two draws agree.
         """
-        if self.acceptance == "coupled":
-            return self.seeded_uniforms(depth, count)
-        return torch.rand(count, generator=self.rng, dtype=torch.float64)
+        if self.params.rule.seeded:
+            return self.rng.at_positions(self.num_new_tokens + depth, count)
+        return self.rng.next(count)
+
+    # --- written by its owner, the engine -----------------------------------------------------------------------------
+
+    def start(self, seq_cache: SequenceCache) -> None:
+        """The target's cache of this sequence; what it already holds came from the prefix cache."""
+        self.seq_cache, self.num_cached_tokens = seq_cache, seq_cache.length
+
+    def release_cache(self) -> SequenceCache | None:
+        """Take the cache away from the sequence."""
+        seq_cache, self.seq_cache = self.seq_cache, None
+        return seq_cache
 
     def extend(self, tokens: list[int], accepted: int) -> list[int]:
-        """Append a run, the first `accepted` of them draft tokens; returns what of it really belongs to the sequence."""
-        before = self.new_tokens
+        """Append a run, the first `accepted` of them draft tokens; returns what of it belongs to the sequence."""
+        before = self.num_new_tokens
         self.ids += tokens
-        stop = self.stopping.check(self.written, len(tokens))
+        stop = self.params.stopping.check(self.generated, len(tokens))
         if stop is not None:
             self.finish_reason = stop.reason
             del self.ids[self.prompt_length + stop.kept :]
-        emitted = self.written[before:]
+        emitted = self.generated[before:]
         self.from_draft += [index < accepted for index in range(len(emitted))]
-        if self.constraint is not None:
-            self.constraint.advance(emitted)
+        if self.params.constraint is not None:
+            self.params.constraint.advance(emitted)
         return emitted
 
 
-def alike(seqs: list[Sequence]) -> list[list[int]]:
-    """Places of sequences whose distributions are made the same way from logits alone: those are worked on together.
+def group_by_sampling(seqs: list[Sequence]) -> list[list[int]]:
+    """Indices of sequences whose distributions are computed the same way from logits alone: those are batched.
 
-    A sequence with penalties, biases or a grammar has a way of its own.
+    A sequence with penalties, biases or a grammar is a group of its own.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, seq in enumerate(seqs):
         sampling = seq.sampling
         key: tuple[object, ...] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        if sampling.penalised or sampling.logit_bias or seq.constraint is not None:
+        if sampling.penalised or sampling.logit_bias or seq.params.constraint is not None:
             key = (*key, index)
         groups.setdefault(key, []).append(index)
     return list(groups.values())

@@ -165,6 +165,14 @@ class StepResult:
     emitted: list[int] = field(default_factory=list)
     accepted: int = 0  # draft tokens among the emitted ones
 
+    def add_to(self, stats: SpecStats) -> None:
+        """Count this step. Several plain steps that were taken as one count as several."""
+        if not len(self.tree):
+            stats.add_plain(len(self.emitted))
+        else:
+            cut = len(self.emitted) < len(self.verified.accepted) + 1
+            stats.add_step(self.tree, self.accepted, len(self.emitted), cut)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftInput:

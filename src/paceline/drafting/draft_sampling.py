@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import distribution, draw
-from paceline.core.sequence import Sequence, alike
+from paceline.core.sequence import Sequence, group_by_sampling
 from paceline.core.types import DraftOutput
 
 
@@ -47,7 +47,7 @@ def choose(
     for index, seq in enumerate(seqs):
         if seq.sampling.plain_greedy:
             drawn[index].tokens.append(best[index])
-    for places in alike([seqs[index] for index in drawing]):
+    for places in group_by_sampling([seqs[index] for index in drawing]):
         group = [drawing[place] for place in places]
         _draw([seqs[index] for index in group], logits_of(group), [drawn[index] for index in group])
 

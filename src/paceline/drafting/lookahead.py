@@ -111,7 +111,7 @@ class Lookahead(Drafter):
         self._read(ahead, seq.ids)
         draft_tokens = draft_tree.merge(ahead.pool.after(seq.ids[-1]), budget)
         # Close to the end the window would reach past the longest sequence, and what it finds would come too late.
-        if not self.window or seq.room < self.columns + self.run:
+        if not self.window or seq.remaining_tokens < self.columns + self.run:
             return draft_tokens
         self._fill(ahead, seq.ids)
         ahead.tree = _with_window(draft_tokens, ahead.columns)

@@ -57,8 +57,8 @@ class Prediction(Drafter):
         self._threads: dict[int, _Thread] = {}
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        if seq.prediction:
-            self._threads[seq.seq_id] = _Thread(list(seq.prediction), self._indexed(seq.prediction))
+        if seq.params.prediction:
+            self._threads[seq.seq_id] = _Thread(list(seq.params.prediction), self._indexed(seq.params.prediction))
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         return [self._guess(seq, budget) for seq, budget in zip(seqs, num_draft_tokens)]
@@ -73,7 +73,7 @@ class Prediction(Drafter):
         thread = self._threads.get(seq.seq_id)
         if thread is None or not budget:
             return draft_tree.empty()
-        self._follow(thread, seq.written)
+        self._follow(thread, seq.generated)
         return draft_tree.empty() if thread.at is None else draft_tree.chain(thread.prediction[thread.at : thread.at + budget])
 
     def _follow(self, thread: _Thread, written: list[int]) -> None:

@@ -30,11 +30,11 @@ class DrafterRouter(Drafter):
 
     def method_of(self, seq: Sequence) -> str:
         """The method that drafts for a sequence. Raises OptionError if it names one that is not offered."""
-        if seq.method is None:
-            return PREDICTION if seq.prediction and PREDICTION in self.drafters else self.default
-        if seq.method not in self.drafters:
-            raise OptionError(f"method {seq.method!r} is not offered here; there is {', '.join(self.drafters)}")
-        return seq.method
+        if seq.params.method is None:
+            return PREDICTION if seq.params.prediction and PREDICTION in self.drafters else self.default
+        if seq.params.method not in self.drafters:
+            raise OptionError(f"method {seq.params.method!r} is not offered here; there is {', '.join(self.drafters)}")
+        return seq.params.method
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self.drafters[self.method_of(seq)].begin(seq, prompt)
@@ -53,7 +53,7 @@ class DrafterRouter(Drafter):
             self.drafters[method].observe([seqs[place] for place in places], [results[place] for place in places])
 
     def end(self, seq: Sequence) -> None:
-        if seq.method is None or seq.method in self.drafters:  # else it was refused, and never began
+        if seq.params.method is None or seq.params.method in self.drafters:  # else it was refused, and never began
             self.drafters[self.method_of(seq)].end(seq)
 
     def _by_method(self, seqs: list[Sequence]) -> dict[str, list[int]]:

@@ -92,7 +92,7 @@ class Suffix(Drafter):
 
     def end(self, seq: Sequence) -> None:
         if self._texts.pop(seq.seq_id, None) is not None and self._store is not None:
-            self._store.add(seq.written)
+            self._store.add(seq.generated)
 
     def forecast(self, seq: Sequence, budget: int) -> Forecast:
         """The draft tokens for a sequence, and how many of them are expected to stand. Depends on what is written, only."""

@@ -66,11 +66,11 @@ class Tokenizer:
         """Characters without the model's special tokens."""
         return str(self.hf_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def stream(self, stops: tuple[str, ...] = ()) -> Stream:
-        return Stream(self, stops)
+    def stream(self, stops: tuple[str, ...] = ()) -> StreamDetokenizer:
+        return StreamDetokenizer(self, stops)
 
 
-class Stream:
+class StreamDetokenizer:
     """Turns tokens into characters as they come: no half characters, and nothing of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.build import assemble
-from paceline.config import METHODS, DecoderOptions
+from paceline.build import build_engine
+from paceline.config import EngineConfig
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
-from paceline.decoder import continued, prompts_in
-from paceline.engines.local.generate import run
-from paceline.errors import OptionError, PromptError
+from paceline.core.token_arrays import append_generated, prompts_of
+from paceline.errors import OptionError
 
 # transformers' class -> (where it keeps its value, our setting)
 PROCESSORS = {
@@ -37,32 +36,36 @@ def hf_generate(
     logits_processor: Any = (),
     stopping_criteria: Any = (),
     generation_config: Any = None,
-    draft: Any = "ngram",
+    method: str | None = None,
+    draft_model: Any = None,
     num_draft_tokens: int | str = 4,
     **model_kwargs: Any,
 ) -> Any:
     """The callable for `custom_generate=`: the same call, the same result, decoded speculatively.
 
-    draft         "ngram", another method's word, a loaded draft model, or a model's name; give it to generate(...)
-    num_draft_tokens  guesses a round, 0 to 128, or "auto"
+    method            how to draft; give it to generate(...). Default: `draft_model` if there is one, else `ngram`
+    draft_model       a loaded draft model, or a model's name; one that is named is loaded at every call
+    num_draft_tokens  draft tokens a step, 0 to 128, or "auto"
     Sampling settings, lengths and end tokens are those of the call. What cannot be honoured (beams, processors and
-    criteria of your own, scores) raises OptionError. A draft that is named is loaded at every call: load it yourself.
+    criteria of your own, scores) raises OptionError.
     """
     _refuse_what_has_no_meaning_here(generation_config, model_kwargs)
     sampling = sampling_from(logits_processor, bool(generation_config.do_sample))
     pad = _pad_token(generation_config)
-    prompts = prompts_in(input_ids, model_kwargs.get("attention_mask"))
-    if not all(prompts):
-        raise PromptError("a prompt is empty; there is nothing to continue")
-    rules = rules_from(stopping_criteria, input_ids.shape[-1])
-    named = isinstance(draft, str) and draft not in METHODS  # then the two vocabularies have to be compared
-    options = DecoderOptions(
-        model, draft, num_draft_tokens=num_draft_tokens, tokenizer=None if named else _IdsOnly(), max_num_seqs=len(prompts)
+    prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
+    rules = stop_rules_from(stopping_criteria, input_ids.shape[-1])
+    config = EngineConfig.create(
+        model,
+        method=method or ("ngram" if draft_model is None else None),
+        draft_model=draft_model,
+        num_draft_tokens=num_draft_tokens,
+        tokenizer=None if isinstance(draft_model, str) else _IdsOnly(),  # two vocabularies have to be compared
+        max_num_seqs=len(prompts),
+        prefix_cache_tokens=0,
     )
-    seqs = [Sequence(prompt, sampling, rules) for prompt in prompts]
-    for _ in run(seqs, assemble(options).parts, max_num_seqs=len(seqs)):
-        pass
-    return _as_asked(continued(input_ids, seqs, pad), generation_config)
+    params = SequenceParams(sampling, rules)
+    seqs = build_engine(config).run([Sequence(prompt, params) for prompt in prompts])
+    return _as_asked(append_generated(input_ids, [seq.generated for seq in seqs], pad), generation_config)
 
 
 def sampling_from(processors: Any, do_sample: bool) -> SamplingParams:
@@ -77,7 +80,7 @@ def sampling_from(processors: Any, do_sample: bool) -> SamplingParams:
     return SamplingParams(**found) if do_sample else SamplingParams(**{**found, "temperature": 0.0})
 
 
-def rules_from(criteria: Any, prompt_length: int) -> StopRules:
+def stop_rules_from(criteria: Any, prompt_length: int) -> StopRules:
     """What ends a text, from a list of transformers' criteria."""
     room, ends = 1 << 20, frozenset[int]()
     for criterion in criteria or ():

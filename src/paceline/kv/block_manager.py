@@ -1,8 +1,8 @@
-"""Pages of the cache: who holds which, how many are free.
+"""Blocks of a KV cache: who holds which, how many are free.
 
-A sequence's tokens lie in blocks of `size` tokens. A sequence gets neighbouring blocks as long as there are any: looking back
-over neighbours copies nothing. Pages may be held by several sequences at once: a shared prompt is stored once. A block held
-by more than one is never written; whoever must write into it first gets a copy (see `writable`).
+The tokens of a sequence lie in blocks of `block_size` tokens, listed in its block table. A sequence gets neighbouring
+blocks as long as there are any: attention over neighbours copies nothing. Several holders may share a block: a common
+prompt is stored once. A shared block is never written; a holder that must write into it first gets a copy (`writable`).
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from dataclasses import dataclass
 
 from paceline.errors import OutOfMemory
 
-BLOCK_SIZE = 64  # tokens a block. Prompts are cut at multiples of it: a sequence then does not depend on its batch
-KNOB = "give the cache more pages (--cache-tokens), run fewer texts at a time, or shorten them"
+BLOCK_SIZE = 64  # tokens. Prompts are cut at multiples of it: what a sequence computes does not depend on its batch
+UNBOUNDED = 1 << 24  # blocks of a pool that only counts, for runners whose buffers grow as they like
+ADVICE = "give the cache more blocks (--kv-cache-tokens), run fewer sequences at a time, or shorten them"
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A block whose content must be copied before the holder may write."""
+class BlockCopy:
+    """A block whose content must be copied before its holder may write."""
 
     source: int
     target: int
 
 
 class BlockManager:
-    """A fixed number of blocks and the lists of who holds them."""
+    """A fixed number of blocks and the block tables of their holders."""
 
-    def __init__(self, blocks: int, size: int) -> None:
-        self.blocks, self.size = blocks, size
-        self.free = blocks
-        self._holders = [0] * blocks
+    def __init__(self, num_blocks: int = UNBOUNDED, block_size: int = BLOCK_SIZE) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.free = num_blocks
+        self._holders: dict[int, int] = {}  # of each block that is used: by how many
         self._tables: dict[Hashable, list[int]] = {}
 
     @property
     def used(self) -> int:
-        return self.blocks - self.free
+        return self.num_blocks - self.free
 
     def needed(self, tokens: int) -> int:
-        """Pages that hold this many tokens."""
-        return -(-tokens // self.size)
+        """Blocks that hold this many tokens."""
+        return -(-tokens // self.block_size)
 
     def table(self, holder: Hashable) -> list[int]:
         """The holder's blocks in the order of its tokens. Not a copy: do not change it."""
@@ -53,7 +54,9 @@ class BlockManager:
         table = self.table(holder)
         missing = self.needed(tokens) - len(table)
         if missing > self.free:
-            raise OutOfMemory(f"the cache has {self.free} free pages of {self.size} and needs {missing}: {KNOB}")
+            raise OutOfMemory(
+                f"the cache has {self.free} free blocks of {self.block_size} tokens and needs {missing}: {ADVICE}"
+            )
         for _ in range(missing):
             table.append(self._take(table[-1] + 1 if table else None))
         return missing > 0
@@ -78,37 +81,35 @@ class BlockManager:
             self._holders[block] += 1
         self._tables[target] = list(blocks)
 
-    def writable(self, holder: Hashable, start: int, end: int) -> list[Copy]:
+    def writable(self, holder: Hashable, start: int, end: int) -> list[BlockCopy]:
         """Make the holder the only one of the blocks of tokens start to end; returns what must be copied for that."""
         table, copies = self.table(holder), []
-        for place in range(start // self.size, min(self.needed(end), len(table))):
+        for place in range(start // self.block_size, min(self.needed(end), len(table))):
             block = table[place]
             if self._holders[block] > 1:
                 if not self.free:
-                    raise OutOfMemory(f"the cache has no free page left: {KNOB}")
-                fresh = self._take(table[place - 1] + 1 if place else None)
+                    raise OutOfMemory(f"the cache has no free block: {ADVICE}")
+                copy = self._take(table[place - 1] + 1 if place else None)
                 self._drop(block)
-                table[place] = fresh
-                copies.append(Copy(block, fresh))
+                table[place] = copy
+                copies.append(BlockCopy(block, copy))
         return copies
 
-    def _take(self, wanted: int | None) -> int:
-        """The block wanted, if it is free, or one with much room behind it. There must be a free one."""
-        block = wanted if wanted is not None and self._is_free(wanted) else self._roomy()
+    def _take(self, preferred: int | None) -> int:
+        """The preferred block, if it is free, or one with free blocks behind it. There must be a free one."""
+        block = preferred if preferred is not None and self._is_free(preferred) else self._start_of_run()
         self._holders[block] = 1
         self.free -= 1
         return block
 
     def _is_free(self, block: int) -> bool:
-        return block < self.blocks and self._holders[block] == 0
+        return block < self.num_blocks and block not in self._holders
 
-    def _roomy(self) -> int:
-        """The middle of the longest run of free blocks: whoever lies before it keeps room to grow, and so does the new
-        one. At the very beginning of the pool nobody lies before it."""
+    def _start_of_run(self) -> int:
+        """The middle of the longest run of free blocks: the holder before it keeps room to grow, and so does the new
+        one. At the very beginning of the pool no holder lies before it."""
         best, length, start = 0, 0, 0
-        for block in range(self.blocks + 1):
-            if block < self.blocks and self._holders[block] == 0:
-                continue
+        for block in [*sorted(self._holders), self.num_blocks]:
             if block - start > length:
                 best, length = start, block - start
             start = block + 1
@@ -117,4 +118,5 @@ class BlockManager:
     def _drop(self, block: int) -> None:
         self._holders[block] -= 1
         if self._holders[block] == 0:
+            del self._holders[block]
             self.free += 1

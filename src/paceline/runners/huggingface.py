@@ -24,7 +24,6 @@ from paceline.models.registry import model_types
 from paceline.runners.huggingface_cache import HuggingFaceSequenceCache, PassPlan, RowBuffers, own
 from paceline.runners.huggingface_probe import probe_length, reads_batches, reads_trees
 from paceline.runners.loading import eos_token_ids_of
-from paceline.runners.unbounded_blocks import UnboundedBlocks
 
 CANNOT_ROLL_BACK = ("sliding_attention", "chunked_attention", "linear_attention", "mamba", "recurrent", "conv")
 
@@ -62,7 +61,7 @@ class HuggingFaceRunner(Runner):
         self.model = model.eval()
         self.want_hidden, self.feature_layers = hidden, features
         self.info = _info(model, name)
-        self.blocks = blocks or UnboundedBlocks()
+        self.blocks = blocks or BlockManager()
         self._buffers = RowBuffers(self.info.num_layers)
         self._rows = RowNumbers()
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -103,11 +102,11 @@ class HuggingFaceRunner(Runner):
     def truncate(self, seq_cache: SequenceCache, length: int) -> None:
         cache = own(seq_cache)
         cache.length = min(cache.length, length)
-        self.blocks.shrink(cache.seq_id, cache.length)
+        self.blocks.shrink(cache, cache.length)
 
     def free(self, seq_cache: SequenceCache) -> None:
         cache = own(seq_cache)
-        self.blocks.release(cache.seq_id)
+        self.blocks.release(cache)
         if cache.row >= 0:
             self._rows.give_back(cache.row)
             cache.row, cache.length = -1, 0
@@ -115,14 +114,14 @@ class HuggingFaceRunner(Runner):
     @torch.inference_mode()
     def fork(self, seq_cache: SequenceCache, length: int) -> HuggingFaceSequenceCache:
         twin = self.new_cache()
-        self.blocks.grow(twin.seq_id, length)
+        self.blocks.grow(twin, length)
         self._buffers.reserve(self._rows.count, length)
         self._buffers.copy_row(own(seq_cache).row, twin.row, length)
         twin.length = length
         return twin
 
     def free_tokens(self) -> int:
-        return self.blocks.free * self.blocks.size
+        return self.blocks.free * self.blocks.block_size
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -145,10 +144,10 @@ class HuggingFaceRunner(Runner):
         """Blocks for every row, or OutOfMemory and nothing changed."""
         try:
             for row in rows:
-                self.blocks.grow(own(row.seq_cache).seq_id, row.seq_cache.length + len(row.parents))
+                self.blocks.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
         except OutOfMemory:
             for row in rows:
-                self.blocks.shrink(own(row.seq_cache).seq_id, row.seq_cache.length)
+                self.blocks.shrink(row.seq_cache, row.seq_cache.length)
             raise
 
     def _pass(self, rows: list[Row], last_only: bool) -> ModelOutput:

@@ -6,7 +6,6 @@ that writes each sequence's new entries behind its old ones.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -16,18 +15,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from paceline.core.types import SequenceCache
 
 FIRST_CAPACITY = 256
-_seq_ids = itertools.count()
 
 
 class HuggingFaceSequenceCache(SequenceCache):
     """A row of the buffers."""
 
-    __slots__ = ("last_row_start", "row", "seq_id")
+    __slots__ = ("last_row_start", "row")
 
     def __init__(self, row: int) -> None:
         super().__init__()
         self.row = row
-        self.seq_id = next(_seq_ids)
         self.last_row_start = 0  # where the last row read begins
 
 

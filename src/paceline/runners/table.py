@@ -17,20 +17,17 @@ from paceline.core.sampling import SamplingParams, distribution
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
 from paceline.errors import OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
-from paceline.runners.unbounded_blocks import UnboundedBlocks
 
 LAYERS = 4  # the toy reports so many: an early exit has blurred logits
-_seq_ids = itertools.count()
 
 
 class TableSequenceCache(SequenceCache):
     """Stores the tokens themselves."""
 
-    __slots__ = ("pending", "seq_id", "tokens")
+    __slots__ = ("pending", "tokens")
 
     def __init__(self) -> None:
         super().__init__()
-        self.seq_id = next(_seq_ids)
         self.tokens: list[int] = []
         self.pending = Row(self, torch.empty(0, dtype=torch.int64), [])  # the last row read, until it is committed
 
@@ -61,7 +58,7 @@ class TableRunner(Runner):
         self.table = (1 - blur) * sharp + blur * other  # [contexts, vocab]
         self.info = ModelInfo("table", vocab_size, eos_token_ids, 1 << 16, LAYERS, vocab_size, "cpu", "float32")
         self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
-        self.blocks = blocks or UnboundedBlocks()
+        self.blocks = blocks or BlockManager()
 
     # --- sequence caches ----------------------------------------------------------------------------------------------
 
@@ -79,22 +76,22 @@ class TableRunner(Runner):
         _absorb(cache)
         del cache.tokens[length:]
         self._settle(cache)
-        self.blocks.shrink(cache.seq_id, cache.length)
+        self.blocks.shrink(cache, cache.length)
 
     def free(self, seq_cache: SequenceCache) -> None:
         cache = _own(seq_cache)
         cache.tokens.clear()
-        self.blocks.release(cache.seq_id)
+        self.blocks.release(cache)
 
     def fork(self, seq_cache: SequenceCache, length: int) -> TableSequenceCache:
         twin = TableSequenceCache()
         twin.tokens = _own(seq_cache).tokens[:length]
-        self.blocks.grow(twin.seq_id, len(twin.tokens))
+        self.blocks.grow(twin, len(twin.tokens))
         self._settle(twin)
         return twin
 
     def free_tokens(self) -> int:
-        return self.blocks.free * self.blocks.size
+        return self.blocks.free * self.blocks.block_size
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -120,10 +117,10 @@ class TableRunner(Runner):
         """Blocks for every row, or OutOfMemory and nothing changed."""
         try:
             for row in rows:
-                self.blocks.grow(_own(row.seq_cache).seq_id, row.seq_cache.length + len(row.parents))
+                self.blocks.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
         except OutOfMemory:
             for row in rows:
-                self.blocks.shrink(_own(row.seq_cache).seq_id, row.seq_cache.length)
+                self.blocks.shrink(row.seq_cache, row.seq_cache.length)
             raise
 
     # --- for drafters that read the target's states -------------------------------------------------------------------

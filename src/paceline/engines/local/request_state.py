@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what it is told."""
+"""A request under way in the engine."""
 
 from __future__ import annotations
 
@@ -6,31 +6,59 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, TokenLogprob
+from paceline.core.types import RequestOutput, RowOutput, StepResult
 from paceline.errors import PacelineError
 
+OnOutput = Callable[[RequestOutput | PacelineError], None]
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What one step added to one sequence. The first `accepted` tokens are draft tokens that stood.
 
-    error: the sequence is lost, and this is why. NoDraft comes after an error or a finish_reason.
-    """
-
-    tokens: tuple[int, ...] = ()
-    accepted: int = 0
-    drafted: int = 0
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    finish_reason: str | None = None
-    error: PacelineError | None = None
+def ignore_output(output: RequestOutput | PacelineError) -> None:
+    """For callers that read the finished sequence instead."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """One sequence, where its growth is sent, and what the scheduler must remember of it."""
+    """One sequence, where its outputs go, and what the scheduler keeps of it.
+
+    error  why the sequence failed; nothing comes after an error or a finish_reason
+    """
 
     seq: Sequence
-    tell: Callable[[StepOutput], None]
+    on_output: OnOutput = ignore_output
     arrival: int = 0  # its place in the order of all requests
-    started: float | None = None  # when its prompt was first taken up
-    chunks: list[RowOutput] = field(default_factory=list)  # outputs of a prompt read in chunks
+    started: float | None = None  # when its prompt was first admitted
+    prefilled: list[RowOutput] = field(default_factory=list)  # outputs of a prompt read in chunks
+    error: PacelineError | None = None
+
+    def fail(self, error: PacelineError) -> None:
+        self.error = error
+        self.on_output(error)
+
+    def abort(self) -> None:
+        self.seq.finish_reason = self.seq.finish_reason or "abort"
+        self.on_output(RequestOutput("", finish_reason="abort", stats=self.seq.stats))
+
+    def emit(self, result: StepResult) -> None:
+        """Report a step as at most two outputs: the accepted draft tokens, and the target's own."""
+        tokens, accepted = result.emitted, result.accepted
+        runs = [slice(0, accepted), slice(accepted, len(tokens))]
+        runs = [run for run in runs if run.start < run.stop] or [slice(0, 0)]
+        for run in runs:
+            self.on_output(self._output(result, run, last=run is runs[-1]))
+
+    def _output(self, result: StepResult, run: slice, *, last: bool) -> RequestOutput:
+        """Tokens without their characters: those are made by the reader, while the engine is in its next step."""
+        seq = self.seq
+        logprobs = None
+        if seq.params.logprobs is not None:
+            first = seq.num_new_tokens - len(result.emitted)
+            logprobs = tuple(seq.token_logprobs[first + run.start : first + run.stop])
+        return RequestOutput(
+            "",
+            tuple(result.emitted[run]),
+            run.start < result.accepted,
+            logprobs,
+            seq.finish_reason if last else None,
+            seq.stats if last and seq.finished else None,
+            result.tree.num_draft_tokens if last else None,
+        )

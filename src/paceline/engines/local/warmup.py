@@ -80,14 +80,14 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured as steps go by; until then they are taken to be free.
     """
-    costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=grain_of(target.info))
+    costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=pass_grain(target.info))
     if draft is not None:
         one = measure_pass(draft, widths=(1,)).at(1)
         costs.draft = draft_curve({1: one, 8: 8 * one})
     return costs
 
 
-def grain_of(info: ModelInfo) -> int:
+def pass_grain(info: ModelInfo) -> int:
     """Tokens that a pass takes at a time. Captured passes on a GPU are padded too, but there width is nearly free."""
     return CPU_GRAIN if info.device == "cpu" else 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -15,18 +13,15 @@ from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
 
-MAX_BLOCKS = 1 << 24  # no machine holds a cache of more; such a number is refused before any list is made
-_seq_ids = itertools.count()
 
 
 class NativeSequenceCache(SequenceCache):
     """The KV cache of one sequence: a holder of blocks."""
 
-    __slots__ = ("exit_state", "last_row_start", "seq_id")
+    __slots__ = ("exit_state", "last_row_start")
 
     def __init__(self) -> None:
         super().__init__()
-        self.seq_id = next(_seq_ids)
         self.last_row_start = 0  # where the last row read begins
         self.exit_state: EarlyExitState | None = None  # what an exit has computed for verification
 
@@ -37,25 +32,22 @@ def own(seq_cache: SequenceCache) -> NativeSequenceCache:
 
 
 def block_manager(kv_cache_tokens: int) -> BlockManager:
-    """Blocks for this many tokens. Raises OutOfMemory."""
-    blocks = max(1, -(-kv_cache_tokens // BLOCK_SIZE))
-    if blocks > MAX_BLOCKS:
-        raise _does_not_fit(kv_cache_tokens)
-    return BlockManager(blocks, BLOCK_SIZE)
+    """Blocks for this many tokens."""
+    return BlockManager(max(1, -(-kv_cache_tokens // BLOCK_SIZE)))
 
 
 def _does_not_fit(tokens: int) -> OutOfMemory:
-    return OutOfMemory(f"a cache of {tokens} tokens does not fit: lower --cache-tokens")
+    return OutOfMemory(f"a cache of {tokens} tokens does not fit: lower --kv-cache-tokens")
 
 
 class KVCache:
     """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory if they do not fit."""
 
     def __init__(self, config: ArchConfig, blocks: BlockManager, dtype: torch.dtype, device: torch.device) -> None:
-        self.blocks, self.block_size = blocks, blocks.size
-        self.num_tokens = blocks.blocks * blocks.size
+        self.blocks, self.block_size = blocks, blocks.block_size
+        self.num_tokens = blocks.num_blocks * blocks.block_size
         self.padding_slot = self.num_tokens  # in a block behind the last one, which belongs to no sequence
-        shape = (config.num_layers, self.num_tokens + blocks.size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, self.num_tokens + blocks.block_size, config.num_kv_heads, config.head_dim)
         try:
             self.keys, self.values = (zeroed_cache(shape, dtype, device) for _ in range(2))
         except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
@@ -67,7 +59,7 @@ class KVCache:
 
     def table(self, seq_cache: SequenceCache) -> list[int]:
         """The block table of a sequence. Not a copy."""
-        return self.blocks.table(own(seq_cache).seq_id)
+        return self.blocks.table(seq_cache)
 
     def slot(self, seq_cache: SequenceCache, token: int) -> int:
         """Where a token of a sequence is in the flat cache."""
@@ -86,9 +78,8 @@ class KVCache:
 
     def reserve(self, seq_cache: SequenceCache, start: int, end: int) -> None:
         """Blocks for tokens up to `end`, of which those from `start` on may be written. Raises OutOfMemory."""
-        seq_id = own(seq_cache).seq_id
-        self.blocks.grow(seq_id, end)
-        for clone in self.blocks.writable(seq_id, start, end):
+        self.blocks.grow(seq_cache, end)
+        for clone in self.blocks.writable(seq_cache, start, end):
             self._copy_block(clone.source, clone.target)
 
     def reserve_rows(self, rows: list[Row], num_steps: int = 1) -> None:
@@ -101,7 +92,7 @@ class KVCache:
                 self.reserve(seq_cache, seq_cache.length, seq_cache.length + len(row.parents) + num_steps - 1)
         except OutOfMemory:
             for seq_cache in tried:
-                self.blocks.shrink(seq_cache.seq_id, seq_cache.length)
+                self.blocks.shrink(seq_cache, seq_cache.length)
             raise
 
     def move(self, seq_cache: SequenceCache, sources: list[int], targets: list[int]) -> None:
@@ -137,16 +128,16 @@ class PagedRunner(Runner):
     def truncate(self, seq_cache: SequenceCache, length: int) -> None:
         cache = own(seq_cache)
         cache.length, cache.exit_state = min(cache.length, length), None
-        self.kv.blocks.shrink(cache.seq_id, cache.length)
+        self.kv.blocks.shrink(cache, cache.length)
 
     def free(self, seq_cache: SequenceCache) -> None:
         cache = own(seq_cache)
-        self.kv.blocks.release(cache.seq_id)
+        self.kv.blocks.release(cache)
         cache.length, cache.exit_state = 0, None
 
     def fork(self, seq_cache: SequenceCache, length: int) -> NativeSequenceCache:
         twin = NativeSequenceCache()
-        self.kv.blocks.share(own(seq_cache).seq_id, twin.seq_id, length)
+        self.kv.blocks.share(own(seq_cache), twin, length)
         twin.length = length
         return twin
 

@@ -1,0 +1,266 @@
+"""LocalEngine: the one loop. The library, `hf_generate`, every command, the server and the trainer run it.
+
+    schedule      admit requests, read a chunk of the prompts, choose draft lengths, reserve blocks
+    propose       the drafter proposes draft tokens
+    forward       the target reads the last token and the draft tokens of every sequence in one pass
+    verify        the acceptance rule of each sequence decides
+    postprocess   sequences grow, end, and report
+
+Plain decoding is num_draft_tokens = 0 in this loop; where no sequence drafts, the target takes several steps in a row.
+One thread owns an engine and calls `step` as long as it has work; async_engine.py is that thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import NONE, EngineConfig
+from paceline.core.cost_model import StepTiming
+from paceline.core.draft_length import DraftLengthPolicy
+from paceline.core.draft_tree import DraftTree, empty
+from paceline.core.protocols import Drafter, Runner
+from paceline.core.sequence import Sequence
+from paceline.core.stats import EngineStats
+from paceline.core.types import Capability, ModelOutput, Request, RowOutput, StepResult, VerifyResult
+from paceline.engines.local.guarded_drafter import GuardedDrafter
+from paceline.engines.local.kv_manager import KVManager
+from paceline.engines.local.prefill import step_row
+from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
+from paceline.engines.local.scheduler import Batch, PrefillBatch, Scheduler
+from paceline.engines.local.sequences import SequenceBuilder
+from paceline.engines.local.verifier import Verifier, logprobs_of
+from paceline.errors import OutOfMemory, PacelineError, StepFailed
+from paceline.hub.tokenizer import Tokenizer
+from paceline.kv.prefix_cache import PrefixCache
+
+NO_OUTPUT = RowOutput(torch.empty(0, 0))  # several plain steps in a row return tokens only
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is made of. build.py puts it together."""
+
+    target: Runner
+    drafter: Drafter
+    draft_length: DraftLengthPolicy
+    verifier: Verifier
+    prefix_cache: PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The draft trees of a batch, and the time they took."""
+
+    trees: list[DraftTree]
+    seconds: float
+
+
+class LocalEngine:
+    """Generates many sequences at a time with one model, each with its own settings, drafter and draft length."""
+
+    def __init__(
+        self, parts: EngineParts, tokenizer: Tokenizer, config: EngineConfig, methods: tuple[str, ...] = (NONE,)
+    ) -> None:
+        """methods: names a request may give, the default first."""
+        self.info, self.tokenizer, self.methods = parts.target.info, tokenizer, methods
+        self.config, self.parts = config, parts
+        self._target, self._draft_length, self._verifier = parts.target, parts.draft_length, parts.verifier
+        self._drafter = GuardedDrafter(parts.drafter, self.info.vocab_size)
+        kv = KVManager(parts.target, parts.prefix_cache)
+        self._sequences = SequenceBuilder(self.info, tokenizer, config, methods, kv.capacity)
+        self._scheduler = Scheduler(kv, self._drafter, parts.draft_length, config)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def sequence(self, request: Request) -> Sequence:
+        """The sequence of a request, or an OptionError or PromptError. Nothing is started; safe from any thread."""
+        return self._sequences.build(request)
+
+    def add(self, request: Request | Sequence, on_output: OnOutput = ignore_output) -> RequestState:
+        """Queue a request. Raises OptionError or PromptError."""
+        seq = request if isinstance(request, Sequence) else self.sequence(request)
+        state = RequestState(seq, on_output)
+        self.enqueue(state)
+        return state
+
+    def enqueue(self, state: RequestState) -> None:
+        self._scheduler.add(state)
+
+    def abort(self, state: RequestState) -> None:
+        """Stop working on a request. Harmless for one that has ended."""
+        self._scheduler.abort(state)
+
+    def abort_all(self) -> None:
+        """End every sequence as it stands, and give everything back."""
+        self._scheduler.abort_all()
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        return self._scheduler.stats()
+
+    def run(self, requests: Iterable[Request | Sequence]) -> list[Sequence]:
+        """Generate all of them to their end, in this thread. Raises the first error of any of them."""
+        states = [self.add(request) for request in requests]
+        try:
+            while self.has_work:
+                self.step()
+        finally:
+            for state in states:
+                self.abort(state)
+        for state in states:
+            if state.error is not None:
+                raise state.error
+        return [state.seq for state in states]
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestState]:
+        """Schedule, propose, forward, verify, postprocess. Returns the requests that took part.
+
+        A pass that raises costs the sequences of that pass; all others go on.
+        """
+        started = time.perf_counter()
+        self._scheduler.admit()
+        self._prefill()
+        batch = self._scheduler.schedule()
+        try:
+            results = self._results(batch) if batch.requests else []
+        except Exception as error:  # a model or a driver may raise anything at all
+            self._recover(batch.requests, error)
+            return batch.requests
+        requests = self._scheduler.postprocess(batch, results)
+        self._scheduler.add_seconds(time.perf_counter() - started)
+        return requests
+
+    def _prefill(self) -> None:
+        """One pass over the next tokens of prompts, if there are any."""
+        batch = self._scheduler.prefill_batch()
+        try:
+            outputs = self._read(batch) if batch is not None else []
+            self._scheduler.prefilled(batch, outputs)
+        except Exception as error:
+            self._recover(batch.requests if batch is not None else [], error)
+
+    def _recover(self, requests: list[RequestState], error: Exception) -> None:
+        """A pass raised. Where memory ran out and some can be freed it is tried again; else its sequences fail."""
+        if not (isinstance(error, OutOfMemory) and self._scheduler.make_room()):
+            self._scheduler.fail(requests, _explained(error))
+
+    def _read(self, batch: PrefillBatch) -> list[RowOutput]:
+        output = self._target.forward(batch.rows, last_only=True)
+        for row in batch.rows:
+            self._target.commit(row.seq_cache, list(range(len(row.parents))))
+        return list(output)
+
+    def _results(self, batch: Batch) -> list[StepResult]:
+        if not any(batch.num_draft_tokens):
+            results = self._several_plain_steps(batch)
+            if results is not None:
+                return results
+        return self._one_step(batch)
+
+    def _one_step(self, batch: Batch) -> list[StepResult]:
+        seqs = batch.seqs
+        drafts = self._propose(batch)
+        started = time.perf_counter()
+        output, trees = self._forward(seqs, drafts.trees)
+        verified = self._verifier.verify(seqs, trees, output)
+        seconds = time.perf_counter() - started
+        results = [
+            self._settle(seq, tree, output[index], result)
+            for index, (seq, tree, result) in enumerate(zip(seqs, trees, verified))
+        ]
+        self._drafter.observe(seqs, results)
+        timing = StepTiming(
+            drafts.seconds,
+            seconds,
+            sum(output.sizes),
+            max((tree.num_draft_tokens for tree in trees), default=0),
+            len(seqs),
+            sum(tree.num_draft_tokens > 0 for tree in trees),
+        )
+        self._draft_length.observe(seqs, results, timing)
+        return results
+
+    def _propose(self, batch: Batch) -> _Drafts:
+        started = time.perf_counter()
+        trees = self._drafter.propose(batch.seqs, batch.num_draft_tokens)
+        return _Drafts(trees, time.perf_counter() - started)
+
+    def _forward(self, seqs: list[Sequence], trees: list[DraftTree]) -> tuple[ModelOutput, list[DraftTree]]:
+        """The target's pass over the drafts; without them where they do not fit."""
+        try:
+            return self._target.forward([step_row(seq, tree) for seq, tree in zip(seqs, trees)]), trees
+        except OutOfMemory:
+            if not any(len(tree) for tree in trees):
+                raise
+        plain = [empty() for _ in seqs]
+        return self._target.forward([step_row(seq, tree) for seq, tree in zip(seqs, plain)]), plain
+
+    def _settle(self, seq: Sequence, tree: DraftTree, output: RowOutput, verified: VerifyResult) -> StepResult:
+        """Keep the accepted tokens, let the sequence grow, and hold the invariant where its end cut inside the run."""
+        assert seq.seq_cache is not None
+        self._target.commit(seq.seq_cache, [0] + [node + 1 for node in verified.accepted])
+        if seq.params.logprobs is not None:
+            seq.token_logprobs += logprobs_of(seq, output, verified, seq.params.logprobs)
+        run = [*verified.tokens, verified.next_token]
+        emitted = seq.extend(run, len(verified.accepted))
+        if len(emitted) < len(run):
+            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
+            del seq.token_logprobs[seq.num_new_tokens :]
+        result = StepResult(tree, verified, output, emitted, min(len(verified.accepted), len(emitted)))
+        result.add_to(seq.stats)
+        return result
+
+    # --- several plain steps in a row ---------------------------------------------------------------------------------
+
+    def _several_plain_steps(self, batch: Batch) -> list[StepResult] | None:
+        """Plain steps taken as one, where the best token is all that is asked for. None: not for this batch.
+
+        The target goes on without waiting for the host; what it generates past the end of a sequence is dropped.
+        """
+        seqs = batch.seqs
+        steps = min(self._target.decode_steps, max(seq.remaining_tokens for seq in seqs))
+        if steps < 2 or not all(self._is_plain(seq) for seq in seqs):
+            return None
+        started = time.perf_counter()
+        tokens = self._target.decode([step_row(seq, empty()) for seq in seqs], steps)
+        if tokens is None:
+            return None
+        rows = tokens.tolist()
+        timing = StepTiming(0.0, (time.perf_counter() - started) / steps, len(seqs), 0, len(seqs))
+        results = [self._settle_plain(seq, row) for seq, row in zip(seqs, rows)]
+        for _ in range(steps):
+            self._draft_length.observe(seqs, results, timing)
+        return results
+
+    def _is_plain(self, seq: Sequence) -> bool:
+        """Whether nothing but the argmax is needed of the passes: a drafter that reads hidden states needs those."""
+        drafts_later = seq.params.num_draft_tokens != 0 and Capability.HIDDEN_STATES in self._drafter.needs
+        return seq.is_greedy_argmax and seq.params.rule.lossless and not drafts_later
+
+    def _settle_plain(self, seq: Sequence, tokens: list[int]) -> StepResult:
+        assert seq.seq_cache is not None
+        emitted = seq.extend(tokens, 0)
+        if len(emitted) < len(tokens):
+            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
+        result = StepResult(empty(), VerifyResult([], emitted[-1]), NO_OUTPUT, emitted)
+        result.add_to(seq.stats)
+        return result
+
+
+def _explained(error: Exception) -> PacelineError:
+    if isinstance(error, PacelineError):
+        return error
+    failure = StepFailed(f"the model failed while generating ({type(error).__name__}: {error})")
+    failure.__cause__ = error
+    return failure
+
+

@@ -1,0 +1,71 @@
+"""A drafter that cannot harm the output.
+
+Drafts are optional, so a drafter that raises, returns the wrong number of trees, or drafts tokens that do not exist costs
+its drafts and never the sequence. Each kind of failure is logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from paceline.core.draft_tree import DraftTree, empty
+from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
+from paceline.core.types import RowOutput, StepResult
+
+Made = TypeVar("Made")
+LOG = logging.getLogger(__name__)
+
+
+class GuardedDrafter(Drafter):
+    """Passes everything on to a drafter and checks what comes back."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.needs, self.draft_runner = drafter.needs, drafter.draft_runner
+        self._vocab_size = vocab_size
+        self._logged: set[str] = set()
+
+    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
+        self._try(lambda: self.drafter.begin(seq, prompt))
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = self._try(lambda: self.drafter.propose(seqs, num_draft_tokens))
+        if trees is None:
+            return [empty() for _ in seqs]
+        if len(trees) != len(seqs):
+            self._log(f"returned {len(trees)} trees for {len(seqs)} sequences")
+            return [empty() for _ in seqs]
+        return [self._checked(tree, count) for tree, count in zip(trees, num_draft_tokens)]
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
+        self._try(lambda: self.drafter.observe(seqs, results))
+
+    def end(self, seq: Sequence) -> None:
+        self._try(lambda: self.drafter.end(seq))
+
+    def _checked(self, tree: DraftTree, count: int) -> DraftTree:
+        """The tree, or an empty one where it is not what was asked for. Tokens on a GPU are not waited for."""
+        if tree.num_draft_tokens > count:
+            self._log(f"returned {tree.num_draft_tokens} draft tokens where {count} were asked for")
+            return empty()
+        tokens = tree.tokens
+        if len(tree) and not tokens.is_cuda and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+            self._log(f"drafted a token outside the vocabulary of {self._vocab_size}")
+            return empty()
+        return tree
+
+    def _try(self, work: Callable[[], Made]) -> Made | None:
+        try:
+            return work()
+        except Exception as error:  # a drafter may be anyone's code
+            self._log(f"raised {type(error).__name__}: {error}", error)
+            return None
+
+    def _log(self, what: str, error: Exception | None = None) -> None:
+        kind = what.split(":")[0]
+        if kind not in self._logged:
+            self._logged.add(kind)
+            LOG.warning("drafter %s %s; its drafts are dropped", type(self.drafter).__name__, what, exc_info=error)

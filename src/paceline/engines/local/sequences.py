@@ -1,0 +1,115 @@
+"""Requests -> sequences: everything about a request that can be wrong is found here, before any work is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.config import NONE, EngineConfig, as_int, checked_k
+from paceline.core.sequence import Constraint, Sequence, SequenceParams
+from paceline.core.stopping import StopRules
+from paceline.core.types import ModelInfo, Request
+from paceline.core.verify import RULES, AcceptanceRule
+from paceline.engines.local.structured_output import GrammarCompiler
+from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.hub.tokenizer import Tokenizer
+
+PREDICTION = "prediction"
+MAX_LOGPROBS = 1024
+
+
+class SequenceBuilder:
+    """Makes the sequences of one engine."""
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer, config: EngineConfig, methods: tuple[str, ...], capacity: int
+    ) -> None:
+        """capacity: tokens that fit the KV cache if one sequence has all of it."""
+        self._info, self._tokenizer, self._config, self._methods = info, tokenizer, config, methods
+        self._max_seq_len = min(info.max_seq_len, config.model.max_model_len or info.max_seq_len)
+        self._capacity = capacity
+        self._grammars: GrammarCompiler | None = None
+
+    def build(self, request: Request) -> Sequence:
+        """Raises OptionError, PromptError or ContextLengthExceeded."""
+        method = self._method(request)
+        params = SequenceParams(
+            request.sampling,
+            self._stop_rules(request),
+            rule=self._rule(request),
+            constraint=self._constraint(request),
+            method=method,
+            num_draft_tokens=0 if method == NONE else self._num_draft_tokens(request),
+            prediction=request.prediction,
+            logprobs=self._logprobs(request.logprobs),
+        )
+        return Sequence(request.prompt, params)
+
+    def _rule(self, request: Request) -> AcceptanceRule:
+        """The acceptance rule of a sequence, for every engine and door.
+
+        A seeded sequence is verified by the coupled rule where its drafts depend on more than itself and its seed: on
+        the clock, or on what other requests choose. Its output is then a function of the seed.
+        """
+        speculative = self._config.speculative
+        if speculative.acceptance is not None:
+            return RULES[speculative.acceptance]
+        varies = speculative.is_adaptive or self._config.per_request
+        return RULES["coupled" if request.sampling.seed is not None and varies else "token"]
+
+    def _method(self, request: Request) -> str:
+        if request.method is None:
+            return PREDICTION if request.prediction and PREDICTION in self._methods else self._methods[0]
+        if request.method not in self._methods:
+            raise OptionError(f"method must be one of {', '.join(self._methods)}; not {request.method!r}")
+        return request.method
+
+    def _num_draft_tokens(self, request: Request) -> int | None:
+        return None if request.num_draft_tokens is None else checked_k(request.num_draft_tokens)
+
+    def _logprobs(self, value: Any) -> int | None:
+        if value is None:
+            return None
+        number, most = as_int(value), min(MAX_LOGPROBS, self._info.vocab_size)
+        if number is None or not 0 <= number <= most:
+            raise OptionError(f"logprobs must be 0 to {most}, not {value!r}")
+        return number
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        if request.structured_output is None:
+            return None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
+        return self._grammars.compile(request.structured_output)
+
+    def _stop_rules(self, request: Request) -> StopRules:
+        room = self._room(request.prompt)
+        most = as_int(request.max_new_tokens)
+        if most is None or most < 1:
+            raise OptionError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens!r}")
+        eos: frozenset[int] = frozenset() if request.ignore_eos else self._info.eos_token_ids
+        return StopRules(min(most, room), eos, stop_strings(request.stop), self._tokenizer.decode)
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that fit after the prompt, or the error that says why none do."""
+        length, info = len(prompt), self._info
+        if not length:
+            raise PromptError("the prompt is empty; there is nothing to continue")
+        outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
+        if outside is not None:
+            raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
+        if length >= self._max_seq_len:
+            most = self._max_seq_len - 1
+            raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
+        if length >= self._capacity:
+            raise ContextLengthExceeded(
+                f"the prompt has {length} tokens; the KV cache holds {self._capacity} (--kv-cache-tokens)"
+            )
+        return min(self._max_seq_len, self._capacity) - length
+
+
+def stop_strings(stop: Any) -> tuple[str, ...]:
+    """One stop string or several, as a tuple."""
+    strings = (stop,) if isinstance(stop, str) else stop or ()
+    if not isinstance(strings, list | tuple) or any(not isinstance(string, str) or not string for string in strings):
+        raise OptionError(f"stop is a string or a list of strings, none of them empty; not {stop!r}")
+    return tuple(strings)

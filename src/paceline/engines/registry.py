@@ -1,0 +1,46 @@
+"""Engines by name. An engine is one module with a SPEC; the module is imported when its engine is opened."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import EngineConfig
+from paceline.core.protocols import Engine
+from paceline.errors import OptionError
+
+BuildLocal = Callable[[EngineConfig], Any]  # puts a LocalEngine together; engines that bring their own model ignore it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine: its name, a line for --help, and how it is opened."""
+
+    name: str
+    summary: str
+    open: Callable[[EngineConfig, BuildLocal], Engine]
+
+
+_MODULES = {"local": "paceline.engines.local"}
+_REGISTERED: dict[str, EngineSpec] = {}
+
+
+def register(spec: EngineSpec) -> None:
+    """Add an engine, or replace one, under its name."""
+    _REGISTERED[spec.name] = spec
+
+
+def names() -> list[str]:
+    return sorted({*_MODULES, *_REGISTERED})
+
+
+def spec(name: str) -> EngineSpec:
+    """Raises OptionError for a name that does not exist."""
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if name not in _MODULES:
+        raise OptionError(f"engine must be one of {', '.join(names())}; not {name!r}")
+    found: EngineSpec = importlib.import_module(_MODULES[name]).SPEC
+    return found

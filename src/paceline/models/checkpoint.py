@@ -68,6 +68,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    def stores(self, layer: str) -> bool:
+        """Whether there are tensors of a layer, in whatever format."""
+        return any(name.startswith(f"{layer}.") for name in self._names)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self.raw(name)
@@ -89,8 +93,9 @@ class Checkpoint:
 
     def linear(self, names: list[str], out_features: list[int], in_features: int) -> Linear:
         """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
-        if self._stored is not None:
-            return self._stored.load(self.raw, names)
+        stored = None if self._stored is None else self._stored.load(self, names)
+        if stored is not None:
+            return stored
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
         return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
 

@@ -41,10 +41,10 @@ def load(checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
 def _lm_head(checkpoint: Checkpoint, config: ArchConfig, embedding: Tensor) -> Linear:
     """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
     shape = config.vocab_size, config.hidden_size
+    if not config.tie_word_embeddings and checkpoint.stores("lm_head"):
+        return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if "lm_head.weight" not in checkpoint:
         return checkpoint.linear_of(embedding)
-    if not config.tie_word_embeddings:
-        return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if not torch.equal(checkpoint.tensor("lm_head.weight", *shape), embedding):
         raise WeightsError("lm_head.weight differs from the embedding, and the config says that they are tied")
     return checkpoint.linear_of(embedding)

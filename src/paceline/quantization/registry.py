@@ -3,14 +3,13 @@
 A format module has:
   quantize(weight) -> Linear   a floating-point weight in this format, for the device it lies on
   matches(config) -> bool      whether a checkpoint with this Hugging Face config is stored in this format
-  load(tensors, names) -> Linear   layers of such a checkpoint, joined by rows; names are those of the layers
+  load(tensors, names) -> Linear | None   layers of such a checkpoint, joined by rows; None: they are not quantized
 
 Formats that only convert at load match no checkpoint; formats that are only read from checkpoints cannot quantize.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -19,7 +18,15 @@ from torch import Tensor
 from paceline.errors import OptionError
 from paceline.layers.linear import Linear
 
-Tensors = Callable[[str], Tensor]  # a tensor of the checkpoint by its name; raises WeightsError
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored. Raises WeightsError if it is missing."""
 
 
 class WeightFormat(Protocol):
@@ -31,8 +38,8 @@ class WeightFormat(Protocol):
     def matches(self, config: Any) -> bool:
         """Whether checkpoints with this config are stored in this format."""
 
-    def load(self, tensors: Tensors, names: list[str]) -> Linear:
-        """The layers of these names, joined by rows."""
+    def load(self, tensors: Tensors, names: list[str]) -> Linear | None:
+        """The layers of these names, joined by rows; None: they are stored in floating point."""
 
 
 _formats: dict[str, str | WeightFormat] = {

@@ -1,4 +1,4 @@
-"""What a capture must not be disturbed by. The captures themselves need a GPU, and are tested where they are used."""
+"""The cache of graphs on any machine. Captures need a GPU and are tested where they are used."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from paceline.device import graphs
-from paceline.device.graphs import Capture, keep_newest, nothing_collected, rounded_up
+from paceline.device.graphs import EagerPool, GraphCache, GraphPool, garbage_collection_paused, rounded_up
 
 
-class Knot:
+class Cycle:
     """Holds itself, so that only the collector can free it."""
 
     def __init__(self) -> None:
-        self.mine = self
+        self.own = self
 
 
-def test_nothing_is_collected_during_a_capture_and_all_of_it_before() -> None:
-    before = weakref.ref(Knot())
-    with nothing_collected():
+def test_garbage_is_collected_before_a_capture_and_not_during_it() -> None:
+    before = weakref.ref(Cycle())
+    with garbage_collection_paused():
         assert before() is None
-        during = weakref.ref(Knot())
+        during = weakref.ref(Cycle())
         for _ in range(5000):  # enough for the collector to start by itself
-            Knot()
+            Cycle()
         assert during() is not None
     assert gc.isenabled()
     gc.collect()
@@ -34,37 +35,67 @@ def test_nothing_is_collected_during_a_capture_and_all_of_it_before() -> None:
 def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:
     gc.disable()
     try:
-        with pytest.raises(ValueError), nothing_collected():
+        with pytest.raises(ValueError), garbage_collection_paused():
             raise ValueError
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
-def test_sizes_are_rounded_up_and_only_the_newest_are_kept() -> None:
+def test_sizes_are_rounded_up() -> None:
     assert [rounded_up(value, (1, 4, 8)) for value in (1, 2, 8, 9)] == [1, 4, 8, None]
-    kept: dict[str, int] = {}
-    for seq_id, key in enumerate("abca"):
-        keep_newest(kept, key, seq_id, 2)
-    assert kept == {"c": 2, "a": 3}
 
 
-class Recorded:
-    """What Capture sees of a captured piece of work."""
+def test_work_reads_the_buffers_of_its_key_and_is_made_once() -> None:
+    calls: list[str] = []
+    cache: GraphCache[str, list[int], int] = GraphCache(EagerPool(), 2)
 
-    def __init__(self, work: object, label: str, pool: int) -> None:
-        self.worked, self.pool = label != "hopeless", pool
+    def buffers() -> list[int]:
+        calls.append("made")
+        return [0]
+
+    graph = cache.get("a", buffers, lambda numbers: numbers[0] + 1)
+    graph.buffers[0] = 41
+    assert graph.run() == 42
+    assert cache.get("a", buffers, lambda numbers: 0) is graph and calls == ["made"]
 
 
-@pytest.mark.parametrize(("label", "pools"), [("fine", [0, 0, 0]), ("hopeless", [0, 1, 2])])
-def test_a_pool_lives_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch, label: str, pools: list[int]) -> None:
-    """Its last graph stays even if whoever asked for it lets go; one that failed may have left it unusable."""
+def test_beyond_the_limit_the_oldest_graph_goes() -> None:
+    cache: GraphCache[str, None, None] = GraphCache(EagerPool(), 2)
+    for key in "abc":
+        cache.get(key, lambda: None, lambda buffers: None)
+    assert len(cache) == 2 and "a" not in cache and "b" in cache and "c" in cache
+    cache.clear()
+    assert len(cache) == 0
+
+
+def test_the_cheapest_near_graph_runs_a_key_of_another_size() -> None:
+    cache: GraphCache[int, None, int] = GraphCache(
+        EagerPool(), 9, near=lambda captured, key: key <= captured <= 2 * key, cost=lambda key: key
+    )
+    for size in (16, 4, 6):
+        cache.get(size, lambda: None, lambda buffers, size=size: size)
+    near = cache.nearest(3)
+    assert near is not None and near.run() == 4
+    assert cache.nearest(7) is None and cache.nearest(17) is None
+
+
+class RecordedGraph:
+    """What a pool sees of a graph."""
+
+    def __init__(self, work: object, label: str, pool_handle: int) -> None:
+        self.captured, self.pool_handle = label != "fails", pool_handle
+
+
+@pytest.mark.parametrize(("label", "handles"), [("works", [0, 0, 0]), ("fails", [0, 1, 2])])
+def test_a_pool_lives_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch, label: str, handles: list[int]) -> None:
+    """Its newest graph stays even if the cache drops it; a graph that failed may have left the pool unusable."""
     numbers = iter(range(9))
-    monkeypatch.setattr(graphs, "Captured", Recorded)
-    monkeypatch.setattr(graphs, "new_pool", lambda: next(numbers))
-    capture, taken = Capture(label), []
+    monkeypatch.setattr(graphs, "CudaGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(numbers))
+    pool, used = GraphPool(label, torch.device("cuda")), []
     for _ in range(3):
-        made = weakref.ref(capture(lambda: None))
-        assert made() is not None
-        taken.append(made().pool)
-    assert taken == pools
+        graph = weakref.ref(pool.capture(lambda: None))
+        assert graph() is not None
+        used.append(graph().pool_handle)
+    assert used == handles

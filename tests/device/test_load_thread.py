@@ -1,4 +1,4 @@
-"""Work done in a thread that ends."""
+"""Work in a short-lived thread."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from paceline.device.load_thread import run_in_load_thread
 
 
-def test_work_is_done_elsewhere_and_its_thread_is_gone() -> None:
+def test_work_runs_in_another_thread_which_has_ended() -> None:
     before = set(threading.enumerate())
     where = run_in_load_thread(threading.current_thread)
     assert where not in before and not where.is_alive()
     assert set(threading.enumerate()) <= before
 
 
-def test_errors_come_back_as_they_are() -> None:
+def test_errors_are_raised_in_the_calling_thread() -> None:
     def fail() -> None:
-        raise KeyError("mine")
+        raise KeyError("reason")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="reason"):
         run_in_load_thread(fail)
 
 

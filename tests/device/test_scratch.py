@@ -1,4 +1,4 @@
-"""One place for all that are never needed at once."""
+"""One tensor for all outputs that are never needed at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.device.scratch import Scratch
 CPU = torch.device("cpu")
 
 
-def test_everyone_gets_the_same_place_and_it_moves_only_to_grow() -> None:
+def test_all_views_share_memory_that_moves_only_to_grow() -> None:
     scratch = Scratch()
     first = scratch.of((3, 5), CPU)
-    assert scratch.of((4, 4), CPU).data_ptr() == first.data_ptr()  # 15 numbers were rounded up to 16
+    assert scratch.of((4, 4), CPU).data_ptr() == first.data_ptr()  # 15 numbers are rounded up to 16
     larger = scratch.of((2, 3, 4), CPU)
     assert larger.shape == (2, 3, 4) and larger.data_ptr() != first.data_ptr()
     assert scratch.of((1, 2), CPU).data_ptr() == larger.data_ptr()
     larger.fill_(1.0)
-    assert not first.any()  # what was handed out before the move is left alone
+    assert not first.any()  # views from before the move keep their memory

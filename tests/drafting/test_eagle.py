@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.draft_tree import DraftTree, path_to
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.device.graphs import EagerPool
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.eagle_graph import EagleGraphs
@@ -61,7 +62,7 @@ def toy_head(kind: str = "eagle3", seed: int = 0, vocab: int = 4) -> EagleHead:
 
 def with_graphs(drafter: Eagle) -> Eagle:
     """The drafter with whole chains as on CUDA, but run eagerly instead of captured."""
-    drafter.graphs = EagleGraphs(drafter._head, drafter._buffers, drafter._vocab_size, capture=lambda work: work)
+    drafter.graphs = EagleGraphs(drafter._head, drafter._buffers, drafter._vocab_size, EagerPool())
     return drafter
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from paceline import SpeculativeDecoder
-said = SpeculativeDecoder({folder!r}, draft="ngram").generate("abcabc", max_new_tokens=8)
-assert len(said.token_ids) > 0
+output = SpeculativeDecoder({folder!r}, draft="ngram").generate("abcabc", max_new_tokens=8)
+assert len(output.token_ids) > 0
 print([name for name in ("transformers.modeling_utils", "scipy", "matplotlib", "fastapi") if name in sys.modules])
 """
 
 
 def test_our_own_runner_does_without_transformers_models(tiny_folder: Path) -> None:
     program = PROGRAM.format(folder=str(tiny_folder))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, seq=True, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -15,9 +15,9 @@ def test_the_enumerated_law_is_the_product_of_its_rows() -> None:
     toy = TableRunner(vocab_size=3, order=2, seed=1)
     law = toy.exact([0, 1], 2, SamplingParams(1.0))
     assert sum(law.values()) == pytest.approx(1.0)
-    seq_cache = toy.open()
-    output = toy.forward([Row.chain(seq_cache, [0, 1, 2])]).logits
-    rows = distribution(output, SamplingParams(1.0))
+    seq_cache = toy.new_cache()
+    logits = toy.forward([Row.chain(seq_cache, [0, 1, 2])]).logits
+    rows = distribution(logits, SamplingParams(1.0))
     assert law[2, 1] == pytest.approx(float(rows[1, 2] * rows[2, 1]))
 
 

@@ -1,6 +1,8 @@
-"""Captured passes: a function of fixed tensors, recorded once as a CUDA graph and replayed.
+"""CUDA graphs: work on fixed tensors, captured once for each size and replayed.
 
-Capture is lazy. Where it fails the function goes on being called as it is, and one warning says so.
+`GraphCache` is the one cache of graphs: decode and prefill passes, verification and EAGLE chains use it. A key maps to
+fixed buffers and the work that reads them. Work is captured on first use. Where capture fails, or the device has no
+graphs, the work runs eagerly: the same results, launch by launch.
 """
 
 from __future__ import annotations
@@ -14,35 +16,25 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+from paceline.device.properties import supports_graphs
+
 Key = TypeVar("Key")
-# Numbers of sequences that work is captured for; a batch of another number is padded to the next.
-NUM_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Graphs of one pool share their scratch memory, so a result must be read before the next graph of that pool runs.
-# Whoever hands results on to another graph (a draft to its target) has a pool of its own.
-Pool = Any  # torch's handle of a memory pool
+Buffers = TypeVar("Buffers")
+Output = TypeVar("Output")
+NUM_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes with graphs; other batches are padded to the next
 
 
-def new_pool() -> Pool:
-    return torch.cuda.graph_pool_handle()
-
-
-def rounded_up(value: int, steps: tuple[int, ...]) -> int | None:
-    """The next captured size, or None where there is none."""
-    return next((step for step in steps if step >= value), None)
-
-
-def keep_newest(kept: dict[Key, Made], key: Key, made: Made, most: int) -> None:
-    """Keep what was made under its key; beyond `most` the oldest goes."""
-    if len(kept) >= most:
-        kept.pop(next(iter(kept)))
-    kept[key] = made
+def rounded_up(value: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest of these sizes that holds the value; None where none does."""
+    return next((size for size in sizes if size >= value), None)
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Old graphs that lie in a cycle of references may not be thrown away while a new one is being captured: that ends
-    the capture, and leaves its pool unusable."""
+def garbage_collection_paused() -> Iterator[None]:
+    """Collect garbage now and not inside the block.
+
+    Destroying an old graph while another is being captured ends the capture and leaves its memory pool unusable.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -54,55 +46,123 @@ def nothing_collected() -> Iterator[None]:
 
 
 @cache
-def _first_run_stream(device: int) -> torch.cuda.Stream:
-    """Where work runs before it is captured. The same for all: the allocator keeps what is freed for its stream."""
+def _warmup_stream(device: int) -> torch.cuda.Stream:
+    """The stream work runs on before its capture. One for all: the allocator keeps freed memory for its stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class Captured(Generic[Made]):
-    """Calls `work` by replaying it. Its inputs and outputs are tensors that stay where they are."""
+class CudaGraph(Generic[Output]):
+    """Repeats `work` by replaying it. Its inputs and outputs are tensors that keep their addresses."""
 
-    def __init__(self, work: Callable[[], Made], label: str, pool: Pool) -> None:
+    def __init__(self, work: Callable[[], Output], label: str, pool_handle: Any) -> None:
         self._work = work
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._made: Made
-        stream = _first_run_stream(torch.cuda.current_device())
+        self._output: Output
+        stream = _warmup_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compiles kernels and fills the libraries' workspaces
-            self._made = work()
+            self._output = work()
         torch.cuda.current_stream().wait_stream(stream)
         try:
             graph = torch.cuda.CUDAGraph()
-            with nothing_collected(), torch.cuda.graph(graph, pool=pool):
-                self._made = work()
+            with garbage_collection_paused(), torch.cuda.graph(graph, pool=pool_handle):
+                self._output = work()
             self._graph = graph
         except RuntimeError as error:
-            warnings.warn(f"{label} could not be captured and runs launch by launch: {error}", stacklevel=2)
+            warnings.warn(f"{label} could not be captured as a CUDA graph and runs eagerly: {error}", stacklevel=2)
 
     @property
-    def worked(self) -> bool:
+    def captured(self) -> bool:
         return self._graph is not None
 
-    def __call__(self) -> Made:
+    def __call__(self) -> Output:
         if self._graph is None:
-            self._made = self._work()
+            self._output = self._work()
         else:
             self._graph.replay()
-        return self._made
+        return self._output
 
 
-class Capture:
-    """Captures work in a pool of its own: for graphs whose results are read before the next one of them runs."""
+class GraphPool:
+    """Memory that graphs share. Read the output of a graph before the next graph of the same pool runs.
 
-    def __init__(self, label: str) -> None:
-        self._label = label
-        self._pool: Pool = None
-        # A pool cannot be used again once its last graph is gone, and whoever has us capture may forget all at once.
-        self._newest: Captured[Any] | None = None
+    A user whose outputs feed another graph (a draft model and its target) has a pool of its own.
+    """
 
-    def __call__(self, work: Callable[[], Made]) -> Callable[[], Made]:
-        if self._newest is None or not self._newest.worked:
-            self._pool = new_pool()
-        made = Captured(work, self._label, self._pool)
-        self._newest = made
-        return made
+    def __init__(self, label: str, device: torch.device) -> None:
+        self._label, self._eager = label, not supports_graphs(device)
+        self._handle: Any = None
+        # A pool is unusable once its last graph is gone, and a cache may drop all of its graphs at once.
+        self._newest: CudaGraph[Any] | None = None
+
+    def capture(self, work: Callable[[], Output]) -> Callable[[], Output]:
+        """A call that repeats `work`: a CUDA graph, or the work itself on a device without graphs."""
+        if self._eager:
+            return work
+        if self._newest is None or not self._newest.captured:
+            self._handle = torch.cuda.graph_pool_handle()
+        graph = CudaGraph(work, self._label, self._handle)
+        self._newest = graph
+        return graph
+
+
+class EagerPool(GraphPool):
+    """Captures nothing: work runs launch by launch on every device."""
+
+    def __init__(self) -> None:
+        super().__init__("", torch.device("cpu"))
+
+
+class Graph(Generic[Key, Buffers, Output]):
+    """One captured piece of work: what it was captured for, the buffers it reads, and the call that runs it."""
+
+    def __init__(self, key: Key, buffers: Buffers, run: Callable[[], Output]) -> None:
+        self.key, self.buffers, self.run = key, buffers, run
+
+
+class GraphCache(Generic[Key, Buffers, Output]):
+    """Key -> graph. At most `max_graphs` are kept; the oldest goes first.
+
+    near  whether the graph of a captured key (first argument) may also run a wanted key (second argument)
+    cost  orders the keys that may: the cheapest runs
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        max_graphs: int,
+        *,
+        near: Callable[[Key, Key], bool] = lambda captured, key: captured == key,
+        cost: Callable[[Key], Any] = lambda key: 0,
+    ) -> None:
+        self._pool, self._max_graphs = pool, max_graphs
+        self._near, self._cost = near, cost
+        self._graphs: dict[Key, Graph[Key, Buffers, Output]] = {}
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def nearest(self, key: Key) -> Graph[Key, Buffers, Output] | None:
+        """The cheapest graph that can run this key; None where there is none."""
+        usable = [captured for captured in self._graphs if self._near(captured, key)]
+        return self._graphs[min(usable, key=self._cost)] if usable else None
+
+    def get(
+        self, key: Key, make_buffers: Callable[[], Buffers], work: Callable[[Buffers], Output]
+    ) -> Graph[Key, Buffers, Output]:
+        """The graph of exactly this key; captured now if there is none."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            buffers = make_buffers()
+            graph = Graph(key, buffers, self._pool.capture(lambda: work(buffers)))
+            if len(self._graphs) >= self._max_graphs:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[key] = graph
+        return graph
+
+    def clear(self) -> None:
+        """Drop every graph: the memory that they read has moved."""
+        self._graphs.clear()

@@ -1,4 +1,4 @@
-"""Work in a thread that ends."""
+"""Run a function in a short-lived thread, so that OpenMP keeps no idle team for it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def run_in_load_thread(work: Callable[[], Made]) -> Made:
-    """What `work` returns or raises, done in a thread that is gone afterwards.
+def run_in_load_thread(work: Callable[[], Result]) -> Result:
+    """Return what `work` returns, or raise what it raises; its thread has ended by then.
 
-    OpenMP keeps a team for every thread that has computed something large. With more of them than cores no team waits
-    awake between two operations any more, and waking costs a batch an eighth of its speed (docs/log.md). So a model
-    that a worker thread will own is loaded here, not in the main thread, which stays.
+    OpenMP keeps a team for every thread that has computed something large. With more teams than cores no team spins
+    between two operations, and waking one costs a batch an eighth of its speed (docs/log.md). A model that a worker
+    thread will own is therefore loaded here and not in the main thread, which stays.
 
-    An interrupt is not held up: the thread is a daemon.
+    An interrupt is not delayed: the thread is a daemon.
     """
-    made: Future[Made] = Future()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            made.set_result(work())
-        except BaseException as error:  # handed to whoever waits, whatever it is
-            made.set_exception(error)
+            future.set_result(work())
+        except BaseException as error:  # raised again in the calling thread, whatever it is
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="paceline-apart", daemon=True)
+    thread = threading.Thread(target=run, name="paceline-load", daemon=True)
     thread.start()
     try:
-        return made.result()
+        return future.result()
     finally:
-        if made.done():
+        if future.done():
             thread.join()

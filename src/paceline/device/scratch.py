@@ -1,7 +1,8 @@
-"""KVManager that captured work shares.
+"""Scratch memory that several graphs share.
 
-A graph reads and writes where it was captured, so each would keep its own tensors for ever; of distributions over a
-vocabulary that is tens of megabytes a graph. Where a result is read before the next graph runs, one place does for all.
+A graph reads and writes the addresses it was captured with, so each graph would keep its own tensors; of distributions
+over a vocabulary that is tens of megabytes a graph. Where an output is read before the next graph runs, one tensor is
+enough for all.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from torch import Tensor
 
 
 class Scratch:
-    """One stretch of float32 numbers, handed out from its beginning every time. Grows by doubling, so that what
-    earlier graphs still hold of smaller ones is never more than the newest."""
+    """One float32 tensor; every request gets a view of its beginning.
+
+    It grows by doubling, so the smaller tensors that earlier graphs still hold never add up to more than the newest.
+    """
 
     def __init__(self) -> None:
-        self._space = torch.empty(0)
+        self._memory = torch.empty(0)
 
     def of(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """A tensor of this shape; whatever was handed out before may lie under it."""
+        """A tensor of this shape; it overlaps every tensor returned before."""
         size = prod(shape)
-        if self._space.device.type != device.type or self._space.numel() < size:
-            self._space = torch.zeros(1 << max(size - 1, 0).bit_length(), device=device)
-        return self._space[:size].view(shape)
+        if self._memory.device.type != device.type or self._memory.numel() < size:
+            self._memory = torch.zeros(1 << max(size - 1, 0).bit_length(), device=device)
+        return self._memory[:size].view(shape)

@@ -7,15 +7,15 @@ starts it, and the draft tokens stay on the device until the target has checked 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.core.sampling import draw
 from paceline.core.types import DraftOutput
-from paceline.device.graphs import NUM_SEQS, Capture, keep_newest, rounded_up
+from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
+from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
 from paceline.heads.eagle import EagleHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
@@ -26,8 +26,6 @@ LARGEST = 32  # chains that are kept; beyond it the oldest go
 ROOM_ROWS = 16
 ROOM_TOKENS = 2048
 FACTS = 4  # integers about a sequence before its tokens: row of the buffers, entries there, position, states it brings
-
-Work = Callable[[], DraftOutput]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +52,8 @@ class Size:
     drawn: bool
 
 
-@dataclass(slots=True, eq=False)
-class _Prepared:
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainBuffers:
     """The fixed tensors of one captured chain."""
 
     host: Tensor  # int64 [sequences, FACTS + rows], pinned where that helps
@@ -63,14 +61,13 @@ class _Prepared:
     states: Tensor  # [sequences, rows, features]
     temperatures: Tensor  # float32 [sequences, 1]
     uniforms: Tensor  # float64 [sequences, steps]
-    run: Work = field(init=False)
 
     @classmethod
-    def empty(cls, size: Size, like: Tensor) -> _Prepared:
+    def empty(cls, size: Size, like: Tensor) -> ChainBuffers:
         """like: states as the target hands them out."""
         device, shape = like.device, (size.seqs, FACTS + size.rows)
         return cls(
-            torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda"),
+            host_buffer(shape, torch.int64, device),
             torch.zeros(shape, dtype=torch.int64, device=device),
             like.new_zeros(size.seqs, size.rows, like.shape[-1]),
             torch.ones(size.seqs, 1, device=device),
@@ -100,15 +97,14 @@ class EagleGraphs:
     MAX_SEQS, MOST_STATES = NUM_SEQS[-1], ROWS[-1]
 
     def __init__(
-        self, head: EagleHead, buffers: KeyBuffers, vocab_size: int, capture: Callable[[Work], Work] | None = None
+        self, head: EagleHead, buffers: KeyBuffers, vocab_size: int, pool: GraphPool | None = None
     ) -> None:
-        """vocab_size: the target's. capture: turns work on fixed tensors into a call that repeats it; a CUDA graph,
-        unless something else is given."""
+        """vocab_size: the target's. pool: captures chains; by default a pool for the device of the head."""
         self._head, self._buffers, self._vocab = head, buffers, vocab_size
-        self._capture = capture or Capture("a chain of guesses")
+        pool = pool or GraphPool("a chain of draft tokens", head.target_ids.device)
+        self._graphs: GraphCache[Size, ChainBuffers, DraftOutput] = GraphCache(pool, LARGEST)
         self._spare_row = buffers.take()
         buffers.reserve(ROOM_TOKENS, ROOM_ROWS)
-        self._chains: dict[Size, _Prepared] = {}
         self._drawn_from = Scratch()
         self._version = buffers.version
 
@@ -116,9 +112,16 @@ class EagleGraphs:
         """`steps` draft tokens for every sequence; its buffers then hold its states, and behind them the draft."""
         size = self._size(starts, steps)
         self._buffers.reserve(size.seen)
-        prepared = self._for(size, starts[0].states)
-        prepared.put(starts, self._spare_row)
-        made = prepared.run()
+        if self._version != self._buffers.version:  # they have moved, and captured chains write where they were
+            self._graphs.clear()
+            self._version = self._buffers.version
+        graph = self._graphs.get(
+            size,
+            lambda: ChainBuffers.empty(size, starts[0].states),
+            lambda buffers: self._work(buffers, size),
+        )
+        graph.buffers.put(starts, self._spare_row)
+        made = graph.run()
         count = len(starts)
         return DraftOutput(made.tokens[:count], None if made.probs is None else made.probs[:count])
 
@@ -129,19 +132,9 @@ class EagleGraphs:
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
         return Size(seqs, rows, steps, seen, starts[0].uniforms is not None)
 
-    def _for(self, size: Size, like: Tensor) -> _Prepared:
-        if self._version != self._buffers.version:  # they have moved, and what was captured writes where they were
-            self._chains.clear()
-            self._version = self._buffers.version
-        if size not in self._chains:
-            made = _Prepared.empty(size, like)
-            made.run = self._capture(lambda: self._work(made, size))
-            keep_newest(self._chains, size, made, LARGEST)
-        return self._chains[size]
-
     # --- what is captured ---------------------------------------------------------------------------------------------
 
-    def _work(self, given: _Prepared, size: Size) -> DraftOutput:
+    def _work(self, given: ChainBuffers, size: Size) -> DraftOutput:
         head, facts = self._head, given.numbers
         row, length, place, count = (facts[:, index] for index in range(FACTS))
         steps = torch.arange(size.rows, device=facts.device)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.layers.rope import rotary_frequencies
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyValues:
@@ -76,12 +78,6 @@ class Rotary(nn.Module):
         cos, sin = (self.magnitude * angles.cos()).to(vectors.dtype), (self.magnitude * angles.sin()).to(vectors.dtype)
         low, high = vectors.chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
-
-
-def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
-    """The rotation per position of each pair of values: float32 [head_dim / 2]."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    return 1.0 / (theta**steps)
 
 
 def _scaled_frequencies(settings: RotarySettings) -> tuple[Tensor, float]:

@@ -1,6 +1,7 @@
-"""From a directory to a model of transformers, and the words for the precision it runs in.
+"""From a directory to a transformers model, and the names of the precisions a model runs in.
 
-transformers' models are imported where one is loaded: our own runs never need them, and they take seconds to import.
+transformers' models are imported only where one is loaded: native models do without them, and they take seconds to
+import.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from typing import Any
 
 import torch
 
+from paceline.device.properties import default_dtype, supports_integer_weights
 from paceline.errors import ModelError, OptionError, OutOfMemory, WeightsError
+from paceline.quantization import registry as formats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-INTEGER_WORDS = ("int8", "int4")  # runners/native/quantized.py
-DTYPE_WORDS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-FOREIGN_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+LIBRARY_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
 
 
-def dtype_named(word: str | None, device: str) -> str:
-    """A dtype's full name: float32 on a CPU and bfloat16 on a GPU unless told."""
-    if word is None or word == "auto":
-        return "float32" if device == "cpu" else "bfloat16"
-    name = DTYPE_WORDS.get(word, word)
-    if name not in DTYPES and name not in INTEGER_WORDS:
-        raise OptionError(f"dtype must be one of {', '.join((*DTYPE_WORDS, *DTYPES, *INTEGER_WORDS))}, not {word!r}")
-    if name in INTEGER_WORDS and not device.startswith(("cpu", "cuda")):
-        raise OptionError(f"dtype {name} runs on a CPU or on CUDA; on {device} use bfloat16")
-    return name
+def dtype_named(name: str | None, device: str) -> str:
+    """A dtype's full name: float32 on a CPU and bfloat16 on a GPU unless another is chosen. Raises OptionError."""
+    if name is None or name == "auto":
+        return default_dtype(device)
+    full_name = DTYPE_ALIASES.get(name, name)
+    if full_name not in DTYPES and full_name not in formats.names():
+        choices = ", ".join((*DTYPE_ALIASES, *DTYPES, *formats.names()))
+        raise OptionError(f"dtype must be one of {choices}, not {name!r}")
+    if full_name in formats.names() and not supports_integer_weights(device):
+        raise OptionError(f"dtype {full_name} runs on a CPU or on CUDA; on {device} use bfloat16")
+    return full_name
 
 
 def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trust_remote_code: bool = False) -> Any:
-    """EngineStats a directory with transformers. Pickled weights are opened with weights_only, or refused."""
+    """Read a directory with transformers. Pickled weights are opened with weights_only, or refused."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -44,19 +47,19 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
     except (OSError, RuntimeError, ValueError, KeyError, EOFError, ImportError) as error:
         raise _explained(error, name) from error
     except Exception as error:  # safetensors and pickle raise types of their own
-        if type(error).__name__ in FOREIGN_ERRORS:
+        if type(error).__name__ in LIBRARY_ERRORS:
             raise _explained(error, name) from error
         raise
 
 
 def _explained(error: Exception, name: str) -> ModelError:
-    seq = str(error).strip().split("\n")[0]
+    reason = str(error).strip().split("\n")[0]
     if "weights_only" in str(error) or "unpickl" in str(error).lower():
         return WeightsError(
             f"{name} holds pickled weights that would run code when opened, so they are refused. "
-            f"Convert them to safetensors first ({seq})"
+            f"Convert them to safetensors first ({reason})"
         )
-    return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {seq}")
+    return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {reason}")
 
 
 def eos_token_ids_of(model: Any) -> frozenset[int]:

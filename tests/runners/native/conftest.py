@@ -1,4 +1,4 @@
-"""Every test of this folder draws the same numbers."""
+"""Every test of this folder uses the same random numbers."""
 
 from __future__ import annotations
 

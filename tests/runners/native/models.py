@@ -1,16 +1,26 @@
-"""Tiny models of the family, random but with weights large enough that every part of a layer matters."""
+"""Tiny models of every architecture, random but with weights large enough that every part of a layer matters."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-KINDS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+KINDS: dict[str, Any] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
 }
 SIZES = {
     "hidden_size": 48,
@@ -25,11 +35,11 @@ SIZES = {
 
 
 def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    config, model = KINDS[kind]
-    made = model(config(**(SIZES | changes))).eval()
+    config, model_class, differences = KINDS[kind]
+    model = model_class(config(**(SIZES | differences | changes))).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator) * 0.2
             weight.copy_(noise if weight.dim() > 1 else 1.0 + noise)
-    return made.to(dtype)
+    return model.to(dtype)

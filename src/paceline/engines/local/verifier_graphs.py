@@ -6,8 +6,7 @@ as a graph: the host uploads temperatures and random numbers, and copies back on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from paceline.core.draft_tree import DraftTree
 from paceline.core.sequence import Sequence
 from paceline.core.types import ModelOutput, VerifyResult
 from paceline.core.verify import AcceptanceRule
-from paceline.device.graphs import Capture, keep_newest
+from paceline.device.graphs import GraphCache, GraphPool
 from paceline.device.scratch import Scratch
 
 SEQS_AT_ONCE = 8  # the distributions of a large batch take hundreds of megabytes
@@ -31,8 +30,8 @@ class VerifyKey:
     num_draft_tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class _Buffers:
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyBuffers:
     """The fixed tensors of one captured verification. Inputs are copied into them, from wherever they lie.
 
     The large ones share memory with those of every other verification: a result is copied before the next one runs.
@@ -43,10 +42,9 @@ class _Buffers:
     logits: Tensor  # float32 [num_seqs, k + 1, vocab]
     temperatures: Tensor  # float32 [num_seqs, 1, 1]
     uniforms: Tensor  # float64 [num_seqs, k + 1]
-    run: Callable[[], Tensor] = field(init=False)
 
     @classmethod
-    def allocate(cls, key: VerifyKey, like: Tensor, shared: Scratch) -> _Buffers:
+    def allocate(cls, key: VerifyKey, like: Tensor, shared: Scratch) -> VerifyBuffers:
         vocab, device, k = like.shape[-1], like.device, key.num_draft_tokens
         rows = shared.of((key.num_seqs, 2 * k + 1, vocab), device)
         return cls(
@@ -90,18 +88,15 @@ def can_verify_on_device(seqs: list[Sequence], trees: list[DraftTree], output: M
     return True
 
 
-Work = Callable[[], Tensor]
-
-
 class GraphVerifier:
     """Keeps one captured verification for every rule, number of sequences and number of draft tokens it has seen."""
 
     MAX_GRAPHS = 16  # beyond it the oldest goes
 
-    def __init__(self, capture: Callable[[Work], Work] | None = None) -> None:
-        """capture: turns work on fixed tensors into a call that repeats it; by default a CUDA graph."""
-        self._capture = capture or Capture("verification")
-        self._graphs: dict[VerifyKey, _Buffers] = {}
+    def __init__(self, pool: GraphPool | None = None) -> None:
+        """pool: captures verifications; by default a pool for the device of the logits."""
+        self._pool = pool
+        self._graphs: GraphCache[VerifyKey, VerifyBuffers, Tensor] | None = None
         self._shared = Scratch()
 
     def verify(self, seqs: list[Sequence], trees: list[DraftTree], output: ModelOutput) -> list[VerifyResult]:
@@ -115,13 +110,16 @@ class GraphVerifier:
         ]
 
     def _verified(self, seqs: list[Sequence], trees: list[DraftTree], logits: Tensor) -> Tensor:
-        buffers = self._buffers(VerifyKey(seqs[0].params.rule, len(seqs), len(trees[0])), logits)
-        buffers.put(seqs, trees, logits)
-        return buffers.run().clone()  # the next group is verified in the same memory
+        key = VerifyKey(seqs[0].params.rule, len(seqs), len(trees[0]))
+        graph = self._cache(logits.device).get(
+            key,
+            lambda: VerifyBuffers.allocate(key, logits, self._shared),
+            lambda buffers: buffers.verify(key.rule),
+        )
+        graph.buffers.put(seqs, trees, logits)
+        return graph.run().clone()  # the next group is verified in the same memory
 
-    def _buffers(self, key: VerifyKey, logits: Tensor) -> _Buffers:
-        if key not in self._graphs:
-            buffers = _Buffers.allocate(key, logits, self._shared)
-            buffers.run = self._capture(lambda: buffers.verify(key.rule))
-            keep_newest(self._graphs, key, buffers, self.MAX_GRAPHS)
-        return self._graphs[key]
+    def _cache(self, device: torch.device) -> GraphCache[VerifyKey, VerifyBuffers, Tensor]:
+        if self._graphs is None:
+            self._graphs = GraphCache(self._pool or GraphPool("verification", device), self.MAX_GRAPHS)
+        return self._graphs

@@ -1,143 +1,64 @@
-"""Narrow passes: a few nodes a sequence, captured as graphs, fed through one small upload a pass.
+"""Graphs of narrow passes: a few nodes a sequence, fed through one small upload a pass.
 
-Two kinds. A check reads the last token and the draft tokens of every sequence. A loop drafts: it reads the last two tokens of
-every sequence (the draft may have missed the target's own token, or the last draft token too; reading a token twice writes the
-same numbers again) and then takes step after step without returning to the host.
+Two kinds. A forward graph reads the last token and the draft tokens of every sequence. A drafting graph reads the last
+two tokens of every sequence (the draft model may lack the target's own token, or the last draft token too; reading a
+token twice writes the same numbers again) and then takes step after step without returning to the host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.draft_tree import depths
 from paceline.core.sampling import draw
-from paceline.core.types import ModelOutput, Row
-from paceline.device.graphs import NUM_SEQS, Captured, Pool, keep_newest, rounded_up
+from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
+from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.scratch import Scratch
-from paceline.runners.native.gemm_tiling import TILE_ROWS
-from paceline.runners.native.model import run_layers
-from paceline.runners.native.triton_kernels import CHUNK
-from paceline.runners.native.triton_ops import ArgmaxResult, TritonBatch, TritonOps
-from paceline.runners.native.weights import Weights
+from paceline.layers.attention_kernels import CHUNK
+from paceline.layers.attention_triton import TritonAttention, TritonBatch
+from paceline.layers.gemm import GemmLauncher
+from paceline.layers.gemm_tiling import TILE_ROWS
+from paceline.layers.triton_ops import TritonOps
+from paceline.models.decoder import DecoderModel
+from paceline.runners.native.eager_pass import attention_sizes
+from paceline.runners.native.kv_cache import KVCache
+from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
+from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)  # a node sees by the bits of an int64
-# One sequence: all widths up to a tile cost the same within 3%, and each that is captured costs a second or two, once.
-FEW_WIDTHS = (1, 2, 6, 16, 24, 32, 48, 63)
-CHUNK_STEPS = (4, 8, 16, 32, 64, 128, 256)  # chunks of context a graph is captured for: at most half of them are empty
-LEAD = 2  # tokens a loop reads at first
-MOST_LOOPS = 32  # graphs of drafting loops that are kept; beyond it the oldest goes
-OFTEN = 4  # a number of drafting steps that was asked for so often gets a graph of its own
-CHAIN_DEPTHS: NDArray[np.int64] = np.arange(WIDTHS[-1], dtype=np.int64)
-CHAIN_SIGHTS: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
-
-
-def tree_mask(parents: list[int]) -> list[int]:
-    """For every node the nodes it may look at, as bits: itself and all before it on its path."""
-    seen: list[int] = []
-    for node, parent in enumerate(parents):
-        seen.append((1 << node) | (seen[parent] if parent >= 0 else 0))
-    return seen
-
-
-def _does_for(captured: Size, size: Size, ops: TritonOps) -> bool:
-    """Whether work captured for one size does for another: not much larger, or after a single long sequence all others
-    would launch its empty chunks; and multiplied in the same way."""
-    if not captured.holds(size) or captured.chunks > 2 * size.chunks or captured.rows > max(TILE_ROWS, 2 * size.rows):
-        return False
-    return ops.way(captured.rows) == ops.way(size.rows)
+NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
+# One sequence: all sizes up to a tile cost the same within 3%, and each graph costs a second or two, once.
+FEW_NODES = (1, 2, 6, 16, 24, 32, 48, MAX_NODES)
+CHUNKS = (4, 8, 16, 32, 64, 128, 256)  # of context that graphs are captured for: at most half of them are empty
+MAX_ROWS = 512  # nodes of a pass, over all sequences
+MAX_FORWARD_GRAPHS = 512
+MAX_DRAFT_GRAPHS = 32
+OFTEN = 4  # a number of draft tokens that is asked for so often gets a graph of its own
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """What a graph is captured for."""
+class ForwardKey:
+    """What a forward graph is captured for."""
 
-    num_seqs: int
-    nodes: int
-    chunks: int
-
-    @property
-    def rows(self) -> int:
-        return self.num_seqs * self.nodes
-
-    def holds(self, other: Size) -> bool:
-        return self.num_seqs >= other.num_seqs and self.nodes >= other.nodes and self.chunks >= other.chunks
+    size: PassSize
+    want_hidden: bool
+    feature_layers: tuple[int, ...]
 
 
-class Staging:
-    """The integers of a pass: filled on the host, sent in one copy, read by the graph where they are."""
+@dataclass(frozen=True, slots=True)
+class DraftKey:
+    """What a drafting graph is captured for."""
 
-    def __init__(self, size: Size, table_width: int, device: torch.device) -> None:
-        num_seqs, nodes = size.num_seqs, size.nodes
-        total = num_seqs * (2 + 3 * nodes + table_width)
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=pinned)
-        self._device = torch.zeros(total, dtype=torch.int64, device=device)
-        host: NDArray[np.int64] = self._host.numpy()
-        self.lengths, self.counts = host[:num_seqs], host[num_seqs : 2 * num_seqs]
-        at = 2 * num_seqs
-        self.depths, at = host[at : at + num_seqs * nodes].reshape(num_seqs, nodes), at + num_seqs * nodes
-        self.tree_mask, at = host[at : at + num_seqs * nodes].reshape(num_seqs, nodes), at + num_seqs * nodes
-        self.tokens, at = host[at : at + num_seqs * nodes].reshape(num_seqs, nodes), at + num_seqs * nodes
-        self.blocks = host[at:].reshape(num_seqs, table_width)
-        self.batch = self._batch(size)
-        self.token_ids = self._view(2 * num_seqs + 2 * num_seqs * nodes, num_seqs, nodes)
-
-    def _view(self, start: int, num_seqs: int, width: int) -> Tensor:
-        return self._device[start : start + num_seqs * width].view(num_seqs, width)
-
-    def _batch(self, size: Size) -> TritonBatch:
-        num_seqs, nodes = size.num_seqs, size.nodes
-        at = 2 * num_seqs
-        return TritonBatch(
-            num_seqs,
-            nodes,
-            self._device[:num_seqs],
-            self._device[num_seqs : 2 * num_seqs],
-            self._view(at, num_seqs, nodes),
-            self._view(at + num_seqs * nodes, num_seqs, nodes),
-            self._device[at + 3 * num_seqs * nodes :].view(num_seqs, -1),
-            size.chunks,
-        )
-
-    def put_row(self, index: int, row: Row, length: int, table: list[int]) -> None:
-        """Text `index` reads this row after `length` tokens. DraftOutput that lie on the device are copied there later."""
-        count = len(row.parents)
-        self.lengths[index], self.counts[index] = length, count
-        self.blocks[index, : len(table)] = table
-        if row.is_chain:
-            self.depths[index, :count], self.tree_mask[index, :count] = CHAIN_DEPTHS[:count], CHAIN_SIGHTS[:count]
-        else:
-            self.depths[index, :count] = depths(row.parents)
-            self.tree_mask[index, :count] = tree_mask(row.parents)
-        if row.lead is not None:
-            self.tokens[index, 0] = row.lead
-        if not row.tokens.is_cuda and row.tokens.shape[0]:
-            self.tokens[index, count - row.tokens.shape[0] : count] = row.tokens.numpy()
-
-    def put_lead(self, index: int, ids: list[int], table: list[int]) -> None:
-        """Text `index` of a loop: its last two tokens."""
-        self.lengths[index], self.counts[index] = len(ids) - LEAD, LEAD
-        self.blocks[index, : len(table)] = table
-        self.depths[index], self.tree_mask[index] = CHAIN_DEPTHS[:LEAD], CHAIN_SIGHTS[:LEAD]
-        self.tokens[index] = ids[-LEAD:]
-
-    def send(self, num_seqs: int) -> None:
-        """Send everything; sequences beyond the first `num_seqs` are none."""
-        self.counts[num_seqs:] = 0
-        self._device.copy_(self._host, non_blocking=True)
+    size: PassSize
+    num_tokens: int
+    sampled: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checked:
-    """What a check left: tensors of the graph, to be read before the next pass of the same runner."""
+class PassOutput:
+    """Tensors of a forward graph, to be read before the next pass of the same runner."""
 
     logits: Tensor  # float32 [sequences · nodes, vocab]
     best: Tensor  # int64 [sequences · nodes]
@@ -146,177 +67,238 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drafted:
-    """What a loop left: draft tokens [sequences, steps], and the distributions they were drawn from, if they were drawn."""
+class DraftBuffers:
+    """The fixed tensors of a drafting graph."""
 
-    tokens: Tensor
-    probs: Tensor | None  # [sequences, steps, vocab]
-
-
-class Source(Protocol):
-    """What passes read from their runner."""
-
-    weights: Weights
-    want_hidden: bool
-    feature_layers: tuple[int, ...]
-    last_layer: int
-
-
-@dataclass(slots=True, eq=False)
-class Check:
-    """A captured pass of one size, and where its integers are laid."""
-
-    size: Size
-    staging: Staging
-    run: Callable[[], Checked]
-
-    def output(self, widths: list[int], last_only: bool) -> ModelOutput:
-        """Run it; what it says about the rows laid before it, each of its own width, without the padding."""
-        return unpadded(self.run(), widths, self.size.nodes, last_only)
-
-
-@dataclass(slots=True, eq=False)
-class _Loop:
-    staging: Staging
+    inputs: PassInputs
     temperatures: Tensor  # float32 [sequences, 1]
-    uniforms: Tensor  # float64 [sequences, steps]
-    run: Callable[[], Drafted]
+    uniforms: Tensor  # float64 [sequences, draft tokens]
 
-    def put_chances(self, temperatures: list[float], uniforms: list[list[float]]) -> None:
-        count, steps = len(temperatures), len(uniforms[0])
-        self.temperatures[:count, 0].copy_(torch.tensor(temperatures), non_blocking=True)
-        self.uniforms[:count, :steps].copy_(torch.tensor(uniforms, dtype=torch.float64), non_blocking=True)
+    def put_sampling(self, inputs: list[DraftInput]) -> None:
+        count = len(inputs)
+        uniforms = torch.tensor([draft.uniforms or [] for draft in inputs], dtype=torch.float64)
+        temperatures = torch.tensor([draft.temperature for draft in inputs])
+        self.temperatures[:count, 0].copy_(temperatures, non_blocking=True)
+        self.uniforms[:count, : uniforms.shape[1]].copy_(uniforms, non_blocking=True)
+
+
+ForwardGraph = Graph[ForwardKey, PassInputs, PassOutput]
+DraftGraph = Graph[DraftKey, DraftBuffers, DraftOutput]
+
+
+def triton_ops(
+    model: DecoderModel, kv: KVCache, rope_cache: Tensor, *, use_vectors: bool = False, batch_invariant: bool = False
+) -> TritonOps:
+    """The fused operations of a model over its cache."""
+    eps = model.config.rms_norm_eps
+    gemm = GemmLauncher(
+        kv.keys.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant
+    )
+    return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_cache, gemm))
+
+
+def _runs(captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
+    """Whether a graph of one size may run another size.
+
+    Not a much larger one: after a single long sequence all others would launch its empty chunks. And only one that
+    multiplies in the same way: another way would change the numbers.
+    """
+    if not captured.holds(size) or captured.chunks > 2 * size.chunks:
+        return False
+    return captured.rows <= max(TILE_ROWS, 2 * size.rows) and ops.path(captured.rows) == ops.path(size.rows)
 
 
 class DecodeGraphs:
-    """The captured passes of one runner, made on first use. Without a pool they run launch by launch (tests)."""
+    """The narrow passes of one runner, captured on first use."""
 
     def __init__(
-        self, source: Source, checks: TritonOps, loops: TritonOps, table_width: int, pool: Pool | None
+        self,
+        model: DecoderModel,
+        kv: KVCache,
+        rope_cache: Tensor,
+        options: OutputOptions,
+        pool: GraphPool,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
-        self._source, self._check_ops, self._loop_ops, self._pool = source, checks, loops, pool
-        self._table_width = table_width
-        self._device = checks.keys.device
-        self._checks: dict[Any, dict[Size, Check]] = {}
-        self._loops: dict[tuple[Size, int, bool], _Loop] = {}
-        self._asked: Counter[tuple[int, bool]] = Counter()  # how often a loop of so many steps was wanted
-        self._drawn_from = Scratch()
+        self._model, self._kv, self._options = model, kv, options
+        self._table_width = -(-min(rope_cache.shape[0], kv.num_tokens + MAX_ROWS) // kv.block_size)
+        self.ops = triton_ops(model, kv, rope_cache, batch_invariant=batch_invariant)
+        self._draft_ops = triton_ops(model, kv, rope_cache, use_vectors=True)
+        self._forward: GraphCache[ForwardKey, PassInputs, PassOutput] = GraphCache(
+            pool, MAX_FORWARD_GRAPHS, near=self._runs_forward, cost=lambda key: (key.size.rows, key.size.chunks)
+        )
+        self._draft: GraphCache[DraftKey, DraftBuffers, DraftOutput] = GraphCache(
+            pool,
+            MAX_DRAFT_GRAPHS,
+            near=self._runs_draft,
+            cost=lambda key: (key.num_tokens, key.size.rows, key.size.chunks),
+        )
+        self._requests: Counter[tuple[int, bool]] = Counter()  # how often so many draft tokens were asked for
+        self._draft_probs = Scratch()
 
-    def fits(self, num_seqs: int, nodes: int, tokens: int) -> Size | None:
-        """The size a pass would run at, or None: too wide, too many or too long for any."""
-        chunks = rounded_up(-(-tokens // CHUNK), CHUNK_STEPS)
-        width, many = rounded_up(nodes, FEW_WIDTHS if num_seqs == 1 else WIDTHS), rounded_up(num_seqs, NUM_SEQS)
-        return None if chunks is None or width is None or many is None else Size(many, width, chunks)
+    # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def _near(self, size: Size, captured: Iterable[Size]) -> Size:
-        """A captured size that will do instead of a new one: the end of a sequence, or of a batch, needs no graphs of its
-        own. One that would take another way to multiply would change the numbers, and is not near."""
-        near = [other for other in captured if _does_for(other, size, self._check_ops)]
-        return min(near, key=lambda other: (other.rows, other.chunks), default=size)
+    def fits(self, num_seqs: int, nodes: int, tokens: int) -> PassSize | None:
+        """The size a pass runs at; None: too wide, too many or too long for any."""
+        chunks = rounded_up(-(-tokens // CHUNK), CHUNKS)
+        width, seqs = rounded_up(nodes, FEW_NODES if num_seqs == 1 else NODES), rounded_up(num_seqs, NUM_SEQS)
+        return None if chunks is None or width is None or seqs is None else PassSize(seqs, width, chunks)
 
-    def check(self, size: Size) -> Check:
-        """The captured check of this size, or of one near it; made if there is none."""
-        kind = (self._source.want_hidden, self._source.feature_layers)
-        made = self._checks.setdefault(kind, {})
-        size = self._near(size, made)
-        if size not in made:
-            staging = Staging(size, self._table_width, self._device)
-            made[size] = Check(size, staging, self._made(lambda: self._check_work(staging), "a check"))
-        return made[size]
+    def fits_rows(self, rows: list[Row], last_only: bool) -> PassSize | None:
+        """The size these rows run at; None: another pass is better or the only one."""
+        nodes = max(len(row.parents) for row in rows)
+        if (last_only and nodes > 2) or len(rows) * nodes > MAX_ROWS:
+            return None
+        return self.fits(len(rows), nodes, max(row.seq_cache.length for row in rows) + nodes)
 
-    def repeat(self, check: Check, steps: int) -> Tensor:
-        """One token a sequence, read again and again: what a pass finds best is what the next one reads. [sequences, steps]
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def forward(self, rows: list[Row], size: PassSize, last_only: bool) -> ModelOutput:
+        """Read these rows."""
+        graph = self._prepared(rows, size)
+        output = unpadded(graph.run(), [len(row.parents) for row in rows], graph.key.size.nodes, last_only)
+        return output if self._options.adapter is None else self._adapted(output)
+
+    def decode(self, rows: list[Row], size: PassSize, num_steps: int) -> Tensor:
+        """One token a sequence, then its argmax, and so on: the tokens written [rows, steps].
 
         The device goes from pass to pass by itself. The host only queues them, so its own work costs nothing here.
         """
-        staging, nodes = check.staging, check.size.nodes
-        written = torch.empty(check.size.num_seqs, steps, dtype=torch.int64, device=self._device)
-        for step in range(steps):
-            written[:, step] = check.run().best.view(-1, nodes)[:, 0]
-            staging.token_ids[:, 0] = written[:, step]
-            staging.batch.lengths.add_(1)
-        return written
+        graph = self._prepared(rows, size)
+        inputs, nodes = graph.buffers, graph.key.size.nodes
+        shape = (graph.key.size.num_seqs, num_steps)
+        written = torch.empty(shape, dtype=torch.int64, device=self._kv.device)
+        for step in range(num_steps):
+            written[:, step] = graph.run().best.view(-1, nodes)[:, 0]
+            inputs.token_ids[:, 0] = written[:, step]
+            inputs.batch.lengths.add_(1)
+        return written[: len(rows)]
 
-    def loop(self, size: Size, steps: int, sampled: bool) -> _Loop:
-        """The captured loop of these steps; made if there is none. One of a few more steps will do for the end of a
-        sequence, but every step costs time: what is asked for again and again gets a loop of its own."""
-        alike = [key for key in self._loops if key[2] == sampled and _does_for(key[0], size, self._loop_ops)]
-        usable = [key for key in alike if steps <= key[1]]
-        best = min(usable, key=lambda key: (key[1], key[0].rows, key[0].chunks), default=None)
-        self._asked[steps, sampled] += 1
-        if best is not None and (best[1] == steps or self._asked[steps, sampled] < OFTEN):
-            return self._loops[best]
-        staging = Staging(size, self._table_width, self._device)
-        temperatures = torch.ones(size.num_seqs, 1, device=self._device)
-        uniforms = torch.zeros(size.num_seqs, steps, dtype=torch.float64, device=self._device)
-        made = _Loop(staging, temperatures, uniforms, lambda: Drafted(uniforms, None))
-        made.run = self._made(lambda: self._loop_work(made, steps, sampled), "a drafting loop")
-        keep_newest(self._loops, (size, steps, sampled), made, MOST_LOOPS)
-        return made
+    def draft(self, graph: DraftGraph, inputs: list[DraftInput], num_tokens: int) -> DraftOutput:
+        """Draft tokens for these sequences; blocks for all tokens of the graph are reserved."""
+        buffers = graph.buffers
+        for index, draft in enumerate(inputs):
+            buffers.inputs.put_lead(index, draft.ids, self._kv.table(draft.seq_cache))
+        buffers.inputs.send(len(inputs))
+        if graph.key.sampled:
+            buffers.put_sampling(inputs)
+        output = graph.run()
+        probs = None if output.probs is None else output.probs[: len(inputs), :num_tokens]
+        return DraftOutput(output.tokens[: len(inputs), :num_tokens], probs)
 
-    def _made(self, work: Callable[[], Any], label: str) -> Callable[[], Any]:
-        return work if self._pool is None else Captured(work, label, self._pool)
+    def _prepared(self, rows: list[Row], size: PassSize) -> ForwardGraph:
+        """The graph of this size with these rows in its inputs."""
+        graph = self.forward_graph(size)
+        for index, row in enumerate(rows):
+            graph.buffers.put_row(index, row, self._kv.table(row.seq_cache))
+        graph.buffers.send(len(rows))
+        graph.buffers.send_tokens(rows)
+        return graph
+
+    def _adapted(self, output: ModelOutput) -> ModelOutput:
+        """The graph of an early exit leaves its adapter out; apply it to the hidden states."""
+        assert output.hidden is not None, "an exit returns its hidden states"
+        hidden = output.hidden if output.read is None else output.hidden[row_ends(output.read, output.hidden.device)]
+        return replace(output, logits=logits_of(hidden, self._model, self._options), best=None)
+
+    # --- graphs -------------------------------------------------------------------------------------------------------
+
+    def forward_graph(self, size: PassSize) -> ForwardGraph:
+        """The graph of this size, or of a near one; captured if there is none."""
+        key = ForwardKey(size, self._options.want_hidden, self._options.feature_layers)
+        return self._forward.nearest(key) or self._forward.get(
+            key, lambda: PassInputs(size, self._table_width, self._kv.device), self._forward_work
+        )
+
+    def draft_graph(self, size: PassSize, num_tokens: int, sampled: bool) -> DraftGraph:
+        """The graph of so many draft tokens; captured if there is none.
+
+        A graph of a few more serves the end of a sequence, but every step costs time: a number that is asked for again
+        and again gets a graph of its own.
+        """
+        key = DraftKey(size, num_tokens, sampled)
+        near = self._draft.nearest(key)
+        self._requests[num_tokens, sampled] += 1
+        if near is not None and (near.key.num_tokens == num_tokens or self._requests[num_tokens, sampled] < OFTEN):
+            return near
+        return self._draft.get(key, lambda: self._draft_buffers(key), lambda buffers: self._draft_work(buffers, key))
+
+    def _runs_forward(self, captured: ForwardKey, key: ForwardKey) -> bool:
+        kind, other = (captured.want_hidden, captured.feature_layers), (key.want_hidden, key.feature_layers)
+        return kind == other and _runs(captured.size, key.size, self.ops)
+
+    def _runs_draft(self, captured: DraftKey, key: DraftKey) -> bool:
+        enough = captured.sampled == key.sampled and captured.num_tokens >= key.num_tokens
+        return enough and _runs(captured.size, key.size, self._draft_ops)
+
+    def _draft_buffers(self, key: DraftKey) -> DraftBuffers:
+        device, num_seqs = self._kv.device, key.size.num_seqs
+        return DraftBuffers(
+            PassInputs(key.size, self._table_width, device),
+            torch.ones(num_seqs, 1, device=device),
+            torch.zeros(num_seqs, key.num_tokens, dtype=torch.float64, device=device),
+        )
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
-    def _check_work(self, staging: Staging) -> Checked:
-        source, ops = self._source, self._check_ops
-        stream = source.weights.embedding[staging.token_ids.view(-1)]
-        states = run_layers(
-            source.weights, stream, staging.batch, ops, source.feature_layers, last=source.last_layer
+    def _forward_work(self, inputs: PassInputs) -> PassOutput:
+        model, options, ops = self._model, self._options, self.ops
+        hidden_states = model.embed(inputs.token_ids.view(-1))
+        states = model.run_layers(
+            hidden_states, inputs.batch, ops, options.feature_layers, last=options.last_layer
         )
-        hidden = ops.norm(states.stream, source.weights.final_norm) if source.want_hidden else None
-        found = ops.best(states.stream, source.weights.final_norm, source.weights.head)
-        return Checked(found.logits, ops.pick(found).token, hidden, states.features)
+        hidden = model.norm(states.hidden_states, ops) if options.want_hidden else None
+        logits = model.fused_logits(states.hidden_states, ops)
+        return PassOutput(logits.out, ops.argmax(logits).token, hidden, states.features)
 
-    def _loop_work(self, loop: _Loop, steps: int, sampled: bool) -> Drafted:
-        source, ops, batch = self._source, self._loop_ops, loop.staging.batch
-        stream = source.weights.embedding[loop.staging.token_ids.view(-1)]
+    def _draft_work(self, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
+        model, ops, batch = self._model, self._draft_ops, buffers.inputs.batch
+        hidden_states = model.embed(buffers.inputs.token_ids.view(-1))
         tokens: list[Tensor] = []
-        shape = (batch.num_seqs, steps, source.weights.head.shape[0])
-        probs = self._drawn_from.of(shape, self._device) if sampled else None
-        for step in range(steps):
-            states = run_layers(source.weights, stream, batch, ops, last=source.last_layer)
-            last = states.stream if step else states.stream.view(batch.num_seqs, LEAD, -1)[:, -1].contiguous()
-            found = ops.best(last, source.weights.final_norm, source.weights.head)
-            if probs is not None:
-                probs[:, step] = torch.softmax(found.logits / loop.temperatures, dim=-1)
-                picked = ArgmaxResult(draw(probs[:, step], loop.uniforms[:, step]), None)
+        shape = (batch.num_seqs, key.num_tokens, model.lm_head.out_features)
+        probs = self._draft_probs.of(shape, self._kv.device) if key.sampled else None
+        for step in range(key.num_tokens):
+            states = model.run_layers(hidden_states, batch, ops, last=self._options.last_layer).hidden_states
+            last = states if step else states.view(batch.num_seqs, LEAD_TOKENS, -1)[:, -1].contiguous()
+            logits = model.fused_logits(last, ops)
+            if probs is None:
+                best = model.argmax_embedded(logits, ops)
+                token, vectors = best.token, best.hidden_states
             else:
-                picked = ops.pick(found, source.weights.embedding)
-            tokens.append(picked.token)
-            stream = source.weights.embedding[picked.token] if picked.stream is None else picked.stream
-            batch = self._single(batch, LEAD + step)
-        return Drafted(torch.stack(tokens, dim=1), probs)
-
-    def _single(self, batch: TritonBatch, offset: int) -> TritonBatch:
-        """One node a sequence, `offset` tokens behind where the loop began."""
-        zeros = torch.zeros(batch.num_seqs, 1, dtype=torch.int64, device=self._device)
-        there = batch.counts.clamp_max(1)
-        return TritonBatch(batch.num_seqs, 1, batch.lengths, there, zeros, zeros + 1, batch.blocks, batch.chunks, offset)
+                probs[:, step] = torch.softmax(logits.out / buffers.temperatures, dim=-1)
+                token, vectors = draw(probs[:, step], buffers.uniforms[:, step]), None
+            tokens.append(token)
+            hidden_states = model.embed(token) if vectors is None else vectors
+            batch = _single(batch, LEAD_TOKENS + step)
+        return DraftOutput(torch.stack(tokens, dim=1), probs)
 
 
-def unpadded(checked: Checked, widths: list[int], nodes: int, last_only: bool) -> ModelOutput:
+def _single(batch: TritonBatch, offset: int) -> TritonBatch:
+    """One node a sequence, `offset` tokens behind where the loop began."""
+    zeros = torch.zeros(batch.num_seqs, 1, dtype=torch.int64, device=batch.lengths.device)
+    counts = batch.counts.clamp_max(1)
+    return TritonBatch(batch.num_seqs, 1, batch.lengths, counts, zeros, zeros + 1, batch.blocks, batch.chunks, offset)
+
+
+def unpadded(output: PassOutput, row_sizes: list[int], nodes: int, last_only: bool) -> ModelOutput:
     """Drop the padding of a captured pass."""
+    hidden, features = (_without_padding(part, row_sizes, nodes) for part in (output.hidden, output.features))
     if last_only:
-        ends = [index * nodes + width - 1 for index, width in enumerate(widths)]
-        return ModelOutput(
-            torch.stack([checked.logits[end] for end in ends]),
-            [1] * len(widths),
-            _without_padding(checked.hidden, widths, nodes),
-            _without_padding(checked.features, widths, nodes),
-            widths,
-            torch.stack([checked.best[end] for end in ends]),
-        )
-    logits, best = (_without_padding(part, widths, nodes) for part in (checked.logits, checked.best))
-    assert logits is not None
-    hidden, features = (_without_padding(part, widths, nodes) for part in (checked.hidden, checked.features))
-    return ModelOutput(logits, widths, hidden, features, None, best)
+        ends = [index * nodes + size - 1 for index, size in enumerate(row_sizes)]
+        logits = torch.stack([output.logits[end] for end in ends])
+        best = torch.stack([output.best[end] for end in ends])
+        return ModelOutput(logits, [1] * len(row_sizes), hidden, features, row_sizes, best)
+    logits, best = (_dense(part, row_sizes, nodes) for part in (output.logits, output.best))
+    return ModelOutput(logits, row_sizes, hidden, features, None, best)
 
 
-def _without_padding(padded: Tensor | None, widths: list[int], nodes: int) -> Tensor | None:
-    if padded is None:
-        return None
-    if len(widths) == 1 or all(width == nodes for width in widths):
-        return padded[: (len(widths) - 1) * nodes + widths[-1]]
-    return torch.cat([padded[index * nodes : index * nodes + width] for index, width in enumerate(widths)])
+def _without_padding(padded: Tensor | None, row_sizes: list[int], nodes: int) -> Tensor | None:
+    return None if padded is None else _dense(padded, row_sizes, nodes)
+
+
+def _dense(padded: Tensor, row_sizes: list[int], nodes: int) -> Tensor:
+    """[sequences · nodes, …] -> [all nodes, …]"""
+    if len(row_sizes) == 1 or all(size == nodes for size in row_sizes):
+        return padded[: (len(row_sizes) - 1) * nodes + row_sizes[-1]]
+    return torch.cat([padded[index * nodes : index * nodes + size] for index, size in enumerate(row_sizes)])

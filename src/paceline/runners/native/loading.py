@@ -1,74 +1,119 @@
-"""What is read of a model's directory beside its weights, and weights in fewer bits."""
+"""From a directory, or a loaded transformers model, to a native model: config, weights, model info."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from paceline.core.types import ModelInfo
-from paceline.errors import WeightsError
-from paceline.runners.native import quantization
-from paceline.runners.native.config import Shape
-from paceline.runners.native.weights import Matrix, Weights
+from paceline.device.properties import default_dtype, supports_graphs
+from paceline.errors import CapabilityError, OutOfMemory, WeightsError
+from paceline.models import registry
+from paceline.models.checkpoint import Checkpoint, Safetensors
+from paceline.models.config import ArchConfig
+from paceline.models.decoder import DecoderModel
+from paceline.quantization import registry as formats
 
-DEFAULT_TEXTS = 8
-DEFAULT_TEXT_TOKENS = 8192
+DEFAULT_SEQS = 8
+DEFAULT_SEQ_TOKENS = 8192
+MIN_HALF_HEAD = 16  # values of half a head that the attention kernel takes
 
 
-def can_fuse(shape: Shape, weights: Weights) -> bool:
-    """Whether the fused kernels exist here and take this model."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
+def is_native(config: Any) -> bool:
+    """Whether a model with this Hugging Face config runs natively."""
+    return registry.unsupported(config) is None
+
+
+def can_fuse(model: DecoderModel, device: torch.device) -> bool:
+    """Whether fused kernels and graphs exist on this device and take this model."""
+    if not supports_graphs(device) or find_spec("triton") is None or model.quantizes_input:
         return False
-    half = shape.head_dim // 2
-    return not quantization.rounds_inputs(weights.head) and half >= 16 and half & (half - 1) == 0
+    half = model.config.head_dim // 2
+    return half >= MIN_HALF_HEAD and half & (half - 1) == 0
 
 
-def default_cache_tokens(shape: Shape) -> int:
-    return DEFAULT_TEXTS * min(shape.max_seq_len, DEFAULT_TEXT_TOKENS)
+def default_cache_tokens(config: ArchConfig) -> int:
+    return DEFAULT_SEQS * min(config.max_seq_len, DEFAULT_SEQ_TOKENS)
 
 
-def pack_weights(
-    weights: Weights, word: str, pack: Callable[[Tensor, str], Matrix] = quantization.packed
-) -> Weights:
-    """Every matrix a pass multiplies with, in int8 or int4. The embedding is looked up, not multiplied: it stays."""
-    layers = [
-        replace(
-            layer,
-            qkv=pack(layer.qkv, word),
-            output=pack(layer.output, word),
-            gate_up=pack(layer.gate_up, word),
-            down=pack(layer.down, word),
-        )
-        for layer in weights.layers
-    ]
-    return Weights(weights.embedding, layers, weights.final_norm, pack(weights.head, word))
+def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
+    """Read a directory of safetensors. dtype: a floating-point type, or a weight format of quantization/."""
+    target = formats.get(dtype) if dtype in formats.names() else None
+    float_dtype = getattr(torch, dtype if target is None else default_dtype(device))
+    with ExitStack() as stack:
+        # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
+        tensors = Safetensors(folder, stack, device)
+        stored = formats.format_of(config)
+        checkpoint = Checkpoint(tensors, tensors.names(), float_dtype, device, target=target, stored=stored)
+        try:
+            return _load(checkpoint, config)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"{folder.name} does not fit on {device}: choose a smaller --dtype") from error
 
 
-def config_of(folder: Path, name: str) -> Any:
-    from transformers import AutoConfig
+@torch.no_grad()
+def load_from_model(model: Any, weight_format: str | None = None) -> DecoderModel:
+    """The weights of a loaded transformers model. Joined weights are copies, the rest is shared."""
+    state, first = dict(model.state_dict()), next(model.parameters())
+    target = None if weight_format is None else formats.get(weight_format)
+    return _load(Checkpoint(state.get, state, first.dtype, str(first.device), target=target), model.config)
+
+
+def _load(checkpoint: Checkpoint, config: Any) -> DecoderModel:
+    reason = registry.unsupported(config)
+    architecture = registry.get(config.model_type)
+    if reason is not None or architecture is None:
+        raise CapabilityError(f"this model does not run natively: {reason}")
+    return architecture.load(checkpoint, architecture.config_from_hf(config))
+
+
+def read_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:
+    """The Hugging Face config of a directory, also of a registered architecture that transformers does not have.
+
+    Raises WeightsError.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+        document = json.loads((folder / "config.json").read_text())
+        if document.get("model_type") in registry.model_types() and not _in_transformers(document["model_type"]):
+            return _with_rope_parameters(PreTrainedConfig.from_dict(document), document)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
         raise WeightsError(f"{name} has no readable config.json: {error}") from error
+
+
+def _in_transformers(model_type: str) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _with_rope_parameters(config: Any, document: dict[str, Any]) -> Any:
+    """transformers moves rope_theta into rope_parameters for the types it has; do the same for the others."""
+    config.model_type = document["model_type"]
+    if not getattr(config, "rope_parameters", None) and "rope_theta" in document:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": document["rope_theta"]}
+    return config
 
 
 def eos_token_ids_in(folder: Path, config: Any) -> frozenset[int]:
     """Every token that ends a sequence: by the generation config, or else the model's."""
     path = folder / "generation_config.json"
-    output = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    ids = config.eos_token_id if output is None else output
+    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    if ids is None:
+        ids = getattr(config, "eos_token_id", None)
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def model_info(name: str, shape: Shape, ends: frozenset[int], device: str, dtype: str) -> ModelInfo:
-    return ModelInfo(name, shape.vocab, ends, shape.max_seq_len, shape.layers, shape.width, device, dtype)
+def model_info(name: str, config: ArchConfig, eos_token_ids: frozenset[int], device: str, dtype: str) -> ModelInfo:
+    return ModelInfo(
+        name, config.vocab_size, eos_token_ids, config.max_seq_len, config.num_layers, config.hidden_size, device, dtype
+    )

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 
 def test_kernels_compile_for_hopper() -> None:
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     program = Path(__file__).with_name("compile_for_hopper.py")
-    result = subprocess.run([sys.executable, str(program)], env=surroundings, capture_output=True, seq=True)
+    result = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout.endswith("compiled\n"), result.stderr[-2000:]

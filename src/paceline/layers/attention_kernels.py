@@ -1,0 +1,175 @@
+"""Triton kernel of attention over a paged cache: a few nodes for each of any number of sequences.
+
+Sums run by chunks of context whose edges depend only on absolute positions. So a token's numbers are the same bits
+whether it is read alone, among draft tokens or among other sequences. The eager reference is in layers/attention.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CHUNK = 128  # tokens of context that are summed by themselves
+
+# USE_PDL (programmatic dependent launch): a kernel starts while the kernel ahead of it is still running, loads what
+# does not depend on it (its weights), then waits. It lets its own successor start only after that wait, so at most two
+# kernels run at a time, and whatever was written two kernels ago is complete.
+
+
+@triton.jit
+def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.constexpr):
+    """The two halves of a head's vectors [rows, HALF], normed with NORM, rotated by position."""
+    low = tl.load(base + at_low, mask=ok, other=0.0).to(tl.float32)
+    high = tl.load(base + at_low + HALF, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)
+        half = tl.arange(0, HALF)
+        low = low * scale[:, None] * tl.load(norm + half).to(tl.float32)[None, :]
+        high = high * scale[:, None] * tl.load(norm + HALF + half).to(tl.float32)[None, :]
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit(do_not_specialize=["max_chunks", "lanes"])  # a longer context is no reason to compile again
+def attend_kernel(
+    qkv, keys, values, rope_cache, query_norm, key_norm, out, partial, partial_stats, chunks_done,
+    lengths, counts, depths, tree_mask, blocks, offset, table_width, layer_base, max_chunks, lanes, eps, scale,
+    NODES: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    NEW_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr,
+    PARTS: tl.constexpr, USE_PDL: tl.constexpr, TRIGGER_DEPENDENTS: tl.constexpr,
+):
+    """Attention of some of a sequence's nodes, for one key head and every `lanes`-th chunk of its tokens.
+
+    A row is a (node, query head of the group) pair. Their number is fixed for a model, and a wider pass has more PARTS:
+    sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. Rows are
+    few and tokens many, so tokens take the long side of both products: [tokens, rows], then [head_dim, rows]. Every
+    program that reads new keys rotates and stores them, then reads them back like all others, so that a token is
+    treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see. Every
+    chunk is summed by itself, and the last program to finish joins the chunks in order: the number of lanes changes
+    nothing about the sums.
+    """
+    seq = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    head = tl.program_id(1)
+    lane = tl.program_id(2)
+    nodes_per_part: tl.constexpr = ROWS // GROUP  # nodes of one part
+    count = tl.load(counts + seq)
+    length = tl.load(lengths + seq) + offset
+    end = length + count
+    chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+    heads = GROUP * NUM_KV_HEADS
+    size: tl.constexpr = 2 * HALF
+    half = tl.arange(0, HALF)
+    dim = tl.arange(0, size)
+    row = tl.arange(0, ROWS)
+    node = part * nodes_per_part + row // GROUP
+    row_ok = (node < count) & (row < nodes_per_part * GROUP)
+    out_at = ((seq * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[None, :] + dim[:, None]
+    if (lane < chunks) & (part * nodes_per_part < count):
+        row_stride = (heads + 2 * NUM_KV_HEADS) * size  # of qkv, one node
+        cache_base = layer_base + head * size  # + slot · NUM_KV_HEADS · size
+        own_chunks = (chunks - 1 - lane) // lanes + 1  # chunks this program reads
+
+        # --- what does not depend on this pass's products
+        node_mask = tl.load(tree_mask + seq * NODES + node, mask=row_ok, other=0)
+        if NODES <= 31:
+            node_mask = node_mask.to(tl.int32)
+        position = length + tl.load(depths + seq * NODES + node, mask=row_ok, other=0)
+        row_cos = tl.load(rope_cache + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
+        row_sin = tl.load(rope_cache + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
+        new_node = tl.arange(0, NEW_TOKENS)
+        new_ok = new_node < count
+        place = length + new_node
+        block = tl.load(blocks + seq * table_width + place // BLOCK_SIZE, mask=new_ok, other=0)
+        new_position = length + tl.load(depths + seq * NODES + new_node, mask=new_ok, other=0)
+        cos = tl.load(rope_cache + new_position[:, None] * size + half[None, :], mask=new_ok[:, None], other=0.0)
+        sin = tl.load(rope_cache + new_position[:, None] * size + HALF + half[None, :], mask=new_ok[:, None], other=0.0)
+        if USE_PDL:
+            gdc_wait()
+            if TRIGGER_DEPENDENTS:
+                gdc_launch_dependents()
+
+        # --- queries
+        dtype = keys.dtype.element_ty
+        at_low = ((seq * NODES + node) * row_stride + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
+        low, high = _rotated(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, QK_NORM)
+        q_low = tl.trans(low.to(dtype))
+        q_high = tl.trans(high.to(dtype))
+
+        # --- new keys and values
+        if (lane + (own_chunks - 1) * lanes + 1) * CHUNK_TOKENS > length:
+            node_at = (seq * NODES + new_node) * row_stride
+            key_at = node_at[:, None] + (heads + head) * size + half[None, :]
+            key_low, key_high = _rotated(qkv, key_at, new_ok[:, None], cos, sin, key_norm, eps, HALF, QK_NORM)
+            cache_at = cache_base + (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * (NUM_KV_HEADS * size)
+            cache_at = cache_at[:, None]
+            tl.store(keys + cache_at + half[None, :], key_low.to(dtype), mask=new_ok[:, None])
+            tl.store(keys + cache_at + HALF + half[None, :], key_high.to(dtype), mask=new_ok[:, None])
+            value_at = node_at[:, None] + (heads + NUM_KV_HEADS + head) * size + dim[None, :]
+            new_values = tl.load(qkv + value_at, mask=new_ok[:, None], other=0.0)
+            tl.store(values + cache_at + dim[None, :], new_values, mask=new_ok[:, None])
+            tl.debug_barrier()
+
+        # --- attention, chunk by chunk
+        head_index = tl.program_id(0) * NUM_KV_HEADS + head
+        for chunk in range(lane, chunks, lanes):
+            token = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+            token_ok = (token < end)[:, None]
+            token_block = tl.load(blocks + seq * table_width + token // BLOCK_SIZE, mask=token < end, other=0)
+            at = cache_base + (token_block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (NUM_KV_HEADS * size)
+            at = at[:, None]
+            k_low = tl.load(keys + at + half[None, :], mask=token_ok, other=0.0)
+            k_high = tl.load(keys + at + HALF + half[None, :], mask=token_ok, other=0.0)
+            value = tl.load(values + at + dim[None, :], mask=token_ok, other=0.0)  # loads while scores are computed
+            score = tl.dot(k_low, q_low, input_precision="ieee")
+            score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
+            pass_offset = (token - length).to(node_mask.dtype)[:, None]
+            bit = (node_mask[None, :] >> tl.maximum(pass_offset, 0)) & 1
+            visible = (pass_offset < 0) | ((bit == 1) & token_ok)
+            score = tl.where(visible, score, -float("inf"))
+            row_max = tl.max(score, axis=0)
+            probs = tl.exp(score - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
+            row_sum = tl.sum(probs, axis=0)
+            weighted = tl.dot(tl.trans(value), probs.to(dtype), input_precision="ieee")
+            if chunks == 1:
+                tl.store(out + out_at, (weighted / row_sum[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
+            else:
+                stats_at = (head_index * max_chunks + chunk) * ROWS * 2 + row
+                tl.store(partial_stats + stats_at, row_max, mask=row_ok)
+                tl.store(partial_stats + stats_at + ROWS, row_sum, mask=row_ok)
+                part_at = (head_index * max_chunks + chunk) * ROWS * size + dim[:, None] * ROWS + row[None, :]
+                tl.store(partial + part_at, weighted, mask=row_ok[None, :])
+        if chunks > 1:
+            tl.debug_barrier()
+            done_before = tl.atomic_add(chunks_done + head_index, own_chunks.to(tl.int32), sem="acq_rel")
+            if done_before + own_chunks == chunks:
+                _join_chunks(partial, partial_stats, out, head_index * max_chunks, chunks, out_at, row_ok, ROWS, HALF)
+                tl.store(chunks_done + head_index, 0)
+    if lane == 0:  # padding: no kernel reads it, but it must not hold NaNs left in memory
+        if USE_PDL:
+            gdc_wait()
+        empty = (node >= count) & (node < NODES) & (row < nodes_per_part * GROUP)
+        tl.store(out + out_at, tl.zeros((size, ROWS), dtype=out.dtype.element_ty), mask=empty[None, :])
+
+
+@triton.jit
+def _join_chunks(
+    partial, partial_stats, out, first, chunks, out_at, row_ok, ROWS: tl.constexpr, HALF: tl.constexpr
+):
+    """Join the chunks of one sequence and head, first to last: the same order every time."""
+    size: tl.constexpr = 2 * HALF
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, size)
+    row_max = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    for chunk in range(0, chunks):
+        stats_at = (first + chunk) * ROWS * 2 + row
+        row_max = tl.maximum(row_max, tl.load(partial_stats + stats_at, mask=row_ok, other=0.0, cache_modifier=".cg"))
+    row_sum = tl.zeros((ROWS,), dtype=tl.float32)
+    weighted = tl.zeros((size, ROWS), dtype=tl.float32)
+    for chunk in range(0, chunks):
+        stats_at = (first + chunk) * ROWS * 2 + row
+        rescale = tl.exp(tl.load(partial_stats + stats_at, mask=row_ok, other=0.0, cache_modifier=".cg") - row_max)
+        row_sum += tl.load(partial_stats + stats_at + ROWS, mask=row_ok, other=1.0, cache_modifier=".cg") * rescale
+        part_at = (first + chunk) * ROWS * size + dim[:, None] * ROWS + row[None, :]
+        weighted += tl.load(partial + part_at, mask=row_ok[None, :], other=0.0, cache_modifier=".cg") * rescale[None, :]
+    tl.store(out + out_at, (weighted / row_sum[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])

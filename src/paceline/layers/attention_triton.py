@@ -1,0 +1,82 @@
+"""Launch of the attention kernel. It reads blocks by itself, so one graph serves every sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from paceline.device.properties import multiprocessor_count
+from paceline.layers.attention import AttentionSizes, HeadNorms
+from paceline.layers.attention_kernels import CHUNK, attend_kernel
+from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
+
+ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
+WARPS = 4
+STAGES = 2  # with one, Triton 3.6 makes code for four warps that reads past its shared memory
+PROGRAMS = 2  # a multiprocessor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonBatch:
+    """One pass of `num_seqs` sequences with `nodes` nodes each. All tensors live as long as the graph that reads them."""
+
+    num_seqs: int
+    nodes: int
+    lengths: Tensor  # int64 [sequences] tokens cached before the pass
+    counts: Tensor  # int64 [sequences] nodes that are real
+    depths: Tensor  # int64 [sequences, nodes]
+    tree_mask: Tensor  # int64 [sequences, nodes] bit j: this node sees node j
+    blocks: Tensor  # int64 [sequences, blocks a sequence]
+    chunks: int  # of context, at most
+    offset: int = 0  # added to every length: the steps of a drafting loop
+
+
+class TritonAttention:
+    """The attention kernel over a flat cache [layers, tokens, key heads, head_dim]."""
+
+    def __init__(self, sizes: AttentionSizes, keys: Tensor, values: Tensor, rope: Tensor, gemm: GemmLauncher) -> None:
+        self.sizes, self.keys, self.values, self._rope, self._gemm = sizes, keys, values, rope, gemm
+        self.multiprocessors = multiprocessor_count(keys.device)
+        counters = MAX_SEQS * MAX_NODES * sizes.num_kv_heads
+        self._chunks_done = torch.zeros(counters, dtype=torch.int32, device=keys.device)
+
+    def __call__(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: TritonBatch) -> Tensor:
+        """Norm where the architecture does, rotate, store keys and values, attend. [nodes, query size]"""
+        sizes, gemm = self.sizes, self._gemm
+        rows = max(ROWS, triton.next_power_of_2(sizes.group))
+        parts = triton.cdiv(batch.nodes, rows // sizes.group)
+        heads = batch.num_seqs * parts * sizes.num_kv_heads
+        lanes = min(batch.chunks, triton.cdiv(PROGRAMS * self.multiprocessors, heads))
+        out = torch.empty(batch.num_seqs * batch.nodes, sizes.query_size, dtype=qkv.dtype, device=qkv.device)
+        sums = torch.empty(heads * batch.chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
+        stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
+        attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
+            qkv, self.keys, self.values, self._rope, gemm.or_none(norms.query), gemm.or_none(norms.key),
+            out, sums, stats, self._chunks_done,
+            batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks,
+            batch.offset, batch.blocks.shape[1], layer * self.keys.stride(0), batch.chunks, lanes, gemm.eps,
+            sizes.head_dim**-0.5,
+            NODES=batch.nodes, GROUP=sizes.group, NUM_KV_HEADS=sizes.num_kv_heads, HALF=sizes.head_dim // 2, ROWS=rows,
+            NEW_TOKENS=self._new_tokens(norms, batch), BLOCK_SIZE=sizes.block_size, CHUNK_TOKENS=CHUNK,
+            QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
+            TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes), num_warps=WARPS, num_stages=STAGES,
+            **gemm.pdl_launch,
+        )
+        return out
+
+    def _new_tokens(self, norms: HeadNorms, batch: TritonBatch) -> int:
+        """Rows of the tile of new keys. With norms it is fixed, or a row's sums would depend on the pass."""
+        if norms.query is not None and not self._gemm.use_vectors:
+            return MAX_NODES
+        return int(triton.next_power_of_2(batch.nodes))
+
+    def _triggers_dependents(self, programs: int) -> bool:
+        """Whether the next kernel may start early.
+
+        Programs end at different times, and a product that starts early is packed onto the multiprocessors that are
+        free first and waits for those. Only where half of them have nothing to do is early better.
+        """
+        return 2 * programs <= self.multiprocessors

@@ -1,0 +1,111 @@
+"""Tensors of a checkpoint by name: checked against the config, made into linear layers, and all accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.errors import WeightsError
+from paceline.layers.linear import Linear, UnquantizedLinear
+from paceline.quantization.registry import WeightFormat
+
+Fetch = Callable[[str], Tensor | None]
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
+
+
+class Safetensors:
+    """Tensors by name from the shards of a directory. Opens each file once."""
+
+    def __init__(self, folder: Path, stack: ExitStack, device: str) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._files: dict[str, Any] = {}
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise WeightsError(f"{folder} holds no safetensors files")
+        for path in paths:
+            try:
+                file = stack.enter_context(safe_open(path, framework="pt", device=device))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{path.name} is damaged or incomplete: {error}") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def names(self) -> Collection[str]:
+        return self._files.keys()
+
+    def __call__(self, name: str) -> Tensor | None:
+        file = self._files.get(name)
+        return None if file is None else file.get_tensor(name)
+
+
+class Checkpoint:
+    """What an architecture reads its weights from.
+
+    fetch, names  a tensor by its name, and the names there are
+    target        the format that linear layers are converted to; None: they stay as they are
+    stored        the format they are stored in; None: floating point
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        names: Collection[str],
+        dtype: torch.dtype,
+        device: str,
+        *,
+        target: WeightFormat | None = None,
+        stored: WeightFormat | None = None,
+    ) -> None:
+        self._fetch, self._names, self._dtype, self._device = fetch, names, dtype, device
+        self._target, self._stored = target, stored
+        self._used: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def stores(self, layer: str) -> bool:
+        """Whether there are tensors of a layer, in whatever format."""
+        return any(name.startswith(f"{layer}.") for name in self._names)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
+        tensor = self.raw(name)
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
+        return tensor.to(self._device, self._dtype)
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor as it is stored. Raises WeightsError if it is missing."""
+        tensor = self._fetch(name)
+        if tensor is None:
+            raise WeightsError(f"the weights lack the tensor {name}")
+        self._used.add(name)
+        return tensor
+
+    def vector(self, names: list[str], sizes: list[int]) -> Tensor:
+        """One-dimensional tensors, joined."""
+        return torch.cat([self.tensor(name, size) for name, size in zip(names, sizes)])
+
+    def linear(self, names: list[str], out_features: list[int], in_features: int) -> Linear:
+        """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
+        stored = None if self._stored is None else self._stored.load(self, names)
+        if stored is not None:
+            return stored
+        weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
+        return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
+
+    def linear_of(self, weight: Tensor) -> Linear:
+        """A linear layer of a weight that is already on the device."""
+        return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
+
+    def check_all_used(self) -> None:
+        """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model would be another one."""
+        left = sorted(name for name in self._names if name not in self._used and not name.endswith(HARMLESS_SUFFIXES))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise WeightsError(f"the weights hold the tensor {left[0]}{more}, which this architecture does not use")

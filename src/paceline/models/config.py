@@ -1,0 +1,111 @@
+"""The numbers of an architecture that a pass needs, read from a Hugging Face config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.layers.rope import FIXED_ROPE_TYPES, RopeConfig, rope_config_of, rope_parameters_of
+from paceline.quantization.registry import format_of
+
+# Fields that change the computation in some model, with the values that leave it as it is.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "final_logit_softcapping": (None,),
+    "hidden_act": ("silu",),
+    "logit_scale": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "mlp_bias": (None, False),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArchConfig:
+    """Sizes of a decoder-only model, and which optional parts its layers have."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_seq_len: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False  # queries and keys are normed head by head
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def arch_config(config: Any, *, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False) -> ArchConfig:
+    """The fields that Hugging Face configs of Llama-like models share."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ArchConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=float(config.rms_norm_eps),
+        max_seq_len=int(config.max_position_embeddings),
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        rope=rope_config_of(config, head_dim),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def unsupported_field(config: Any) -> str | None:
+    """The first field of a config that asks for a computation that Llama-like layers do not have; None: there is none."""
+    for name, neutral in NEUTRAL_VALUES.items():
+        value = getattr(config, name, neutral[0])
+        if value not in neutral:
+            return f"{name} is {value!r}"
+    return _unsupported_attention(config) or _unsupported_rope(config) or _unsupported_weights(config)
+
+
+def _unsupported_attention(config: Any) -> str | None:
+    layer_types = getattr(config, "layer_types", None)
+    if set(layer_types or ["full_attention"]) != {"full_attention"}:
+        return f"layer_types has {', '.join(sorted(set(layer_types) - {'full_attention'}))}"
+    window = getattr(config, "sliding_window", None)
+    if window and not layer_types and getattr(config, "use_sliding_window", True):
+        return f"sliding_window is {window}"
+    return None
+
+
+def _unsupported_rope(config: Any) -> str | None:
+    parameters = rope_parameters_of(config)
+    rope_type = parameters.get("rope_type")
+    if rope_type not in FIXED_ROPE_TYPES:
+        return f"rope_type is {rope_type!r}"
+    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
+        return f"partial_rotary_factor is {parameters['partial_rotary_factor']}"
+    return None
+
+
+def _unsupported_weights(config: Any) -> str | None:
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and format_of(config) is None:
+        return "quantization_config names a weight format that is not registered"
+    return None

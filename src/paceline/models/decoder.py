@@ -1,0 +1,101 @@
+"""A decoder-only model: embedding, layers, final norm, LM head. Architectures fill it with their own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.layers.linear import Linear
+from paceline.layers.ops import Ops
+from paceline.models.config import ArchConfig
+
+if TYPE_CHECKING:
+    from paceline.layers.gemm import GemmOutput
+    from paceline.layers.linear_triton import ArgmaxResult
+    from paceline.layers.triton_ops import TritonOps
+
+
+class Layer(Protocol):
+    """One layer of a model."""
+
+    def __call__(self, hidden_states: Tensor, index: int, ops: Ops, batch: Any) -> Tensor:
+        """hidden_states [nodes, hidden_size] through layer number `index`."""
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear layer of it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOutput:
+    """Hidden states behind the last layer that ran, and those that entered the feature layers."""
+
+    hidden_states: Tensor  # [nodes, hidden_size], before the final norm
+    features: Tensor | None  # [nodes, layers · hidden_size]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderModel:
+    """Weights of a whole model, and its wiring.
+
+    scale_embedding  what happens to a row of the embedding before the first layer; None: nothing
+    """
+
+    config: ArchConfig
+    embedding: Tensor  # [vocab_size, hidden_size]
+    layers: Sequence[Layer]
+    final_norm: Tensor
+    lm_head: Linear
+    scale_embedding: Callable[[Tensor], Tensor] | None = None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens -> input vectors."""
+        rows = self.embedding[tokens]
+        return rows if self.scale_embedding is None else self.scale_embedding(rows)
+
+    def run_layers(
+        self,
+        hidden_states: Tensor,
+        batch: Any,
+        ops: Ops,
+        features: tuple[int, ...] = (),
+        *,
+        first: int = 0,
+        last: int | None = None,
+    ) -> LayerOutput:
+        """All layers, or those from `first` up to but not including `last`, over hidden_states [nodes, hidden_size]."""
+        kept: list[Tensor] = []
+        end = len(self.layers) if last is None else last
+        for index in range(first, end):
+            if index in features:
+                kept.append(hidden_states.clone())
+            hidden_states = self.layers[index](hidden_states, index, ops, batch)
+        if end in features:
+            kept.append(hidden_states.clone())
+        return LayerOutput(hidden_states, torch.cat(kept, dim=-1) if kept else None)
+
+    def norm(self, hidden_states: Tensor, ops: Ops) -> Tensor:
+        """The final norm."""
+        return ops.norm(hidden_states, self.final_norm)
+
+    def fused_logits(self, hidden_states: Tensor, ops: TritonOps) -> GemmOutput:
+        """Final norm and LM head in one product, with the argmax of each row."""
+        return ops.logits(hidden_states, self.final_norm, self.lm_head)
+
+    def argmax_embedded(self, logits: GemmOutput, ops: TritonOps) -> ArgmaxResult:
+        """The best token of each row and its input vector, in one launch where the embedding is used as it is."""
+        return ops.argmax(logits, self.embedding if self.scale_embedding is None else None)
+
+    def linears(self) -> Iterator[Linear]:
+        """Every linear layer that a pass reads."""
+        for layer in self.layers:
+            yield from layer.linears()
+        yield self.lm_head
+
+    @property
+    def quantizes_input(self) -> bool:
+        """Whether any product rounds its input to fewer bits."""
+        return any(linear.quantizes_input for linear in self.linears())

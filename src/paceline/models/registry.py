@@ -1,0 +1,70 @@
+"""Architectures by model type. An architecture is one module; registering it here is all it takes to run it.
+
+An architecture module has:
+  unsupported(config) -> str | None      why a model with this Hugging Face config cannot run here; None: it can
+  config_from_hf(config) -> ArchConfig   its sizes
+  load(checkpoint, config) -> DecoderModel   its weights, wired
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ArchConfig
+from paceline.models.decoder import DecoderModel
+
+
+class Architecture(Protocol):
+    """A module of this room."""
+
+    def unsupported(self, config: Any) -> str | None:
+        """Why a model with this config cannot run here; None: it can."""
+
+    def config_from_hf(self, config: Any) -> ArchConfig:
+        """The sizes of a model."""
+
+    def load(self, checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
+        """Read a model."""
+
+
+_architectures: dict[str, str | Architecture] = {
+    "llama": "paceline.models.llama",
+    "mistral": "paceline.models.mistral",
+    "qwen2": "paceline.models.qwen2",
+    "qwen3": "paceline.models.qwen3",
+}
+
+
+def register(model_type: str, architecture: str | Architecture) -> None:
+    """Add an architecture: a module, or the name of one, imported when a model of the type is loaded."""
+    _architectures[model_type] = architecture
+
+
+def unregister(model_type: str) -> None:
+    """Remove an architecture that `register` added."""
+    _architectures.pop(model_type, None)
+
+
+def model_types() -> tuple[str, ...]:
+    """Every model type that runs natively."""
+    return tuple(_architectures)
+
+
+def get(model_type: str) -> Architecture | None:
+    """The architecture of a model type; None: there is none."""
+    architecture = _architectures.get(model_type)
+    if isinstance(architecture, str):
+        module: Any = import_module(architecture)
+        architecture = _architectures[model_type] = module
+    return architecture
+
+
+def unsupported(config: Any) -> str | None:
+    """Why a model with this Hugging Face config does not run natively; None: it does."""
+    model_type = getattr(config, "model_type", None)
+    architecture = get(model_type) if model_type else None
+    if architecture is None:
+        return f"no architecture is registered for model type {model_type!r}"
+    return architecture.unsupported(config)

@@ -1,0 +1,97 @@
+"""int4 weights, converted at load, one scale for every 32.
+
+On CPUs through the kernel torch carries for ARM, which quantizes its input too. On GPUs the weights alone are packed
+(quantization/packed.py).
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.device.properties import on_host
+from paceline.errors import CapabilityError, OptionError
+from paceline.layers.linear import Epilogue, Linear
+from paceline.quantization.packed import PackedLinear, pack
+from paceline.quantization.registry import Tensors
+
+if TYPE_CHECKING:
+    from paceline.layers.gemm import GemmLauncher, GemmOutput
+
+GROUP_SIZE = 32
+
+
+def quantize(weight: Tensor) -> Linear:
+    """A weight in int4, for the device it lies on. Raises OptionError where there is no kernel."""
+    return _dynamic(weight) if on_host(weight.device) else pack_int4(weight)
+
+
+def matches(config: Any) -> bool:
+    """No checkpoint is stored this way."""
+    return False
+
+
+def load(tensors: Tensors, names: list[str]) -> Linear:
+    """No checkpoint is stored this way."""
+    raise CapabilityError("int4 weights are converted at load, not read from a checkpoint")
+
+
+def pack_int4(weight: Tensor) -> PackedLinear:
+    """A weight for a GPU."""
+    if weight.shape[1] % GROUP_SIZE:
+        raise OptionError(f"int4 needs rows of a multiple of {GROUP_SIZE} weights, not {weight.shape[1]}; use int8")
+    return pack(weight, 4, GROUP_SIZE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Linear:
+    """Weights packed for the kernel torch carries for this machine."""
+
+    packed: Tensor
+    out_features: int
+    in_features: int
+
+    @property
+    def quantizes_input(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
+            x.contiguous(), self.packed, GROUP_SIZE, self.in_features, self.out_features
+        )
+        return out if bias is None else out + bias
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The product with the identity is the transposed weight; the kernel keeps no other form of it."""
+        return self(torch.eye(self.in_features)).t().to(dtype)
+
+    def launch(self, gemm: GemmLauncher, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
+        return None
+
+
+def _dynamic(weight: Tensor) -> Int4Linear:
+    rows, columns = weight.shape
+    if not has_int4_kernel() or columns % GROUP_SIZE:
+        raise OptionError("int4 has no kernel for this machine or this model; use --dtype int8")
+    groups = weight.float().view(rows, -1, GROUP_SIZE)
+    scales = groups.abs().amax(dim=-1) / 7.0
+    scales = scales.clamp_min(1e-8)
+    values = (groups / scales[..., None]).round().clamp(-8, 7).to(torch.int32).view(rows, columns) + 8
+    pairs = (values[:, 1::2] << 4 | values[:, ::2]).to(torch.uint8)
+    packed = torch.ops.aten._dyn_quant_pack_4bit_weight(
+        pairs, scales.to(torch.bfloat16).view(rows, -1), None, GROUP_SIZE, columns, rows
+    )
+    return Int4Linear(packed, rows, columns)
+
+
+def has_int4_kernel() -> bool:
+    """Whether torch carries the kernel and this machine runs it fast: ARM with KleidiAI."""
+    return platform.machine() in ("aarch64", "arm64") and hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit")

@@ -1,0 +1,148 @@
+"""int8 weights, converted at load.
+
+On CPUs through torch's dynamic quantization: a product quantizes its input row by row on the fly. There speculation
+pays: a pass over eight tokens costs little more than one over a single token, while in float32 it costs three times as
+much. On GPUs the weights alone are packed (quantization/packed.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.device.properties import on_host
+from paceline.errors import CapabilityError
+from paceline.layers.linear import Epilogue, Linear
+from paceline.quantization.packed import pack
+from paceline.quantization.registry import Tensors
+
+if TYPE_CHECKING:
+    from paceline.layers.gemm import GemmLauncher, GemmOutput
+
+BLOCK_ROWS = 8  # rows the kernels take at a time: a product of 2 rows costs what one of 8 does
+MAX_BLOCKED_ROWS = 128  # a longer prompt is one product
+RANGE_COLUMNS = 16  # columns added to every matrix; two of them hold the ends of the range
+
+
+def quantize(weight: Tensor) -> Linear:
+    """A weight in int8, for the device it lies on."""
+    return _dynamic(weight) if on_host(weight.device) else pack(weight, 8, weight.shape[1])
+
+
+def matches(config: Any) -> bool:
+    """No checkpoint is stored this way."""
+    return False
+
+
+def load(tensors: Tensors, names: list[str]) -> Linear:
+    """No checkpoint is stored this way."""
+    raise CapabilityError("int8 weights are converted at load, not read from a checkpoint")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Linear:
+    """Weights in int8, one scale a row, packed for this machine's kernel.
+
+    Rows of the weights are scaled to the range -1 to 1 before packing: kernels with one scale a row are slow on some
+    machines, kernels with one scale a matrix are fast on all. The kernel also quantizes its input with one scale for
+    all tokens, so a token's numbers would depend on its neighbours. Each token is therefore scaled to that range too,
+    and two more columns, 1 and -1, over weights of zero, fix the scale: alone or among draft tokens, a token is computed
+    alike.
+
+    Products are made of 1 row, of blocks of 8, or of one long prompt: on ARM a packed matrix caches how to multiply for
+    two numbers of rows, and working it out for a third takes longer than the product itself.
+    """
+
+    packed: Any
+    scales: Tensor  # [rows]
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        return self.scales.shape[0]
+
+    @property
+    def quantizes_input(self) -> bool:
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        return self.out_features * (self.in_features + RANGE_COLUMNS) + self.scales.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        workspace = _workspace(x.shape[0], self.in_features)
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-20)
+        torch.div(x, largest, out=workspace.tokens)
+        out = self._product(workspace.rows)
+        if out.shape[0] > x.shape[0]:
+            out = out[: x.shape[0]]
+        out = out.mul_(largest).mul_(self.scales)
+        return out if bias is None else out + bias
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        weight = torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
+        return (weight[:, : self.in_features] * self.scales[:, None]).to(dtype)
+
+    def launch(self, gemm: GemmLauncher, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
+        return None
+
+    def _product(self, rows: Tensor) -> Tensor:
+        multiply = torch.ops.quantized.linear_dynamic.default
+        if rows.shape[0] <= BLOCK_ROWS or rows.shape[0] > MAX_BLOCKED_ROWS:
+            out: Tensor = multiply(rows, self.packed, False)
+            return out
+        return torch.cat([multiply(block, self.packed, False) for block in rows.split(BLOCK_ROWS)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """Room for tokens in whole blocks, with the ends of the range set; unused rows hold finite numbers."""
+
+    rows: Tensor  # [whole blocks, columns + RANGE_COLUMNS]
+    tokens: Tensor  # the part of it that takes the tokens
+
+
+class _Workspaces(threading.local):
+    """One of each size is enough for a thread."""
+
+    def __init__(self) -> None:
+        self.by_size: dict[tuple[int, int], Workspace] = {}
+
+
+_workspaces = _Workspaces()
+
+
+def _workspace(tokens: int, columns: int) -> Workspace:
+    """Room for so many tokens, kept for the next product of the size unless it is a long prompt's."""
+    workspace = _workspaces.by_size.get((tokens, columns))
+    if workspace is not None:
+        return workspace
+    unblocked = tokens == 1 or tokens > MAX_BLOCKED_ROWS
+    rows = torch.zeros(tokens if unblocked else -(-tokens // BLOCK_ROWS) * BLOCK_ROWS, columns + RANGE_COLUMNS)
+    rows[:, columns], rows[:, columns + 1] = 1.0, -1.0
+    workspace = Workspace(rows, rows[:tokens, :columns])
+    if tokens <= MAX_BLOCKED_ROWS:
+        _workspaces.by_size[tokens, columns] = workspace
+    return workspace
+
+
+def _dynamic(weight: Tensor) -> Int8Linear:
+    _choose_engine()
+    warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+    scales = weight.float().abs().amax(dim=1).clamp_min(1e-8)
+    scaled = F.pad(weight.float() / scales[:, None], (0, RANGE_COLUMNS))
+    quantized = torch.quantize_per_tensor(scaled, 1.0 / 127.0, 0, torch.qint8)
+    return Int8Linear(torch.ops.quantized.linear_prepack(quantized, None), scales, weight.shape[1])
+
+
+def _choose_engine() -> None:
+    """oneDNN where torch has it (ARM and x86), else what this build prefers."""
+    engines = torch.backends.quantized.supported_engines
+    if "onednn" in engines and torch.backends.quantized.engine != "onednn":
+        torch.backends.quantized.engine = "onednn"

@@ -1,0 +1,105 @@
+"""The integers of a captured pass: filled on the host, sent in one copy, read by the graph where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.draft_tree import depths
+from paceline.core.types import Row
+from paceline.device.memory import host_buffer
+from paceline.layers.attention_triton import TritonBatch
+
+MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
+LEAD_TOKENS = 2  # tokens of a sequence that a drafting loop reads before its first draft token
+CHAIN_DEPTHS: NDArray[np.int64] = np.arange(MAX_NODES, dtype=np.int64)
+CHAIN_MASK: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """What a graph is captured for."""
+
+    num_seqs: int
+    nodes: int  # of each sequence
+    chunks: int  # of context
+
+    @property
+    def rows(self) -> int:
+        return self.num_seqs * self.nodes
+
+    def holds(self, other: PassSize) -> bool:
+        return self.num_seqs >= other.num_seqs and self.nodes >= other.nodes and self.chunks >= other.chunks
+
+
+def tree_mask(parents: list[int]) -> list[int]:
+    """For every node the nodes it sees, as bits: itself and its ancestors."""
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((1 << node) | (masks[parent] if parent >= 0 else 0))
+    return masks
+
+
+class PassInputs:
+    """One buffer on the host and one on the device, each with a view for every input."""
+
+    def __init__(self, size: PassSize, table_width: int, device: torch.device) -> None:
+        num_seqs, nodes = size.num_seqs, size.nodes
+        self._shapes = {
+            "lengths": (num_seqs,),
+            "counts": (num_seqs,),
+            "depths": (num_seqs, nodes),
+            "tree_mask": (num_seqs, nodes),
+            "tokens": (num_seqs, nodes),
+            "blocks": (num_seqs, table_width),
+        }
+        total = num_seqs * (2 + 3 * nodes + table_width)
+        self._host = host_buffer((total,), torch.int64, device)
+        self._device = torch.zeros(total, dtype=torch.int64, device=device)
+        self._arrays: dict[str, NDArray[np.int64]] = {
+            name: view.numpy() for name, view in self._views(self._host).items()
+        }
+        views = self._views(self._device)
+        self.token_ids = views.pop("tokens")
+        self.batch = TritonBatch(num_seqs=num_seqs, nodes=nodes, chunks=size.chunks, **views)
+
+    def _views(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+
+    def put_row(self, index: int, row: Row, table: list[int]) -> None:
+        """Sequence `index` reads this row after what its cache holds. Tokens on the device are copied by `send_tokens`."""
+        arrays, count = self._arrays, len(row.parents)
+        arrays["lengths"][index], arrays["counts"][index] = row.seq_cache.length, count
+        arrays["blocks"][index, : len(table)] = table
+        chain = row.is_chain
+        arrays["depths"][index, :count] = CHAIN_DEPTHS[:count] if chain else depths(row.parents)
+        arrays["tree_mask"][index, :count] = CHAIN_MASK[:count] if chain else tree_mask(row.parents)
+        if row.lead is not None:
+            arrays["tokens"][index, 0] = row.lead
+        if not row.tokens.is_cuda and row.tokens.shape[0]:
+            arrays["tokens"][index, count - row.tokens.shape[0] : count] = row.tokens.numpy()
+
+    def put_lead(self, index: int, ids: list[int], table: list[int]) -> None:
+        """Sequence `index` of a drafting loop: its last two tokens."""
+        arrays = self._arrays
+        arrays["lengths"][index], arrays["counts"][index] = len(ids) - LEAD_TOKENS, LEAD_TOKENS
+        arrays["blocks"][index, : len(table)] = table
+        arrays["depths"][index], arrays["tree_mask"][index] = CHAIN_DEPTHS[:LEAD_TOKENS], CHAIN_MASK[:LEAD_TOKENS]
+        arrays["tokens"][index] = ids[-LEAD_TOKENS:]
+
+    def send(self, num_seqs: int) -> None:
+        """Send everything; there are no sequences beyond the first `num_seqs`."""
+        self._arrays["counts"][num_seqs:] = 0
+        self._device.copy_(self._host, non_blocking=True)
+
+    def send_tokens(self, rows: list[Row]) -> None:
+        """Copy the tokens of rows that are on the device already, such as draft tokens."""
+        for index, row in enumerate(rows):
+            if row.tokens.is_cuda and row.tokens.shape[0]:
+                first = len(row.parents) - row.tokens.shape[0]
+                self.token_ids[index, first : len(row.parents)].copy_(row.tokens)

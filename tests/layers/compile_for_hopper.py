@@ -1,0 +1,97 @@
+"""Compile every kernel for an H100 or H200 without one: what the interpreter forgives, the compiler does not.
+
+Run as a program of its own, since the interpreter is chosen for a whole process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from paceline.layers.attention_kernels import attend_kernel
+from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
+from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
+from paceline.layers.mlp_triton import silu_mul_kernel
+from paceline.layers.norm_triton import norm_kernel
+from paceline.quantization.packed_kernel import packed_kernel
+
+HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
+ATTENTION = {"GROUP": 3, "NUM_KV_HEADS": 3, "HALF": 32, "BLOCK_SIZE": 64, "CHUNK_TOKENS": 128}
+FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
+
+Arguments = tuple[dict[str, str], dict[str, object]]
+
+
+def attention(nodes: int, rows: int, qk_norm: bool) -> Arguments:
+    pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "out"), HALF)
+    pointers |= dict.fromkeys(("rope_cache", "partial", "partial_stats"), FLOAT) | {"chunks_done": INT}
+    pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
+    numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
+    numbers |= {"eps": "fp32", "scale": "fp32"}
+    constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
+    constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
+    return pointers | numbers, constants
+
+
+def _outputs(flags: dict[str, bool]) -> dict[str, str]:
+    return {"out": FLOAT if flags["ARGMAX"] else HALF, "best_value": FLOAT, "best_index": INT}
+
+
+def product(rows: int, flags: dict[str, bool]) -> Arguments:
+    signature = dict.fromkeys(("x", "weight", "bias", "residual"), HALF) | _outputs(flags)
+    signature |= {"rows": "i32", "columns": "i32", "in_features": "i32"}
+    transposed = rows > TILE_ROWS
+    tile = {"TRANSPOSED": transposed, "ROWS": rows, "COLUMNS": 64 if transposed else 32, "STEP": 64}
+    return signature, flags | tile | {"USE_PDL": True, "EVEN": False}
+
+
+def vector(flags: dict[str, bool]) -> Arguments:
+    signature = dict.fromkeys(("x", "norm", "weight", "bias", "residual"), HALF) | _outputs(flags)
+    signature |= {"columns": "i32", "in_features": "i32", "eps": "fp32"}
+    constants = {"NORM": not flags["RESIDUAL"], "USE_PDL": True, "COLUMNS": 2, "IN_FEATURES": 1024}
+    return signature, flags | constants
+
+
+def packed(bits: int, flags: dict[str, bool]) -> Arguments:
+    signature = dict.fromkeys(("x", "bias", "residual"), HALF) | {"weight": "*i8" if bits == 8 else "*u8"}
+    signature |= {"scale": FLOAT} | _outputs(flags) | {"columns": "i32", "in_features": "i32", "groups": "i32"}
+    constants = {"USE_PDL": True, "BITS": bits, "GROUP": 576 if bits == 8 else 32, "COLUMNS": 8, "STEP": 512}
+    return signature, flags | constants
+
+
+def compile_kernel(kernel: object, signature: dict[str, str], constants: dict[str, object]) -> None:
+    types = signature | dict.fromkeys(constants, "constexpr")
+    ordered = {name: types[name] for name in kernel.arg_names}  # type: ignore[attr-defined]
+    source = ASTSource(fn=kernel, signature=ordered, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def compile_products() -> None:
+    bias_and_residual = FLAGS | {"BIAS": True, "RESIDUAL": True}
+    for flags in (*(FLAGS | {name: True} for name in FLAGS), bias_and_residual):
+        for rows in (TILE_ROWS, *WIDE_TILES):
+            compile_kernel(project_kernel, *product(rows, flags))
+        compile_kernel(vector_kernel, *vector(flags))
+        for bits in (8, 4):
+            compile_kernel(packed_kernel, *packed(bits, flags))
+
+
+def main() -> int:
+    compile_products()
+    for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
+        compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm))
+    norm = {"x": HALF, "weight": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
+    compile_kernel(norm_kernel, norm, {"USE_PDL": True, "HIDDEN_SIZE": 1024})
+    compile_kernel(silu_mul_kernel, {"both": HALF, "out": HALF, "size": "i32"}, {"BLOCK_COLUMNS": 1024})
+    argmax = {"best_value": FLOAT, "best_index": INT, "out": LONG, "embedding": HALF, "hidden_states": HALF}
+    argmax |= {"blocks": "i32", "hidden_size": "i32"}
+    compile_kernel(argmax_kernel, argmax, {"USE_PDL": True, "EMBED": True, "BLOCKS": 2048, "HIDDEN_SIZE": 1024})
+    print("compiled")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

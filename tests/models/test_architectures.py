@@ -1,0 +1,64 @@
+"""Every architecture against transformers in float64, and what each of them refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+
+from paceline.core.types import Row
+from paceline.models import registry
+from paceline.runners.native import NativeRunner, is_native
+from tests.runners.native.models import tiny
+
+PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), VARIANTS)
+def test_logits_agree_with_transformers_in_float64(kind: str, changes: dict[str, Any]) -> None:
+    model = tiny(kind, torch.float64, **changes)
+    runner = NativeRunner.of_model(model, kind, kv_cache_tokens=2048)
+    outputs = runner.forward([Row.chain(runner.new_cache(), prompt) for prompt in PROMPTS])
+    for output, prompt in zip(outputs, PROMPTS):
+        with torch.no_grad():
+            expected = model(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)  # transformers rotates in float32
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (LlamaConfig(mlp_bias=True), "mlp_bias"),
+    (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+    (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+    (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
+    (
+        LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor",
+    ),
+    (MistralConfig(sliding_window=4096), "sliding_window"),
+    (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0), "sliding_attention"),
+    (GPT2Config(), "gpt2"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
+def test_a_computation_that_layers_do_not_have_is_refused_with_the_reason(config: Any, reason: str) -> None:
+    assert not is_native(config)
+    assert reason in (registry.unsupported(config) or "")
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=None)])
+def test_what_layers_have_is_native(config: Any) -> None:
+    assert is_native(config)

@@ -1,0 +1,42 @@
+"""int8 and int4 linear layers on a CPU: close to the exact product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.errors import CapabilityError
+from paceline.quantization import int4, int8
+from paceline.quantization.int4 import has_int4_kernel
+
+needs_int4 = pytest.mark.skipif(not has_int4_kernel(), reason="no int4 kernel on this machine")
+FORMATS = [pytest.param(int8, 0.02, id="int8"), pytest.param(int4, 0.15, id="int4", marks=needs_int4)]
+
+
+@pytest.mark.parametrize(("weight_format", "limit"), FORMATS)
+def test_a_product_is_close(weight_format: Any, limit: float) -> None:
+    weight, bias = torch.randn(96, 64) * torch.rand(96, 1), torch.randn(96)
+    x = torch.randn(5, 64) * torch.tensor([[1.0], [100.0], [1.0], [0.01], [1.0]])
+    linear = weight_format.quantize(weight)
+    exact = x @ weight.T
+    error = (linear(x) - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert error.max() < limit  # also for the token a hundred times larger than its neighbours
+    torch.testing.assert_close(linear(x, bias), linear(x) + bias)
+
+
+@pytest.mark.parametrize(("weight_format", "limit"), FORMATS)
+def test_a_layer_answers_for_its_format(weight_format: Any, limit: float) -> None:
+    weight = torch.randn(96, 64)
+    linear = weight_format.quantize(weight)
+    assert (linear.out_features, linear.in_features, linear.quantizes_input) == (96, 64, True)
+    assert linear.nbytes < weight.nbytes / 2
+    assert (linear.dequantize(torch.float32) - weight).norm() / weight.norm() < limit
+
+
+@pytest.mark.parametrize("weight_format", [int8, int4])
+def test_no_checkpoint_is_stored_in_a_format_of_conversion(weight_format: Any) -> None:
+    assert not weight_format.matches(object())
+    with pytest.raises(CapabilityError, match="converted at load"):
+        weight_format.load({}, ["layer"])

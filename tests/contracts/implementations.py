@@ -129,7 +129,9 @@ VARIANTS: dict[str, dict[str, MakeDrafter]] = {
         "3-tree": lambda target: _eagle3(target, nodes=3, branches=2),
     },
     "auto": {"": _auto},
-    "router": {"": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")},
+    "router": {
+        "": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")
+    },
 }
 DRAFTERS: dict[str, MakeDrafter] = {
     "-".join(filter(None, (name, variant))): make

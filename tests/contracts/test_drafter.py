@@ -55,7 +55,9 @@ def test_it_drafts_no_more_than_num_draft_tokens(target: TableRunner, drafter: D
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drawn_draft_token_carries_its_distribution(target: TableRunner, drafter: Drafter, temperature: float) -> None:
+def test_a_drawn_draft_token_carries_its_distribution(
+    target: TableRunner, drafter: Drafter, temperature: float
+) -> None:
     parts, seqs = parts_of(target, drafter), batch(temperature=temperature)
     prefill(seqs, parts)
     for tree in drafter.propose(seqs, list(NUM_DRAFT_TOKENS)):
@@ -76,7 +78,7 @@ def test_a_coupled_output_is_unchanged(target: TableRunner, drafter: Drafter) ->
 
 
 def test_an_output_does_not_depend_on_its_batch(target: TableRunner, drafter: Drafter) -> None:
-    """The random numbers of a sequence and its drafter state are its own: alone or in a batch, the output is the same."""
+    """The random numbers of a sequence and its drafter state are its own: the output is the same alone."""
     together = generated(batch(temperature=1.0), parts_of(target, drafter))
     alone = [generated([seq], parts_of(target, drafter))[0] for seq in batch(temperature=1.0)]
     assert together == alone
@@ -133,7 +135,7 @@ def test_a_draft_that_is_never_verified_leaves_no_state(target: TableRunner, dra
 
 
 def test_draft_is_target_accepts_everything(target: TableRunner) -> None:
-    """τ = k + 1 exactly, greedy and sampled: the draft tokens are drawn from the very distribution they are verified with."""
+    """τ = k + 1 exactly, greedy and sampled: draft tokens are drawn from the target's own distribution."""
     for temperature in (0.0, 1.0):
         parts = parts_of(target, DRAFTERS["draft_model-is-target"](target))
         seq = batch(length=40, temperature=temperature)[0]

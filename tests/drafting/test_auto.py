@@ -143,7 +143,7 @@ def test_needs_are_joined_and_names_are_checked() -> None:
 
 
 def auto_with_a_draft_model() -> AutoDrafter:
-    """Real drafters; the clock does not move, so the choice depends on acceptance alone and is the same in every run."""
+    """Real drafters; the clock does not move, so the choice depends on acceptance alone, in every run."""
     draft = DraftModel(TableRunner(4, order=2, seed=5, blur=0.4), 4)
     return AutoDrafter(Suffix(), {"draft_model": draft}, Clock())
 

@@ -20,7 +20,14 @@ from paceline.errors import OptionError, PairError
 from paceline.hub.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens, spellings
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, context_for, generated, parts_of
+from tests.support.drafter_exactness import (
+    assert_unchanged,
+    check_greedy,
+    check_sampled,
+    context_for,
+    generated,
+    parts_of,
+)
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
 
 PROMPT = "to be or not to be, to be or not, to be or"
@@ -97,7 +104,9 @@ def test_draft_tokens_by_text_are_the_characters_of_the_draft_model() -> None:
     seq_cache, output = runner.new_cache(), [0, 3, 1]
     assert expected.decode(output) == ours().decode([2, 0, 1])
     for _ in range(3):
-        output.append(int(runner.forward([Row.chain(seq_cache, output[seq_cache.length :])], last_only=True).logits.argmax()))
+        output.append(
+            int(runner.forward([Row.chain(seq_cache, output[seq_cache.length :])], last_only=True).logits.argmax())
+        )
     written = expected.decode(output)[3:]
     assert ours().decode(draft_tokens.tokens.tolist()) == written[: len(ours().decode(draft_tokens.tokens.tolist()))]
     assert len(draft_tokens) <= 3 and draft_tokens.probs is None

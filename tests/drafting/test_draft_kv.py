@@ -1,4 +1,4 @@
-"""Caches of sequences that are over: taken over, forked, and evicted when room is needed. And a draft that uses them."""
+"""Caches of sequences that are over: taken over, forked, and evicted when room is needed; a draft that uses them."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def test_an_entry_with_another_next_token_is_not_reused() -> None:
     assert (stranger.start, stranger.length) == (3, 0)
 
 
-# --- behaviour ----------------------------------------------------------------------------------------------------------
+# --- behaviour --------------------------------------------------------------------------------------------------------
 
 
 def test_num_draft_tokens_is_kept_and_proposing_twice_is_harmless() -> None:
@@ -437,9 +437,7 @@ def test_a_head_for_another_target_is_refused(target: HuggingFaceRunner) -> None
 
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3", "specforge", "speculators"])
 @pytest.mark.parametrize("options", [{}, {"nodes": 6}], ids=["chain", "tree"])
-def test_published_heads_draft(
-    layout: str, options: dict[str, Any], target: HuggingFaceRunner, tmp_path: Path
-) -> None:
+def test_published_heads_draft(layout: str, options: dict[str, Any], target: HuggingFaceRunner, tmp_path: Path) -> None:
     drafter = build_drafter("eagle", context_for(target, checkpoints.write(tmp_path, layout), **options))
     assert assert_unchanged(target, drafter, PROMPTS, 24, 6).drafted > 0
 

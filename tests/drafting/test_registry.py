@@ -110,9 +110,7 @@ def build_repeat(context: DrafterContext) -> Repeat:
 def test_a_method_is_added_from_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     register(
-        DrafterSpec(
-            "repeat", "repeats the last token", WeightsNeeded.NONE, build_repeat, options=options_of(Repeat)
-        )
+        DrafterSpec("repeat", "repeats the last token", WeightsNeeded.NONE, build_repeat, options=options_of(Repeat))
     )
     assert "repeat" in names() and "repeat" in per_request_names() and "repeat" in [each.name for each in specs()]
     drafter = build_drafter("repeat", context_for(toy(), times=2))

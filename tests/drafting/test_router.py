@@ -21,7 +21,13 @@ from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_
 
 def every_method(blur: float = 0.3) -> DrafterRouter:
     draft = DraftModel(TableRunner(4, order=2, seed=5, blur=blur), 4)
-    offered = {"none": NoDraft(), "ngram": Ngram(), "suffix": Suffix(), "draft_model": draft, "prediction": Prediction()}
+    offered = {
+        "none": NoDraft(),
+        "ngram": Ngram(),
+        "suffix": Suffix(),
+        "draft_model": draft,
+        "prediction": Prediction(),
+    }
     return DrafterRouter(offered, "ngram")
 
 
@@ -33,7 +39,13 @@ def sequence_of(method: str | None, prediction: list[int] | None = None) -> Sequ
 
 def test_every_sequence_gets_the_draft_of_its_own_method() -> None:
     drafter = every_method()
-    seqs = [sequence_of("none"), sequence_of(None), sequence_of(None, [9, 8]), sequence_of("suffix"), sequence_of("none")]
+    seqs = [
+        sequence_of("none"),
+        sequence_of(None),
+        sequence_of(None, [9, 8]),
+        sequence_of("suffix"),
+        sequence_of("none"),
+    ]
     for seq in seqs:
         drafter.begin(seq, None)
     drafts = [tree.tokens.tolist() for tree in drafter.propose(seqs, [2] * 5)]

@@ -177,8 +177,8 @@ def test_sampled_outputs_have_the_right_distribution() -> None:
 
 
 def test_more_is_found_than_by_ngrams() -> None:
-    """A sequence of set phrases repeated with changes, like an edited file: 15% more tokens per step than n-gram lookup,
-    which matches four tokens at most."""
+    """A sequence of set phrases repeated with changes, like an edited file: 15% more tokens per step than n-gram
+    lookup, which matches four tokens at most."""
     rng = random.Random(0)
     phrases = [[rng.randrange(60) for _ in range(4)] for _ in range(8)]
     prompt = [token for _ in range(100) for token in rng.choice(phrases)]

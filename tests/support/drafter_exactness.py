@@ -1,8 +1,9 @@
 """The two questions every drafter must answer: is a greedy output unchanged, and is a sampled one distributed as the
-target says? Asked on the toy model, whose every distribution is known, in a batch whose sequences draft 3, 0 and 2 tokens.
+target says? Asked on the toy model, whose every distribution is known, in a batch of sequences that draft 3, 0 and 2
+tokens.
 
-Greedy outputs go through the real engine. Sampled ones go through the steps of `generate_steps`: no runner, all trees of a
-step verified at once, which makes fifty thousand samples a matter of seconds.
+Greedy outputs go through the real engine. Sampled ones go through the steps of `generate_steps`: no runner, all trees of
+a step verified at once, which makes fifty thousand samples a matter of seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def batch(
     methods: tuple[str | None, ...] = (None, None, None),
     copies: int = 1,
 ) -> list[Sequence]:
-    """Sequences that draft 3, 0 and 2 tokens in turn. Those that draft none only have to be there, so they are short."""
+    """Sequences that draft 3, 0 and 2 tokens in turn. Those that draft none only fill the batch, so they are short."""
     seqs = []
     for number, (place, k) in enumerate([*enumerate(NUM_DRAFT_TOKENS)] * copies):
         own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + number)

@@ -179,7 +179,7 @@ class Eagle(Drafter):
     # --- chains -------------------------------------------------------------------------------------------------------
 
     def _fits_graph(self, graphs: EagleGraphs, states: list[HeadState]) -> bool:
-        """Whether one graph drafts for all: tokens are chosen in one way, and all sequences have states to start from."""
+        """Whether one graph drafts for all: tokens are chosen in one way, and all have states to start from."""
         seqs = [state.seq for state in states]
         if not all(map(can_draft_on_device, seqs)) or len({seq.sampling.greedy for seq in seqs}) > 1:
             return False

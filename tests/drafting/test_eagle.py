@@ -293,7 +293,8 @@ def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch:
             from_draft += len(mine)
             if mine.probs is not None:
                 torch.testing.assert_close(mine.probs, theirs.probs, rtol=1e-4, atol=1e-6)
-        results = [settle(seq, tree, all_accepted(tree), target.table[[2] * 5]) for seq, tree in zip(seqs, one)]
+        output = output_of(target.table[[2] * 5])
+        results = [settle(seq, tree, all_accepted(tree), output) for seq, tree in zip(seqs, one)]
         for drafter in (steps, whole):
             drafter.observe(seqs, results)
     assert from_draft > 300 and whole._buffers.version >= 2

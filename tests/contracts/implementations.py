@@ -1,4 +1,4 @@
-"""Everything that claims to be a Runner or a Drafter. A new one is one line here, and the contracts hold it to them."""
+"""Everything that implements Runner or Drafter, for the contract suites. Drafters come from the registry."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.lookahead import Lookahead
 from paceline.drafting.medusa import Medusa
 from paceline.drafting.ngram import Ngram
-from paceline.drafting.no_draft import NoDraft
-from paceline.drafting.prediction import Prediction
+from paceline.drafting.registry import build_drafter, names
 from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
-from paceline.heads.eagle import EAGLE_1, EAGLE_3, EagleConfig, EagleHead
+from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.eagle1 import Eagle1Head
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
+from tests.support.drafter_exactness import context_for
 from tests.support.tiny import tiny_llama
 
 MakeRunner = Callable[[], Any]  # a runner that can be looked into, too (Runner)
@@ -49,18 +51,30 @@ def _native() -> NativeRunner:
 RUNNERS: dict[str, MakeRunner] = {"table": _table, "hugging-face": _hugging_face, "native": _native}
 
 
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
 def _draft_model(target: TableRunner) -> Drafter:
     twin = TableRunner(target.info.vocab_size, target.order, target.seed, blur=0.3)
     return DraftModel(twin, target.info.vocab_size)
 
 
-def _eagle(target: TableRunner, kind: str, **options: Any) -> Drafter:
-    """A random head; the EAGLE-3 one cannot say the last two tokens."""
+def _eagle1(target: TableRunner, **options: Any) -> Drafter:
     size = target.info.vocab_size
+    return _eagle(lambda: Eagle1Head(EagleConfig(size, 8, 2, 1, 2, size, size, size)), target, **options)
+
+
+def _eagle3(target: TableRunner, **options: Any) -> Drafter:
+    """The head cannot predict the last two tokens."""
+    size = target.info.vocab_size
+    return _eagle(lambda: Eagle3Head(Eagle3Config(size, 8, 2, 1, 2, size, size - 2, size)), target, **options)
+
+
+def _eagle(make_head: Callable[[], EagleHead], target: TableRunner, **options: Any) -> Drafter:
+    """A random head."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        output = size if kind == EAGLE_1 else size - 2
-        head = EagleHead(EagleConfig(kind, size, 8, 2, 1, 2, size, output, size)).requires_grad_(False)
+        head = make_head().requires_grad_(False)
     return Eagle(head, target, **options)
 
 
@@ -75,42 +89,52 @@ def _layerskip_adapted(target: TableRunner) -> Drafter:
     return LayerSkip(target, 1, ExitAdapter(ExitConfig(1, target.info.hidden_size, 2)).requires_grad_(False))
 
 
-def _letters(tokens: str) -> Any:
-    """A tokenizer of one token a letter, in this order."""
-    model = Tokenizer(models.BPE({response: seq_id for seq_id, response in enumerate(tokens)}, []))
+def _letters(letters: str) -> Any:
+    """A tokenizer of one token per letter, in this order."""
+    model = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
     model.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
-def _foreign(target: TableRunner, way: str) -> Drafter:
+def _cross_vocab(target: TableRunner, way: str) -> Drafter:
     """The target's blurred twin has the same letters in the opposite order."""
     size = target.info.vocab_size
-    alphabet = "".join(chr(ord("A") + seq_id) for seq_id in range(size))
+    alphabet = "".join(chr(ord("A") + token) for token in range(size))
     return CrossVocab(TableRunner(size, blur=0.3), _letters(alphabet), _letters(alphabet[::-1]), size, way)
 
 
-def _combined(target: TableRunner) -> Drafter:
-    return AutoDrafter(Suffix(), {"draft": _draft_model(target)}, clock=lambda: 0.0)
+def _auto(target: TableRunner) -> Drafter:
+    return AutoDrafter(Suffix(), {"draft_model": _draft_model(target)}, clock=lambda: 0.0)
 
 
+def _from_registry(name: str) -> MakeDrafter:
+    return lambda target: build_drafter(name, context_for(target))
+
+
+# Methods that need weights, or that would draft too little with their defaults; all others are built by the registry.
+VARIANTS: dict[str, dict[str, MakeDrafter]] = {
+    "draft_model": {"": _draft_model, "is-target": lambda target: DraftModel(target, target.info.vocab_size)},
+    "cross_vocab": {
+        "text": lambda target: _cross_vocab(target, "text"),
+        "shared": lambda target: _cross_vocab(target, "shared"),
+    },
+    "ngram": {"": lambda target: Ngram(shortest=1), "tree": lambda target: Ngram(shortest=1, branches=3)},
+    "lookahead": {"": lambda target: Lookahead(columns=3, run=3)},
+    "layerskip": {"": lambda target: LayerSkip(target, 2), "adapted": _layerskip_adapted},
+    "medusa": {"": _medusa},
+    "eagle": {
+        "1": _eagle1,
+        "1-tree": lambda target: _eagle1(target, nodes=3, branches=2),
+        "3": _eagle3,
+        "3-tree": lambda target: _eagle3(target, nodes=3, branches=2),
+    },
+    "auto": {"": _auto},
+    "router": {
+        "": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")
+    },
+}
 DRAFTERS: dict[str, MakeDrafter] = {
-    "nothing": lambda target: NoDraft(),
-    "draft-model": _draft_model,
-    "draft-is-target": lambda target: DraftModel(target, target.info.vocab_size),
-    "ngram": lambda target: Ngram(shortest=1),
-    "ngram-tree": lambda target: Ngram(shortest=1, branches=3),
-    "suffix": lambda target: Suffix(),
-    "lookahead": lambda target: Lookahead(columns=3, run=3),
-    "prediction": lambda target: Prediction(),
-    "foreign-text": lambda target: _foreign(target, "text"),
-    "foreign-shared": lambda target: _foreign(target, "shared"),
-    "combined": _combined,
-    "by-text": lambda target: DrafterRouter({"suffix": Suffix(), "draft": _draft_model(target)}, "draft"),
-    "eagle1": lambda target: _eagle(target, EAGLE_1),
-    "eagle1-tree": lambda target: _eagle(target, EAGLE_1, nodes=3, branches=2),
-    "eagle3": lambda target: _eagle(target, EAGLE_3),
-    "eagle3-tree": lambda target: _eagle(target, EAGLE_3, nodes=3, branches=2),
-    "medusa": _medusa,
-    "layerskip": lambda target: LayerSkip(target, 2),
-    "layerskip-adapted": _layerskip_adapted,
+    "-".join(filter(None, (name, variant))): make
+    for name in (*names(), "router")
+    for variant, make in VARIANTS.get(name, {"": _from_registry(name)}).items()
 }

@@ -1,21 +1,19 @@
-"""What every Drafter owes its callers, in a batch whose texts have budgets of 3, 0 and 2."""
+"""What every Drafter owes its callers, in a batch whose sequences draft 3, 0 and 2 tokens."""
 
 from __future__ import annotations
 
 import pytest
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts, check_capabilities, prefill, step
 
-from paceline.core.draft_length import FixedDraftLength
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.engines.local.verifier import Verifier
+from paceline.engines.local.step import check_capabilities, prefill, step
 from paceline.runners.table import TableRunner
 from tests.contracts.implementations import DRAFTERS
+from tests.support.drafter_exactness import generated, parts_of
 
-BUDGETS = (3, 0, 2)
+NUM_DRAFT_TOKENS = (3, 0, 2)
 PROMPTS = ([0, 1, 2, 0, 1, 2, 0], [4, 4], [3, 1, 3, 1, 3])
 
 
@@ -31,89 +29,81 @@ def drafter(request: pytest.FixtureRequest, target: TableRunner) -> Drafter:
 
 def batch(length: int = 40, temperature: float = 0.0, ends: frozenset[int] = frozenset()) -> list[Sequence]:
     seqs = []
-    for seq_id, (prompt, budget) in enumerate(zip(PROMPTS, BUDGETS)):
-        seq = Sequence(prompt, SamplingParams(temperature, seed=seq_id), StopRules(length, ends))
-        seq.num_draft_tokens = budget
+    for seed, (prompt, num_draft_tokens) in enumerate(zip(PROMPTS, NUM_DRAFT_TOKENS)):
+        seq = Sequence(prompt, SamplingParams(temperature, seed=seed), StopRules(length, ends))
+        seq.num_draft_tokens = num_draft_tokens
         seqs.append(seq)
     return seqs
 
 
-def parts_of(target: TableRunner, drafter: Drafter, rule: str = "token") -> EngineParts:
-    return EngineParts(target, drafter, FixedDraftLength(3), Verifier(rule))
-
-
-def written(seqs: list[Sequence], parts: EngineParts) -> list[list[int]]:
-    for _ in run(seqs, parts):
-        pass
-    return [seq.generated for seq in seqs]
-
-
-def plainly(target: TableRunner, seqs: list[Sequence]) -> list[list[int]]:
-    return written(seqs, parts_of(target, DRAFTERS["nothing"](target)))
+def plain(target: TableRunner, seqs: list[Sequence], rule: str = "token") -> list[list[int]]:
+    """The outputs without speculation."""
+    return generated(seqs, parts_of(target, DRAFTERS["none"](target), rule=rule))
 
 
 def test_it_needs_what_the_target_has(target: TableRunner, drafter: Drafter) -> None:
     check_capabilities(target, drafter)
 
 
-def test_no_more_guesses_than_the_budget(target: TableRunner, drafter: Drafter) -> None:
+def test_it_drafts_no_more_than_num_draft_tokens(target: TableRunner, drafter: Drafter) -> None:
     parts, seqs = parts_of(target, drafter), batch()
     prefill(seqs, parts)
     for _ in range(6):
-        for result, budget in zip(step(seqs, parts), BUDGETS):
-            assert result.tree.num_draft_tokens <= budget
+        for result, num_draft_tokens in zip(step(seqs, parts), NUM_DRAFT_TOKENS):
+            assert result.tree.num_draft_tokens <= num_draft_tokens
             assert all(0 <= token < target.info.vocab_size for token in result.tree.tokens.tolist())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drawn_guess_carries_its_distribution(target: TableRunner, drafter: Drafter, temperature: float) -> None:
+def test_a_drawn_draft_token_carries_its_distribution(
+    target: TableRunner, drafter: Drafter, temperature: float
+) -> None:
     parts, seqs = parts_of(target, drafter), batch(temperature=temperature)
     prefill(seqs, parts)
-    for tree in drafter.propose(seqs, list(BUDGETS)):
+    for tree in drafter.propose(seqs, list(NUM_DRAFT_TOKENS)):
         if tree.probs is not None:
             assert tree.probs.shape == (len(tree), target.info.vocab_size)
             assert tree.probs.sum(-1).tolist() == pytest.approx([1.0] * len(tree))
             assert all(float(tree.probs[node, token]) > 0 for node, token in enumerate(tree.tokens.tolist()))
 
 
-def test_a_greedy_text_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
-    assert written(batch(), parts_of(target, drafter)) == plainly(target, batch())
+def test_a_greedy_output_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
+    assert generated(batch(), parts_of(target, drafter)) == plain(target, batch())
 
 
-def test_a_coupled_text_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
-    """Under `coupled` a text is a function of its seed alone, sampled or not, guessed or not."""
-    plain = written(batch(temperature=1.0), parts_of(target, DRAFTERS["nothing"](target), "coupled"))
-    assert written(batch(temperature=1.0), parts_of(target, drafter, "coupled")) == plain
+def test_a_coupled_output_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
+    """Under `coupled` an output depends on its seed alone, drafted or not."""
+    expected = plain(target, batch(temperature=1.0), "coupled")
+    assert generated(batch(temperature=1.0), parts_of(target, drafter, rule="coupled")) == expected
 
 
-def test_neighbours_do_not_show(target: TableRunner, drafter: Drafter) -> None:
-    """A text's random numbers and its drafter's state are its own: alone or in a batch, it is the same."""
-    together = written(batch(temperature=1.0), parts_of(target, drafter))
-    alone = [written([seq], parts_of(target, drafter))[0] for seq in batch(temperature=1.0)]
+def test_an_output_does_not_depend_on_its_batch(target: TableRunner, drafter: Drafter) -> None:
+    """The random numbers of a sequence and its drafter state are its own: the output is the same alone."""
+    together = generated(batch(temperature=1.0), parts_of(target, drafter))
+    alone = [generated([seq], parts_of(target, drafter))[0] for seq in batch(temperature=1.0)]
     assert together == alone
 
 
 def test_an_end_inside_an_accepted_run(target: TableRunner, drafter: Drafter) -> None:
-    end = frozenset({plainly(target, batch())[0][7]})
+    end = frozenset({plain(target, batch())[0][7]})
     seqs = batch(ends=end)
-    assert written(seqs, parts_of(target, drafter)) == plainly(target, batch(ends=end))
+    assert generated(seqs, parts_of(target, drafter)) == plain(target, batch(ends=end))
     assert seqs[0].finish_reason == "stop" and seqs[0].ids[-1] in end
 
 
-def test_a_text_may_come_and_go(target: TableRunner, drafter: Drafter) -> None:
-    """Texts that end make room for others; ending twice, or before the beginning, is harmless."""
+def test_sequences_come_and_go(target: TableRunner, drafter: Drafter) -> None:
+    """Sequences that end make room for others; ending twice, or before `begin`, is harmless."""
     parts, seqs = parts_of(target, drafter), batch(length=9)
     drafter.end(seqs[0])
-    assert written(seqs, parts) == plainly(target, batch(length=9))
+    assert generated(seqs, parts) == plain(target, batch(length=9))
     for seq in seqs:
         drafter.end(seq)
     again = batch(length=9) + batch(length=9)
-    for _ in run(again, parts, max_num_seqs=2):
-        pass
-    assert [seq.generated for seq in again[:3]] == [seq.generated for seq in again[3:]]
+    generated(again, parts, max_num_seqs=2)
+    assert [seq.written for seq in again[:3]] == [seq.written for seq in again[3:]]
 
 
-def test_the_invariant_holds_between_rounds(target: TableRunner, drafter: Drafter) -> None:
+def test_the_invariant_holds_between_steps(target: TableRunner, drafter: Drafter) -> None:
     parts, seqs = parts_of(target, drafter), batch(length=20)
     prefill(seqs, parts)
     for _ in range(8):
@@ -124,11 +114,31 @@ def test_the_invariant_holds_between_rounds(target: TableRunner, drafter: Drafte
             assert seq.seq_cache.tokens == seq.ids[:-1]  # type: ignore[attr-defined]
 
 
+def test_proposing_nothing_changes_nothing(target: TableRunner, drafter: Drafter) -> None:
+    """num_draft_tokens 0 proposes empty trees, at any time, and the next draft is as it would have been."""
+    parts, seqs = parts_of(target, drafter), batch(length=12)
+    prefill(seqs, parts)
+    while running := [seq for seq in seqs if not seq.finished]:
+        assert [len(tree) for tree in drafter.propose(running, [0] * len(running))] == [0] * len(running)
+        step(running, parts)
+    assert [seq.written for seq in seqs] == plain(target, batch(length=12))
+
+
+def test_a_draft_that_is_never_verified_leaves_no_state(target: TableRunner, drafter: Drafter) -> None:
+    """A step may fail after `propose`: the draft is dropped, and the outputs are what they are without the failure."""
+    parts, seqs = parts_of(target, drafter), batch(length=12)
+    prefill(seqs, parts)
+    while running := [seq for seq in seqs if not seq.finished]:
+        drafter.propose(running, [3] * len(running))
+        step(running, parts)
+    assert [seq.written for seq in seqs] == plain(target, batch(length=12))
+
+
 def test_draft_is_target_accepts_everything(target: TableRunner) -> None:
-    """τ = k + 1 exactly, greedy and sampled: the guesses are drawn from the very distribution they are judged by."""
+    """τ = k + 1 exactly, greedy and sampled: draft tokens are drawn from the target's own distribution."""
     for temperature in (0.0, 1.0):
-        parts = parts_of(target, DRAFTERS["draft-is-target"](target))
+        parts = parts_of(target, DRAFTERS["draft_model-is-target"](target))
         seq = batch(length=40, temperature=temperature)[0]
-        written([seq], parts)
+        generated([seq], parts)
         assert seq.stats.acceptance_rate == 1.0
         assert (seq.stats.tokens_per_step, seq.stats.steps) == (4.0, 10)

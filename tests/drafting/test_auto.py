@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paceline import SpeculativeDecoder
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.core.types import Capability, RowOutput, StepResult, VerifyResult
-from paceline.drafting.auto import LOOKUP, RETRY, AutoDrafter, Trust
+from paceline.drafting.auto import LOOKUP, RETRY_STEPS, AutoDrafter, ForecastCalibration
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.registry import build_drafter
 from paceline.drafting.suffix import Suffix
 from paceline.drafting.suffix_automaton import Forecast
 from paceline.errors import OptionError
+from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import check_greedy, check_sampled
+from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, context_for
 
 
 @dataclass
@@ -35,52 +38,46 @@ class Clock:
 
 
 @dataclass
-class Stub:
-    """DraftOutput zeros, takes some seconds, and remembers what it was asked."""
+class Stub(Drafter):
+    """Drafts zeros, takes some seconds, and records the draft lengths of each call."""
 
     clock: Clock
     seconds: float = 0.0
     expected: float = 0.0
     needs: frozenset[Capability] = frozenset()
-    asked: list[list[int]] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)
     observed: int = 0
 
-    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        pass
-
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        self.asked.append(num_draft_tokens)
+        self.lengths.append(num_draft_tokens)
         self.clock.now += self.seconds if any(num_draft_tokens) else 0.0
-        return [draft_tree.chain([0] * budget) for budget in num_draft_tokens]
+        return [draft_tree.chain([0] * k) for k in num_draft_tokens]
 
-    def forecast(self, seq: Sequence, budget: int) -> Forecast:
-        return Forecast(draft_tree.chain([1] * budget), self.expected)
+    def forecast(self, seq: Sequence, num_draft_tokens: int) -> Forecast:
+        return Forecast(draft_tree.chain([1] * num_draft_tokens), self.expected)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         self.observed += 1
 
-    def end(self, seq: Sequence) -> None:
-        pass
 
-
-def text_of() -> Sequence:
+def sequence_of() -> Sequence:
     return Sequence([1], SamplingParams(), StopRules(1000))
 
 
-def play(drafter: AutoDrafter, clock: Clock, seq: Sequence, stands: dict[int, int]) -> str:
-    """One round of 4 guesses, a pass of one second; `stands`: how many guesses of each kind are accepted."""
-    from_draft = drafter.propose([seq], [4])[0]
+def play(drafter: AutoDrafter, clock: Clock, seq: Sequence, accepted_by_token: dict[int, int]) -> str:
+    """One step of 4 draft tokens and a pass of one second; how many are accepted depends on the first token."""
+    tree = drafter.propose([seq], [4])[0]
     clock.now += 1.0
-    accepted = stands[int(from_draft.tokens[0])]
+    accepted = accepted_by_token[int(tree.tokens[0])]
     verified = VerifyResult(list(range(accepted)), 0)
-    drafter.observe([seq], [StepResult(from_draft, verified, RowOutput(torch.zeros(5, 2)), [0] * (accepted + 1), accepted)])
-    return "lookup" if int(from_draft.tokens[0]) else "model"
+    drafter.observe([seq], [StepResult(tree, verified, RowOutput(torch.zeros(5, 2)), [0] * (accepted + 1), accepted)])
+    return "lookup" if int(tree.tokens[0]) else "model"
 
 
 def test_a_good_forecast_goes_before_a_model_and_a_poor_one_does_not() -> None:
     clock = Clock()
     lookup, model = Stub(clock, expected=3.5), Stub(clock, seconds=0.5)
-    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), text_of()
+    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), sequence_of()
     drafter.begin(seq, None)
     kinds = [play(drafter, clock, seq, {0: 2, 1: 4}) for _ in range(10)]
     assert kinds[-5:] == ["lookup"] * 5
@@ -92,44 +89,44 @@ def test_a_good_forecast_goes_before_a_model_and_a_poor_one_does_not() -> None:
 def test_a_model_that_takes_too_long_is_left_alone_and_tried_again_now_and_then() -> None:
     clock = Clock()
     lookup, model = Stub(clock, expected=0.5), Stub(clock, seconds=20.0)
-    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), text_of()
+    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), sequence_of()
     drafter.begin(seq, None)
-    kinds = [play(drafter, clock, seq, {0: 4, 1: 1}) for _ in range(3 * RETRY)]
+    kinds = [play(drafter, clock, seq, {0: 4, 1: 1}) for _ in range(3 * RETRY_STEPS)]
     assert 2 <= kinds.count("model") <= 4
 
 
-def test_forecasts_that_prove_empty_are_trusted_less() -> None:
+def test_forecasts_that_fail_are_weighted_less() -> None:
     clock = Clock()
     lookup, model = Stub(clock, expected=3.0), Stub(clock, seconds=0.1)
-    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), text_of()
+    drafter, seq = AutoDrafter(lookup, {"model": model}, clock), sequence_of()
     drafter.begin(seq, None)
     kinds = [play(drafter, clock, seq, {0: 2, 1: 0}) for _ in range(30)]
     assert kinds.count("model") > 20
-    trust = Trust()
-    trust.add(0, 3)
-    low = trust.value
+    calibration = ForecastCalibration()
+    calibration.add(0, 3)
+    low = calibration.ratio
     for _ in range(50):
-        trust.add(0, 0)
-    assert low < 0.5 < 0.95 < trust.value
+        calibration.add(0, 0)
+    assert low < 0.5 < 0.95 < calibration.ratio
 
 
-def test_only_the_chosen_drafter_guesses_and_all_stay_in_step() -> None:
+def test_only_the_chosen_drafter_drafts_and_all_stay_in_step() -> None:
     clock = Clock()
     lookup, one, two = Stub(clock), Stub(clock, seconds=0.1), Stub(clock, seconds=5.0)
-    drafter, seq = AutoDrafter(lookup, {"one": one, "two": two}, clock), text_of()
+    drafter, seq = AutoDrafter(lookup, {"one": one, "two": two}, clock), sequence_of()
     drafter.begin(seq, None)
     for _ in range(12):
         play(drafter, clock, seq, {0: 2, 1: 0})
-    assert all(first[0] + second[0] <= 4 for first, second in zip(one.asked, two.asked))
-    assert sum(sum(stub.asked[-1]) for stub in (one, two)) == 4
+    assert all(first[0] + second[0] <= 4 for first, second in zip(one.lengths, two.lengths))
+    assert sum(sum(stub.lengths[-1]) for stub in (one, two)) == 4
     assert one.observed == two.observed == lookup.observed == 12
 
 
-def test_texts_choose_for_themselves() -> None:
+def test_sequences_choose_for_themselves() -> None:
     clock = Clock()
     lookup, model = Suffix(), Stub(clock, seconds=0.1)
     drafter = AutoDrafter(lookup, {"model": model}, clock)
-    repeating, fresh = text_of(), text_of()
+    repeating, fresh = sequence_of(), sequence_of()
     repeating.ids, fresh.ids = [7, 8, 9, 10] * 12, list(range(40))
     for seq in (repeating, fresh):
         drafter.begin(seq, None)
@@ -145,26 +142,25 @@ def test_needs_are_joined_and_names_are_checked() -> None:
         AutoDrafter(Suffix(), {LOOKUP: Stub(clock)})
 
 
-def combined_with_a_draft() -> AutoDrafter:
-    """Real drafters; time stands still, so the choice is made by what was accepted and is the same in every run."""
+def auto_with_a_draft_model() -> AutoDrafter:
+    """Real drafters; the clock does not move, so the choice depends on acceptance alone, in every run."""
     draft = DraftModel(TableRunner(4, order=2, seed=5, blur=0.4), 4)
-    return AutoDrafter(Suffix(), {"draft": draft}, Clock())
+    return AutoDrafter(Suffix(), {"draft_model": draft}, Clock())
 
 
-def test_greedy_texts_are_unchanged() -> None:
-    check_greedy(combined_with_a_draft())
+def test_greedy_outputs_are_unchanged() -> None:
+    check_greedy(auto_with_a_draft_model())
     check_greedy(AutoDrafter(Suffix(), {}))
 
 
-def test_sampled_texts_have_the_right_distribution() -> None:
-    check_sampled(combined_with_a_draft())
+def test_sampled_outputs_have_the_right_distribution() -> None:
+    check_sampled(auto_with_a_draft_model())
 
 
-def test_method_auto_puts_a_lookup_beside_the_draft(tiny_folder: Path) -> None:
-    prompt = "to be or not to be, to be or not, to be or"
-    output = [
-        SpeculativeDecoder(str(tiny_folder), draft, method=method, num_draft_tokens=4).generate(prompt, max_new_tokens=60)
-        for method, draft in (("none", None), ("auto", str(tiny_folder)), ("auto", None))
-    ]
-    assert output[0].token_ids == output[1].token_ids == output[2].token_ids
-    assert output[1].stats.accepted > 0 and output[2].stats.accepted > 0
+def test_a_lookup_drafts_beside_the_draft_model(tiny_model: Any, tiny_folder: Path) -> None:
+    target = HuggingFaceRunner(tiny_model, "tiny")
+    for draft_model, names in ((str(tiny_folder), ["draft_model"]), (None, [])):
+        drafter = build_drafter("auto", context_for(target, draft_model))
+        assert isinstance(drafter, AutoDrafter) and list(drafter.others) == names
+        assert (drafter.draft_runner is None) == (draft_model is None)
+        assert assert_unchanged(target, drafter, [[5, 7, 9, 5, 7, 9, 5, 7]], 60, 4).accepted > 0

@@ -1,32 +1,39 @@
-"""A second model guesses: its cache stays in step, its q is the one it drew from."""
+"""A second model drafts: its cache stays in step, its q is the distribution it drew from."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from paceline.core.draft_length import FixedDraftLength
-from paceline.core.sampling import SamplingParams, distribution
+from paceline.core.sampling import SamplingParams, distribution, draw
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
+from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.registry import build_drafter
 from paceline.engines.local.step import EngineParts, prefill, step
-from paceline.engines.local.verifier import Verifier
+from paceline.errors import OptionError, PairError
+from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
+from tests.support.drafter_exactness import context_for, parts_of
+from tests.support.tiny import write_tiny_model
 
 
 def setting(temperature: float, blur: float = 0.4) -> tuple[Sequence, DraftModel, EngineParts]:
     target = TableRunner(vocab_size=5, seed=2)
     drafter = DraftModel(TableRunner(vocab_size=5, seed=2, blur=blur), 5)
     seq = Sequence([1, 2, 3], SamplingParams(temperature, seed=1), StopRules(60))
-    parts = EngineParts(target, drafter, FixedDraftLength(3), Verifier())
+    parts = parts_of(target, drafter)
     prefill([seq], parts)
     return seq, drafter, parts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_draft_holds_what_the_text_holds(temperature: float) -> None:
-    """After a full acceptance it lacks its own last guess; after a rejection it is cut back."""
+def test_the_draft_cache_holds_what_the_sequence_holds(temperature: float) -> None:
+    """After full acceptance it lacks its own last draft token; after a rejection it is truncated."""
     seq, drafter, parts = setting(temperature)
     seen = set()
     for _ in range(12):
@@ -36,10 +43,10 @@ def test_the_draft_holds_what_the_text_holds(temperature: float) -> None:
         lacking = len(seq.ids) - seq_cache.length
         assert lacking == (2 if result.accepted == 3 else 1)
         seen.add(result.accepted)
-    assert len(seen) > 1, "all rounds were alike: this shows little"
+    assert len(seen) > 1, "all steps were alike: this shows little"
 
 
-def test_q_is_the_distribution_each_guess_was_drawn_from() -> None:
+def test_q_is_the_distribution_each_draft_token_was_drawn_from() -> None:
     seq, drafter, _ = setting(temperature=0.8)
     tree = drafter.propose([seq], [3])[0]
     assert tree.probs is not None
@@ -50,12 +57,12 @@ def test_q_is_the_distribution_each_guess_was_drawn_from() -> None:
         path.append(token)
 
 
-def test_a_greedy_guess_was_chosen() -> None:
+def test_a_greedy_draft_token_was_chosen() -> None:
     seq, drafter, _ = setting(temperature=0.0)
     assert drafter.propose([seq], [3])[0].probs is None
 
 
-def test_a_text_never_guessed_for_costs_the_draft_nothing() -> None:
+def test_a_sequence_without_draft_tokens_costs_the_draft_model_nothing() -> None:
     seq, drafter, parts = setting(temperature=0.0)
     seq.num_draft_tokens = 0
     step([seq], parts)
@@ -63,7 +70,7 @@ def test_a_text_never_guessed_for_costs_the_draft_nothing() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 9])
-def test_another_head_size_is_cut_or_padded(size: int) -> None:
+def test_another_vocabulary_size_is_cut_or_padded(size: int) -> None:
     drafter = DraftModel(TableRunner(vocab_size=size, seed=3), 5)
     seq = Sequence([1, 2, 3], SamplingParams(5.0, seed=0), StopRules(60))
     for _ in range(20):
@@ -71,3 +78,73 @@ def test_another_head_size_is_cut_or_padded(size: int) -> None:
         assert tree.probs is not None and tree.probs.shape == (3, 5)
         assert int(tree.tokens.max()) < min(5, size)
         drafter.end(seq)
+
+
+class DeviceRunner(TableRunner):
+    """Drafts "on the device": as many steps as asked for, without returning to the drafter."""
+
+    def draft(self, inputs: list[DraftInput], num_tokens: int) -> DraftOutput | None:
+        rows = [TableDraft(self, item, num_tokens) for item in inputs]
+        return DraftOutput(torch.stack([row.tokens for row in rows]), torch.stack([row.probs for row in rows]))
+
+
+class TableDraft:
+    def __init__(self, runner: TableRunner, item: DraftInput, num_tokens: int) -> None:
+        assert item.uniforms is not None and len(item.uniforms) == num_tokens
+        ids, probs = list(item.ids), []
+        for uniform in item.uniforms:
+            q = distribution(runner.table[runner._context(ids)], SamplingParams(item.temperature))
+            probs.append(q)
+            ids.append(int(draw(q[None], torch.tensor([uniform], dtype=torch.float64))))
+        cache = item.seq_cache
+        runner.forward([Row.chain(cache, ids[cache.length : -1])])
+        self.tokens, self.probs = torch.tensor(ids[-num_tokens:]), torch.stack(probs)
+
+
+def test_a_device_loop_draws_what_single_steps_draw_and_no_more_numbers() -> None:
+    """The random numbers of a sequence depend neither on the way it drafts nor on the draft length of its neighbour."""
+    drafts = []
+    for runner in (TableRunner(5, seed=2), DeviceRunner(5, seed=2)):
+        seqs = [Sequence([1, 2, 3], SamplingParams(1.0, seed=1), StopRules(60)) for _ in range(2)]
+        trees = DraftModel(runner, 5).propose(seqs, [2, 4])
+        drafts.append(([tree.tokens.tolist() for tree in trees], [seq.rng.get_state().tolist() for seq in seqs]))
+        assert [len(tree) for tree in trees] == [2, 4]
+    assert drafts[0] == drafts[1]
+
+
+def test_a_failed_pass_leaves_no_draft_token_behind() -> None:
+    class Failing(TableRunner):
+        passes = 0
+
+        def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+            self.passes += 1
+            if self.passes == 3:
+                raise RuntimeError("out of luck")
+            return super().forward(rows, last_only=last_only)
+
+    drafter, seq = DraftModel(Failing(5, seed=2), 5), Sequence([1, 2, 3], SamplingParams(), StopRules(60))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        drafter.propose([seq], [4])
+    seq.ids.append(4)
+    expected = DraftModel(TableRunner(5, seed=2), 5).propose([seq], [4])[0].tokens.tolist()
+    assert drafter.propose([seq], [4])[0].tokens.tolist() == expected
+    assert drafter.propose([seq], [4])[0].tokens.tolist() == expected, "a draft that was never verified is dropped"
+
+
+def test_it_is_built_from_a_model_of_the_same_vocabulary(tiny_model: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    target = HuggingFaceRunner(tiny_model, "tiny")
+    drafter = build_drafter("draft_model", context_for(target, str(tiny_folder)))
+    assert drafter.draft_runner is not None and drafter.draft_runner.info.name == "draft"
+    with pytest.raises(PairError, match="vocabularies differ"):
+        build_drafter("draft_model", context_for(target, str(write_tiny_model(tmp_path, swapped=40))))
+    with pytest.raises(OptionError, match="needs a draft model"):
+        build_drafter("draft_model", context_for(target))
+
+
+def test_a_wrapped_runner_drafts_in_place_of_the_first() -> None:
+    drafter = DraftModel(TableRunner(5, seed=2), 7)
+    twin = drafter.with_runner(lambda runner: TableRunner(5, seed=3))
+    assert twin.draft_runner is not drafter.draft_runner
+    seq = Sequence([1, 2, 3], SamplingParams(1.0, seed=0), StopRules(60))
+    tree = twin.propose([seq], [2])[0]
+    assert tree.probs is not None and tree.probs.shape == (2, 7) and not drafter._seq_caches

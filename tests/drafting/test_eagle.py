@@ -294,7 +294,8 @@ def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch:
             from_draft += len(mine)
             if mine.probs is not None:
                 torch.testing.assert_close(mine.probs, theirs.probs, rtol=1e-4, atol=1e-6)
-        results = [settle(seq, tree, all_accepted(tree), target.table[[2] * 5]) for seq, tree in zip(seqs, one)]
+        output = output_of(target.table[[2] * 5])
+        results = [settle(seq, tree, all_accepted(tree), output) for seq, tree in zip(seqs, one)]
         for drafter in (steps, whole):
             drafter.observe(seqs, results)
     assert from_draft > 300 and whole._buffers.version >= 2
@@ -396,7 +397,7 @@ def test_an_entry_with_another_next_token_is_not_reused() -> None:
     assert (stranger.start, stranger.length) == (3, 0)
 
 
-# --- behaviour ----------------------------------------------------------------------------------------------------------
+# --- behaviour --------------------------------------------------------------------------------------------------------
 
 
 def test_num_draft_tokens_is_kept_and_proposing_twice_is_harmless() -> None:
@@ -438,9 +439,7 @@ def test_a_head_for_another_target_is_refused(target: HuggingFaceRunner) -> None
 
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3", "specforge", "speculators"])
 @pytest.mark.parametrize("options", [{}, {"nodes": 6}], ids=["chain", "tree"])
-def test_published_heads_draft(
-    layout: str, options: dict[str, Any], target: HuggingFaceRunner, tmp_path: Path
-) -> None:
+def test_published_heads_draft(layout: str, options: dict[str, Any], target: HuggingFaceRunner, tmp_path: Path) -> None:
     drafter = build_drafter("eagle", context_for(target, checkpoints.write(tmp_path, layout), **options))
     assert assert_unchanged(target, drafter, PROMPTS, 24, 6).drafted > 0
 

@@ -1,59 +1,56 @@
-"""The window's shape, what it learns, and that it never changes a text."""
+"""The shape of the window, what it learns, and that it never changes an output."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paceline import SpeculativeDecoder
-from paceline.core.draft_length import FixedDraftLength
 from paceline.core.draft_tree import path_to
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.drafting.lookahead import Lookahead, Pool
+from paceline.drafting.lookahead import Lookahead, NgramPool
 from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
-from paceline.engines.local.verifier import Verifier
 from paceline.errors import OptionError
+from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import check_greedy, check_sampled
+from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, generated, parts_of
 
 
-def text_of(ids: list[int], room: int = 200) -> Sequence:
+def sequence_of(ids: list[int], room: int = 200) -> Sequence:
     return Sequence(ids, SamplingParams(), StopRules(room))
 
 
 def test_the_window_is_a_chain_of_heads_from_which_columns_hang() -> None:
-    drafter, seq = Lookahead(columns=3, run=4), text_of([5, 6, 7])
+    drafter, seq = Lookahead(columns=3, run=4), sequence_of([5, 6, 7])
     tree = drafter.propose([seq], [2])[0]
     assert tree.num_draft_tokens == 0 and tree.probes == drafter.probes == 8, (
-        "2 below the text's last token, then 3 in each further column"
+        "2 below the last token of the sequence, then 3 in each further column"
     )
     assert tree.parents == [-1, 0, -1, 2, 3, 2, 5, 6]
-    columns = drafter._texts[seq.seq_id].columns
+    columns = drafter._windows[seq.seq_id].columns
     assert columns[0][0] == 7
     assert tree.tokens.tolist() == columns[0][1:] + columns[1] + columns[2]
-    assert columns[1][0] == columns[0][1], "a head stands where the column before it has its second token"
+    assert columns[1][0] == columns[0][1], "a column starts with the second token of the one before"
 
 
-def test_guesses_come_first_and_count_against_the_budget() -> None:
-    drafter, seq = Lookahead(columns=3, run=3), text_of([1, 2, 3, 1, 2, 4, 1])
+def test_draft_tokens_come_first_and_the_window_does_not_count_as_them() -> None:
+    drafter, seq = Lookahead(columns=3, run=3), sequence_of([1, 2, 3, 1, 2, 4, 1])
     tree = drafter.propose([seq], [3])[0]
     assert tree.num_draft_tokens == 3 and tree.tokens.tolist()[:3] == [2, 4, 3]
     assert tree.probes == 3 * 2 - 1
     assert all(parent == -1 or parent >= tree.num_draft_tokens for parent in tree.parents[tree.num_draft_tokens :])
 
 
-def test_what_the_target_answers_below_a_column_is_learnt() -> None:
-    """Every answer must be the target's word after exactly the tokens of that column's path: a wrong parent or row
+def test_the_targets_token_below_a_column_is_learnt() -> None:
+    """Every added token is the target's argmax after exactly the tokens of that column's path: a wrong parent or row
     would break this."""
-    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), text_of([1, 2, 3])
-    parts = EngineParts(target, drafter, FixedDraftLength(4), Verifier())
+    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), sequence_of([1, 2, 3])
+    parts = parts_of(target, drafter, 4)
     learnt: list[list[int]] = []
     for progress in run([seq], parts):
-        tree, ahead = progress.round.tree, drafter._texts.get(seq.seq_id)
+        tree, ahead = progress.round.tree, drafter._windows.get(seq.seq_id)
         if ahead is None or not tree.probes:
             continue
         before = seq.ids[: len(seq.ids) - len(progress.round.emitted)]
@@ -66,41 +63,40 @@ def test_what_the_target_answers_below_a_column_is_learnt() -> None:
     assert len(learnt) > 50
 
 
-def test_the_window_finds_what_the_text_has_not_said_yet() -> None:
-    """A thousand tokens: the text seldom comes back to what it said, so most of what is found was found ahead of it."""
+def test_the_window_finds_what_the_sequence_does_not_hold_yet() -> None:
+    """With a thousand tokens a sequence rarely repeats itself, so most n-grams come from the window."""
     taus = {True: 0.0, False: 0.0}
     for window in taus:
         for seed in range(8):
-            target, seq = TableRunner(1000, order=1, seed=seed), text_of([1, 2, 3, 4], 60)
+            target, seq = TableRunner(1000, order=1, seed=seed), sequence_of([1, 2, 3, 4], 60)
             drafter = Lookahead(columns=8, run=4, window=window)
-            for _ in run([seq], EngineParts(target, drafter, FixedDraftLength(6), Verifier())):
-                pass
+            generated([seq], parts_of(target, drafter, 6))
             taus[window] += seq.stats.tokens_per_step / 8
     assert taus[True] > taus[False] + 0.15
 
 
-def test_a_pool_keeps_the_latest_runs_and_each_once() -> None:
-    pool = Pool(kept=2)
-    for run_ in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7]):
-        pool.add(run_)
+def test_a_pool_keeps_the_latest_ngrams_and_each_once() -> None:
+    pool = NgramPool(2)
+    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7]):
+        pool.add(ngram)
     assert list(pool.after(1)) == [(6, 7), (2, 3)]
     assert list(pool.after(9)) == []
 
 
 def test_near_the_end_there_is_no_window() -> None:
-    drafter, seq = Lookahead(columns=6, run=4), text_of([1, 2, 3], room=9)
+    drafter, seq = Lookahead(columns=6, run=4), sequence_of([1, 2, 3], room=9)
     assert drafter.propose([seq], [3])[0].probes == 0
 
 
-def test_rounds_without_the_window_move_it_on() -> None:
-    """A budget of 0 in between: the columns stay where they were in the text, so the first ones fall off."""
-    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), text_of([1, 2, 3])
-    for seq_id, _ in enumerate(run([seq], EngineParts(target, drafter, FixedDraftLength(3), Verifier()))):
+def test_steps_without_the_window_advance_it() -> None:
+    """num_draft_tokens 0 in between: the columns keep their positions, so the first ones fall off."""
+    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), sequence_of([1, 2, 3])
+    for seq_id, _ in enumerate(run([seq], parts_of(target, drafter, 3))):
         seq.num_draft_tokens = 0 if seq_id % 3 == 1 else 3
         if seq_id == 1:
-            assert len(drafter._texts[seq.seq_id].columns) <= 5
+            assert len(drafter._windows[seq.seq_id].columns) <= 5
         if seq_id == 2:
-            assert len(drafter._texts[seq.seq_id].columns) <= 4
+            assert len(drafter._windows[seq.seq_id].columns) <= 4
     assert seq.finished
 
 
@@ -110,19 +106,14 @@ def test_impossible_options_are_refused(wrong: dict[str, int]) -> None:
         Lookahead(**wrong)
 
 
-def test_greedy_texts_are_unchanged() -> None:
+def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Lookahead(columns=4, run=4))
 
 
-def test_sampled_texts_have_the_right_distribution() -> None:
+def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(Lookahead(columns=2, run=3))
 
 
-def test_a_transformers_model_reads_window_and_guesses(tiny_folder: Path) -> None:
-    prompt = "to be or not to be, to be or not, to be or"
-    output = [
-        SpeculativeDecoder(str(tiny_folder), method=method, num_draft_tokens=6).generate(prompt, max_new_tokens=80)
-        for method in ("none", "lookahead")
-    ]
-    assert output[0].token_ids == output[1].token_ids
-    assert output[1].stats.accepted > 0
+def test_a_transformers_model_reads_window_and_draft_tokens(tiny_model: Any) -> None:
+    target = HuggingFaceRunner(tiny_model, "tiny")
+    assert assert_unchanged(target, Lookahead(), [[5, 7, 9, 5, 7, 9, 5, 7]], 80, 6).accepted > 0

@@ -1,4 +1,4 @@
-"""A draft the client brings: followed, lost and found again."""
+"""A prediction of the client: followed, departed from and found again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
     return seq
 
 
-def draft_tokens(drafter: Prediction, seq: Sequence, budget: int = 3) -> list[int]:
-    return list(drafter.propose([seq], [budget])[0].tokens.tolist())
+def draft_tokens(drafter: Prediction, seq: Sequence, num_draft_tokens: int = 3) -> list[int]:
+    return list(drafter.propose([seq], [num_draft_tokens])[0].tokens.tolist())
 
 
-def test_the_prediction_is_guessed_from_its_beginning_to_its_end() -> None:
+def test_the_prediction_is_drafted_from_start_to_end() -> None:
     drafter = Prediction()
     seq = begun(drafter, [10, 11, 12, 13, 14])
     assert draft_tokens(drafter, seq) == [10, 11, 12]
@@ -35,7 +35,7 @@ def test_the_prediction_is_guessed_from_its_beginning_to_its_end() -> None:
     assert draft_tokens(drafter, seq) == []
 
 
-def test_after_a_replaced_token_the_thread_is_found_again() -> None:
+def test_after_a_replaced_token_the_position_is_found_again() -> None:
     drafter = Prediction()
     seq = begun(drafter, [10, 11, 12, 13, 14, 15, 16])
     seq.ids += [10, 99]
@@ -46,7 +46,7 @@ def test_after_a_replaced_token_the_thread_is_found_again() -> None:
     assert draft_tokens(drafter, seq) == [14, 15, 16]
 
 
-def test_of_several_places_the_first_one_ahead_counts() -> None:
+def test_of_several_positions_the_first_one_ahead_counts() -> None:
     drafter = Prediction()
     seq = begun(drafter, [10, 11, 20, 30, 31, 40, 10, 11, 21, 10, 11, 22])
     seq.ids += [10, 11, 20, 30, 31, 99]
@@ -55,14 +55,14 @@ def test_of_several_places_the_first_one_ahead_counts() -> None:
     assert draft_tokens(drafter, seq, 1) == [21]
 
 
-def test_an_answer_that_begins_with_something_else_joins_later() -> None:
+def test_an_output_that_starts_differently_joins_later() -> None:
     drafter = Prediction()
     seq = begun(drafter, [10, 11, 12, 13])
     seq.ids += [50, 51, 10, 11]
     assert draft_tokens(drafter, seq) == [12, 13]
 
 
-def test_a_text_without_a_prediction_is_not_guessed_for() -> None:
+def test_a_sequence_without_a_prediction_gets_no_draft_tokens() -> None:
     drafter = Prediction()
     assert draft_tokens(drafter, begun(drafter, None)) == []
     assert draft_tokens(drafter, begun(drafter, [])) == []
@@ -74,9 +74,9 @@ def test_accepted_and_rejected_tokens_are_counted() -> None:
     assert prediction_count(followed).rejected == 0
     assert prediction_count(followed).accepted == followed.stats.accepted > 30
     wrong = [(token + 1) % 4 for token in plain]
-    refused = greedy_batch(Prediction(), prediction=wrong)[0]
-    assert prediction_count(refused).rejected > 0
-    assert refused.written == plain
+    rejected = greedy_batch(Prediction(), prediction=wrong)[0]
+    assert prediction_count(rejected).rejected > 0
+    assert rejected.written == plain
     assert prediction_count(greedy_batch(Prediction())[0]) == PredictionCount(0, 0)
 
 
@@ -85,9 +85,9 @@ def test_impossible_options_are_refused() -> None:
         Prediction(longest=1, shortest=2)
 
 
-def test_greedy_texts_are_unchanged() -> None:
+def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Prediction(), prediction=[2, 0, 1, 3, 3, 1, 0, 2, 2, 1] * 6)
 
 
-def test_sampled_texts_have_the_right_distribution() -> None:
-    check_sampled(Prediction(longest=3, shortest=1), prediction=[0, 1, 2, 3, 3, 1, 0, 2, 2, 1] * 50)
+def test_sampled_outputs_have_the_right_distribution() -> None:
+    check_sampled(Prediction(longest=3, shortest=1), prediction=[0, 1, 2, 3, 3, 1, 0, 2, 2, 1] * 20)

@@ -1,4 +1,4 @@
-"""Every text its own method, in one batch."""
+"""Every sequence has its own method, in one batch."""
 
 from __future__ import annotations
 
@@ -21,38 +21,50 @@ from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_
 
 def every_method(blur: float = 0.3) -> DrafterRouter:
     draft = DraftModel(TableRunner(4, order=2, seed=5, blur=blur), 4)
-    offered = {"none": NoDraft(), "ngram": Ngram(), "suffix": Suffix(), "draft": draft, "prediction": Prediction()}
+    offered = {
+        "none": NoDraft(),
+        "ngram": Ngram(),
+        "suffix": Suffix(),
+        "draft_model": draft,
+        "prediction": Prediction(),
+    }
     return DrafterRouter(offered, "ngram")
 
 
-def text_of(method: str | None, prediction: list[int] | None = None) -> Sequence:
+def sequence_of(method: str | None, prediction: list[int] | None = None) -> Sequence:
     seq = Sequence([1, 2, 3, 1, 2], SamplingParams(), StopRules(100))
     seq.params.method, seq.params.prediction = method, prediction
     return seq
 
 
-def test_every_text_gets_the_guesses_of_its_own_method_in_its_own_place() -> None:
+def test_every_sequence_gets_the_draft_of_its_own_method() -> None:
     drafter = every_method()
-    seqs = [text_of("none"), text_of(None), text_of(None, [9, 8]), text_of("suffix"), text_of("none")]
+    seqs = [
+        sequence_of("none"),
+        sequence_of(None),
+        sequence_of(None, [9, 8]),
+        sequence_of("suffix"),
+        sequence_of("none"),
+    ]
     for seq in seqs:
         drafter.begin(seq, None)
-    found = [tree.tokens.tolist() for tree in drafter.propose(seqs, [2] * 5)]
-    assert found == [[], [3, 1], [9, 8], [3, 1], []]
+    drafts = [tree.tokens.tolist() for tree in drafter.propose(seqs, [2] * 5)]
+    assert drafts == [[], [3, 1], [9, 8], [3, 1], []]
 
 
 def test_a_named_method_goes_before_a_prediction() -> None:
-    assert every_method().method_of(text_of("suffix", [1])) == "suffix"
+    assert every_method().method_of(sequence_of("suffix", [1])) == "suffix"
 
 
 def test_without_a_prediction_drafter_the_default_drafts() -> None:
-    assert DrafterRouter({"ngram": Ngram()}, "ngram").method_of(text_of(None, [1])) == "ngram"
+    assert DrafterRouter({"ngram": Ngram()}, "ngram").method_of(sequence_of(None, [1])) == "ngram"
 
 
-def test_an_unknown_method_is_refused_by_name_and_leaves_nothing_behind() -> None:
+def test_an_unknown_method_is_refused_by_name_and_leaves_no_state() -> None:
     drafter = every_method()
     with pytest.raises(OptionError, match="'eagle' is not offered here; there is none, ngram"):
-        drafter.begin(text_of("eagle"), None)
-    drafter.end(text_of("eagle"))
+        drafter.begin(sequence_of("eagle"), None)
+    drafter.end(sequence_of("eagle"))
     with pytest.raises(OptionError, match="default"):
         DrafterRouter({"none": NoDraft()}, "ngram")
 
@@ -62,13 +74,13 @@ def test_it_needs_what_any_of_them_needs() -> None:
 
 
 def test_a_draft_model_beside_other_methods_keeps_its_cache_in_step() -> None:
-    seqs = greedy_batch(every_method(blur=0), methods=("draft", "none", "suffix"))
+    seqs = greedy_batch(every_method(blur=0), methods=("draft_model", "none", "suffix"))
     assert seqs[0].stats.acceptance_rate == 1.0, "the draft is the target itself"
 
 
-def test_greedy_texts_are_unchanged() -> None:
-    check_greedy(every_method(), methods=("draft", "ngram", "suffix"))
+def test_greedy_outputs_are_unchanged() -> None:
+    check_greedy(every_method(), methods=("draft_model", "ngram", "suffix"))
 
 
-def test_sampled_texts_have_the_right_distribution() -> None:
+def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(every_method(), methods=("ngram", "none", "suffix"))

@@ -1,8 +1,9 @@
 """The two questions every drafter must answer: is a greedy output unchanged, and is a sampled one distributed as the
-target says? Asked on the toy model, whose every distribution is known, in a batch whose sequences draft 3, 0 and 2 tokens.
+target says? Asked on the toy model, whose every distribution is known, in a batch of sequences that draft 3, 0 and 2
+tokens.
 
-Greedy outputs go through the real engine. Sampled ones go through the steps of `generate_steps`: no runner, all trees of a
-step verified at once, which makes fifty thousand samples a matter of seconds.
+Greedy outputs go through the real engine. Sampled ones go through `generate_steps`: without a runner, all trees of
+a step verified at once, which makes fifty thousand samples a matter of seconds.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def batch(
     methods: tuple[str | None, ...] = (None, None, None),
     copies: int = 1,
 ) -> list[Sequence]:
-    """Sequences that draft 3, 0 and 2 tokens in turn. Those that draft none only have to be there, so they are short."""
+    """Sequences that draft 3, 0 and 2 tokens in turn. Those that draft none only fill the batch, so they are short."""
     seqs = []
     for number, (place, k) in enumerate([*enumerate(NUM_DRAFT_TOKENS)] * copies):
         own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + number)
@@ -173,21 +174,20 @@ class PaddedTrees:
 
     def __init__(self, seqs: list[Sequence], trees: list[DraftTree], vocab_size: int) -> None:
         size = max(1, *(len(tree) for tree in trees))
-        self.tokens = torch.zeros(len(trees), size, dtype=torch.int64)
-        parents = torch.full((len(trees), size), UNREACHABLE)
-        self.q = torch.zeros(len(trees), size, vocab_size)
+        lists = [tree.tokens.tolist() for tree in trees]
+        self.tokens = torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in lists])
+        parents = torch.tensor([tree.parents + [UNREACHABLE] * (size - len(tree)) for tree in trees])
+        self.q = one_hot(self.tokens, vocab_size).float()
         for row, tree in enumerate(trees):
-            count = len(tree)
-            self.tokens[row, :count], parents[row, :count] = tree.tokens, torch.tensor(tree.parents, dtype=torch.int64)
-            self.q[row, :count] = one_hot(tree.tokens, vocab_size) if tree.probs is None else tree.probs
+            if tree.probs is not None:
+                self.q[row, : len(tree)] = tree.probs
         last = torch.tensor([seq.ids[-2:] for seq in seqs])
         before = torch.cat([last[:, 1:], self.tokens], dim=1).gather(1, (parents + 1).clamp_min(0))
         # Of the toy that looks two tokens back: the row of the table after the sequence and after each node.
         pairs = torch.cat([last[:, None], torch.stack([before, self.tokens], dim=-1)], dim=1)
         self.contexts = pairs[..., 0] * (vocab_size + 1) + pairs[..., 1]
-        self.parents = parents.clone()
-        for row, tree in enumerate(trees):
-            self.parents[row, tree.num_draft_tokens : len(tree)] = UNREACHABLE
+        drafted = torch.tensor([tree.num_draft_tokens for tree in trees])
+        self.parents = parents.masked_fill(torch.arange(size) >= drafted[:, None], UNREACHABLE)
 
 
 def generate_steps(seqs: list[Sequence], drafter: Drafter, target: TableRunner, rng: torch.Generator) -> None:
@@ -203,19 +203,21 @@ def generate_steps(seqs: list[Sequence], drafter: Drafter, target: TableRunner, 
         rows = zip(walks.nodes.tolist(), walks.counts.tolist(), walks.tokens.tolist())
         verified = [VerifyResult(nodes[:count], token) for nodes, count, token in rows]
         logits = target.table[padded.contexts]
-        drafter.observe(seqs, [settle(*each) for each in zip(seqs, trees, verified, logits)])
+        features = torch.cat([logits] * 3, dim=-1)
+        outputs = map(RowOutput, logits.unbind(), logits.unbind(), features.unbind())
+        drafter.observe(seqs, [settle(*each) for each in zip(seqs, trees, verified, outputs)])
         for seq in [seq for seq in seqs if seq.finished]:
             drafter.end(seq)
         seqs = [seq for seq in seqs if not seq.finished]
 
 
-def settle(seq: Sequence, tree: DraftTree, verified: VerifyResult, logits: Tensor) -> StepResult:
-    """Extend the sequence by what was verified."""
+def settle(seq: Sequence, tree: DraftTree, verified: VerifyResult, output: RowOutput) -> StepResult:
+    """Extend the sequence by what was verified. output: a row for the sequence and one for every node."""
     tokens = tree.tokens.tolist()
     emitted = seq.extend([tokens[node] for node in verified.accepted] + [verified.next_token], len(verified.accepted))
     accepted = min(len(verified.accepted), len(emitted))
     seq.stats.add_step(tree, accepted, len(emitted), len(emitted) <= len(verified.accepted))
-    return StepResult(tree, verified, output_of(logits[: len(tree) + 1]), emitted, accepted)
+    return StepResult(tree, verified, output, emitted, accepted)
 
 
 def check_sampled(

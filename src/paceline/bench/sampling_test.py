@@ -204,7 +204,7 @@ def _speaks_otherwise(drafter: Drafter) -> bool:
 
 def _looking_in(drafter: Drafter) -> Drafter:
     """A drafter that sees into a remembering target: an exit of it remembers too."""
-    return drafter.through(MemoizedRunner(drafter.exit)) if isinstance(drafter, LayerSkip) else drafter
+    return drafter.with_runner(MemoizedRunner) if isinstance(drafter, LayerSkip) else drafter
 
 
 def _remembering(drafter: Drafter, names: list[int] | None) -> Drafter:

@@ -1,6 +1,6 @@
 """Several drafters for one sequence, and in every step the one with the most tokens per second.
 
-A lookup in the sequence's own past (suffix) is free and sometimes gains many tokens; a head or a draft model gains a few
+A lookup in the sequence's own past (suffix) is free and sometimes gains many tokens; a head or draft model gains a few
 nearly always and takes time. So before a step the lookup forecasts how many of its draft tokens are accepted, the
 others have a record of theirs, and both are divided by the seconds their steps take.
 

@@ -90,7 +90,7 @@ class DraftModel(Drafter):
 
     def _draft(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         for seq in seqs:
-            self._drop_rejected(seq, self._seq_cache(seq), 0)  # of a step that failed before its draft was verified
+            self._drop_unverified(seq, self._seq_cache(seq))
             self._drafted_from[seq.seq_id] = len(seq.ids)
         unread = [len(seq.ids) - self._seq_cache(seq).length for seq in seqs]
         self._kv.make_room(sum(map(step_tokens, unread, num_draft_tokens)))
@@ -137,6 +137,12 @@ class DraftModel(Drafter):
         length = self._drafted_from.pop(seq.seq_id, None)
         if length is not None:
             self.runner.truncate(seq_cache, length + accepted)
+
+    def _drop_unverified(self, seq: Sequence, seq_cache: SequenceCache) -> None:
+        """Drop draft tokens of a step that failed before they were verified; the last token is read again."""
+        self._drop_rejected(seq, seq_cache, 0)
+        if seq_cache.length >= len(seq.ids):
+            self.runner.truncate(seq_cache, len(seq.ids) - 1)
 
     def _seq_cache(self, seq: Sequence) -> SequenceCache:
         seq_cache = self._seq_caches.get(seq.seq_id)

@@ -150,10 +150,10 @@ class Eagle(Drafter):
     def _read(self, states: list[HeadState], *, but: int = 0) -> None:
         """Read the pending states of these sequences, all but the last `but`."""
         counts = [state.num_pending - but for state in states]
-        width = max(counts)
+        num_rows = max(counts)
         fused = self._head.fuse(torch.cat([state.all_pending()[:count] for state, count in zip(states, counts)]))
         ids = [state.next_tokens(count) for state, count in zip(states, counts)]
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=self._device)
+        tokens = torch.tensor([row + [0] * (num_rows - len(row)) for row in ids], device=self._device)
         out = self._chain_pass(states, 0, tokens, _padded(fused, counts))
         for index, (state, count) in enumerate(zip(states, counts)):
             state.out = out[index, count - 1]
@@ -163,23 +163,23 @@ class Eagle(Drafter):
         """Rows one after another, `ahead` positions past the entries. tokens [sequences, rows], g [.., rows, hidden]"""
         columns = [state.length + ahead for state in states]
         first = torch.tensor([state.next_position + ahead for state in states], device=self._device)
-        width = tokens.shape[1]
-        positions = first[:, None] + torch.arange(width, device=self._device)
-        store = self._buffers.at([state.row for state in states], columns, width)
-        mask = self._causal_mask(columns, width)
+        num_rows = tokens.shape[1]
+        positions = first[:, None] + torch.arange(num_rows, device=self._device)
+        store = self._buffers.at([state.row for state in states], columns, num_rows)
+        mask = self._causal_mask(columns, num_rows)
         return self._head.block(self._head.embed(tokens), g, positions, mask, store)
 
-    def _causal_mask(self, columns: list[int], width: int) -> Tensor | None:
-        """bool [sequences, 1, width, columns]: every row sees its sequence up to itself. None: every row sees all."""
-        if width == 1 and len(set(columns)) == 1:
+    def _causal_mask(self, columns: list[int], num_rows: int) -> Tensor | None:
+        """bool [sequences, 1, num_rows, columns]: a row sees its sequence up to itself. None: all rows see all."""
+        if num_rows == 1 and len(set(columns)) == 1:
             return None
-        last = torch.tensor(columns, device=self._device)[:, None] + torch.arange(width, device=self._device)
-        return (torch.arange(max(columns) + width, device=self._device) <= last[..., None])[:, None]
+        last = torch.tensor(columns, device=self._device)[:, None] + torch.arange(num_rows, device=self._device)
+        return (torch.arange(max(columns) + num_rows, device=self._device) <= last[..., None])[:, None]
 
     # --- chains -------------------------------------------------------------------------------------------------------
 
     def _fits_graph(self, graphs: EagleGraphs, states: list[HeadState]) -> bool:
-        """Whether one graph drafts for all: tokens are chosen in one way, and all sequences have states to start from."""
+        """Whether one graph drafts for all: tokens are chosen in one way, and all have states to start from."""
         seqs = [state.seq for state in states]
         if not all(map(can_draft_on_device, seqs)) or len({seq.sampling.greedy for seq in seqs}) > 1:
             return False

@@ -73,7 +73,7 @@ class TreeDrafting:
         self._device = head.fc.weight.device
 
     def trees(self, states: list[HeadState], out: Tensor, limits: list[int]) -> list[DraftTree]:
-        """Trees of at most limits[i] nodes. out: the head's output at their last positions, [sequences, hidden_size]."""
+        """Trees of at most limits[i] nodes. out: the head's output at their last positions [sequences, hidden]."""
         return _best_nodes(list(self._grow(states, out[:, None], limits)), limits)
 
     def _grow(self, states: list[HeadState], out: Tensor, limits: list[int]) -> Iterator[_Level]:

@@ -39,7 +39,7 @@ class _PredictionState:
     prediction: list[int]
     ends: dict[tuple[int, ...], list[int]]  # where each n-gram of it ends, in rising order
     position: int | None = 0  # of the next token expected; None: the output has departed from the prediction
-    last_position: int = 0  # the last one known
+    last_position: int = 0  # the last one before a departure
     num_compared: int = 0  # tokens of the output
 
 

@@ -147,12 +147,12 @@ class DrafterSpec:
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Raise OptionError for an unknown option, naming the known ones, or for a value of the wrong type."""
-        known = {option.name: option for option in self.options}
+        by_name = {option.name: option for option in self.options}
         for name, value in options.items():
-            if name not in known:
-                listed = f"it has {', '.join(known)}" if known else "it has none"
+            if name not in by_name:
+                listed = f"it has {', '.join(by_name)}" if by_name else "it has none"
                 raise OptionError(f"method {self.name} has no option {name!r}; {listed}")
-            known[name].check(self.name, value)
+            by_name[name].check(self.name, value)
 
     def check_weights(self, draft_model: Any) -> None:
         """Raise OptionError where the method needs a draft model and there is none."""

@@ -38,10 +38,10 @@ class KeyBuffers:
         """The sequence of this row is over."""
         self._free.append(row)
 
-    def at(self, rows: list[int], columns: list[int], width: int) -> PlacedKeys:
+    def at(self, rows: list[int], columns: list[int], num_columns: int) -> PlacedKeys:
         """A store for one pass: entries of sequence i go to rows[i], from columns[i] on; it sees all columns before."""
-        self.reserve(max(columns) + width)
-        return PlacedKeys(self._keys, self._values, rows, columns, width)
+        self.reserve(max(columns) + num_columns)
+        return PlacedKeys(self._keys, self._values, rows, columns, num_columns)
 
     def indexed(self, rows: Tensor, columns: Tensor, seen: int) -> IndexedKeys:
         """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
@@ -81,16 +81,16 @@ class KeyBuffers:
 class PlacedKeys:
     """The part of the buffers one pass writes and reads."""
 
-    def __init__(self, keys: Tensor, values: Tensor, rows: list[int], columns: list[int], width: int) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, rows: list[int], columns: list[int], num_columns: int) -> None:
         self._keys, self._values = keys, values
-        self._end = max(columns) + width
+        self._end = max(columns) + num_columns
         self._row, self._count = rows[0], len(rows)
         self._adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
         self._even = columns[0] if len(set(columns)) == 1 else None
         if not (self._adjacent and self._even is not None):
             self._rows = torch.tensor(rows, device=keys.device)
             first = torch.tensor(columns, device=keys.device)
-            self._columns = first[:, None] + torch.arange(width, device=keys.device)
+            self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
@@ -108,7 +108,7 @@ class IndexedKeys:
     """PlacedKeys with rows and columns in tensors: a CUDA graph can replay it for other sequences."""
 
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
-        """rows [sequences], columns [sequences, width]"""
+        """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
 
     def extend(self, new: KeyValues) -> KeyValues:

@@ -82,11 +82,11 @@ def spec_of(checkpoint: Checkpoint) -> HeadSpec:
     match = next((kind for kind in specs() if kind.matches(checkpoint)), None)
     if match is not None:
         return match
-    known, declared = ", ".join(names()), declared_kind(checkpoint)
+    kinds, declared = ", ".join(names()), declared_kind(checkpoint)
     if declared is not None:
-        raise WeightsError(f"{checkpoint.folder} holds a {declared} head; paceline reads heads of the kinds {known}")
+        raise WeightsError(f"{checkpoint.folder} holds a {declared} head; paceline reads heads of the kinds {kinds}")
     first = ", ".join(sorted(map(plain_name, checkpoint.tensors))[:SHOWN])
-    raise WeightsError(f"{checkpoint.folder} holds no head of the kinds {known} (its tensors are {first}, …)")
+    raise WeightsError(f"{checkpoint.folder} holds no head of the kinds {kinds} (its tensors are {first}, …)")
 
 
 def load_head(

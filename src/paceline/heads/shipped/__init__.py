@@ -1,4 +1,4 @@
-"""Heads that come with paceline: METHOD-MODEL beside this file, each with a card that says how it was made."""
+"""Heads that come with paceline: METHOD-MODEL beside this file, each with a README that says how it was trained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ HERE = Path(__file__).parent
 
 
 def shipped_head(method: str, model: str) -> Path | None:
-    """The directory of the head made for a model (the last part of its name), or None."""
+    """The directory of the head trained for a model (the last part of its name), or None."""
     folder = HERE / f"{method}-{model}"
     return folder if (folder / "config.json").is_file() else None

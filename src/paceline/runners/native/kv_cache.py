@@ -14,7 +14,6 @@ from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
 
 
-
 class NativeSequenceCache(SequenceCache):
     """The KV cache of one sequence: a holder of blocks."""
 

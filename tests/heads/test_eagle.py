@@ -110,9 +110,7 @@ def test_buffers_keep_sequences_of_different_lengths_apart() -> None:
     for place, index in enumerate(order):
         here = slice(0, held[index] + 1)
         positions = torch.arange(held[index] + 1)[None]
-        alone = head.block(
-            embeddings[index, None, here], g[index, None, here], positions, causal_mask(held[index] + 1)
-        )
+        alone = head.block(embeddings[index, None, here], g[index, None, here], positions, causal_mask(held[index] + 1))
         assert torch.allclose(out[place, 0], alone[0, -1], atol=1e-5)
 
 

@@ -104,6 +104,7 @@ class SpeculativeDecoder:
         (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
         sequence i has seed + i.
         """
+        prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
         prompts = prompt if several else [prompt]
         requests = [self._request(item, index, settings) for index, item in enumerate(prompts)]
@@ -112,7 +113,7 @@ class SpeculativeDecoder:
 
     def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
         """Yield outputs as they are generated; `output.from_draft` says whether its tokens are accepted draft tokens."""
-        return self._loop.iterate(self._engine.generate(self._request(prompt, 0, settings)))
+        return self._loop.iterate(self._engine.generate(self._request(_without_arrays(prompt), 0, settings)))
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
@@ -190,6 +191,15 @@ def _is_list_of_prompts(prompt: Any) -> bool:
     if isinstance(prompt, list | tuple) and not prompt:
         raise PromptError("the list of prompts is empty")
     return isinstance(prompt, list | tuple) and not isinstance(prompt[0], dict | int)
+
+
+def _without_arrays(prompt: Any) -> Any:
+    """Token ids in arrays of numpy or torch, one prompt or a batch of them, as lists; anything else as it is."""
+    if not isinstance(prompt, str | dict) and hasattr(prompt, "tolist"):
+        return _without_arrays(prompt.tolist())
+    if isinstance(prompt, list | tuple):
+        return [_without_arrays(part) for part in prompt]
+    return prompt
 
 
 # --- an event loop in a thread ----------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from paceline.config import METHODS
+from paceline.config import AUTO, DRAFT_MODEL
+from paceline.drafting import registry as drafters
 from paceline.hub import DEFAULT
 from paceline.plan.advise import Question, Recommendation, Situation, advise, first_question, situation_of
 from paceline.plan.catalogue import catalogue
@@ -38,18 +39,21 @@ from paceline.plan.report import PlanReport, as_json, print_report
 
 _DEFAULT_SEQ_LEN = 4096
 _LISTS = ("models", "hardware", "precisions")
-# The weights each method needs beside the target; a method that is not here needs none.
-_WEIGHTS = {
-    "draft": DraftWeights.MODEL,
-    "foreign": DraftWeights.MODEL,
-    "medusa": DraftWeights.HEAD,
-    "eagle": DraftWeights.HEAD,
-}
 
 
-def draft_methods() -> dict[str, DraftWeights]:
-    """Every method that can be planned, with the weights it needs. A method that chooses among others cannot."""
-    return {name: _WEIGHTS.get(name, DraftWeights.NONE) for name in METHODS if name != "auto"}
+def draft_methods() -> list[str]:
+    """Every method that can be planned. A method that chooses among others cannot."""
+    return [name for name in drafters.names() if name != AUTO]
+
+
+def weights_of(method: str) -> DraftWeights:
+    """The weights a method needs beside the target. The two usual answers are given without loading the method."""
+    if method in (PLAIN, DRAFT_MODEL):
+        return DraftWeights.NONE if method == PLAIN else DraftWeights.MODEL
+    needed = drafters.spec(method).weights
+    return {drafters.WeightsNeeded.MODEL: DraftWeights.MODEL, drafters.WeightsNeeded.HEAD: DraftWeights.HEAD}.get(
+        needed, DraftWeights.NONE
+    )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-model", metavar="MODEL", help="the small model that drafts")
-    group.add_argument("--method", choices=list(draft_methods()), help="how draft tokens are made")
+    group.add_argument("--method", choices=draft_methods(), help="how draft tokens are made")
     group.add_argument("--dtype", metavar="P", help="weights of the target: fp32, bf16, fp8, int8, int4, Q4_K_M, …")
     group.add_argument("--draft-dtype", metavar="P", help="weights of the draft model or head")
     group.add_argument("--kv-dtype", metavar="P", help="both KV caches: fp32, bf16, fp8, int8, …")
@@ -124,12 +128,10 @@ def _deployment(args: argparse.Namespace) -> Deployment:
 
 
 def _method(name: str | None, draft: ModelSizes | None) -> DraftMethod:
-    """The named method; without a name, the first that runs a draft model, or plain decoding."""
-    methods = draft_methods()
+    """The named method; without a name, a draft model if there is one, or plain decoding."""
     if name is None:
-        runs_a_model = (method for method, weights in methods.items() if weights is DraftWeights.MODEL)
-        name = next(runs_a_model) if draft else PLAIN
-    return draft_method(name, methods[name])
+        name = DRAFT_MODEL if draft else PLAIN
+    return draft_method(name, weights_of(name))
 
 
 def _precision(name: str | None, sizes: ModelSizes) -> Precision:

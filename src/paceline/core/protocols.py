@@ -9,7 +9,7 @@ A class that implements one of them inherits from it: what has a sensible defaul
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class BlockPool(Protocol):
     @property
     def used(self) -> int: ...
 
-    def table(self, holder: Hashable) -> list[int]: ...
+    def num_held(self, holders: Iterable[Hashable]) -> int: ...
     def grow(self, holder: Hashable, tokens: int) -> bool: ...
     def shrink(self, holder: Hashable, tokens: int) -> None: ...
     def release(self, holder: Hashable) -> None: ...
@@ -190,10 +190,8 @@ class Engine(Protocol):
     """
 
     info: ModelInfo
+    tokenizer: Tokenizer
     methods: tuple[str, ...]
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Generate one sequence. Closing the iterator aborts the request within one step.

@@ -1,4 +1,4 @@
-"""Blocks of a KV cache: who holds which, how many are free.
+"""Blocks of a KV cache: which holder has which, and how many are free.
 
 The tokens of a sequence lie in blocks of `block_size` tokens, listed in its block table. A sequence gets neighbouring
 blocks as long as there are any: attention over neighbours copies nothing. Several holders may share a block: a common
@@ -7,7 +7,7 @@ prompt is stored once. A shared block is never written; a holder that must write
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from paceline.errors import OutOfMemory
@@ -45,6 +45,10 @@ class BlockManager:
     def table(self, holder: Hashable) -> list[int]:
         """The holder's blocks in the order of its tokens. Not a copy: do not change it."""
         return self._tables.setdefault(holder, [])
+
+    def num_held(self, holders: Iterable[Hashable]) -> int:
+        """Blocks that these holders have together; one that several of them share counts once."""
+        return len({block for holder in holders for block in self._tables.get(holder, ())})
 
     def grow(self, holder: Hashable, tokens: int) -> bool:
         """Make sure the holder has blocks for this many tokens; True if any were added.

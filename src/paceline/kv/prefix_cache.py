@@ -142,10 +142,6 @@ class PrefixCache:
             while self.evict(name):
                 pass
 
-    def payloads(self, owner: str) -> list[Any]:
-        """What the owner's unpinned entries hold."""
-        return [entry.payload for entry in self._entries.get(owner, {}) if not entry.pinned]
-
     def cached_tokens(self, owner: str) -> int:
         """Tokens of the owner's unpinned entries. Blocks that several of them share count for each."""
         return sum(len(entry.tokens) for entry in self._entries.get(owner, {}) if not entry.pinned)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -12,65 +11,37 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.build import engine
-from paceline.config import DecoderOptions
-from paceline.core.cost_model import CostModel
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import Request, RequestOutput
-from paceline.engines.local.async_engine import LocalEngine
-from paceline.engines.local.settings import EngineSettings
-from paceline.errors import EngineClosed, OptionError, PromptError, StepFailed
+from paceline.core.types import Request
+from paceline.engines.local.async_engine import AsyncEngine
+from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, PromptError, StepFailed
+from tests.support.build import collect, ids_of, text_request, toy_engine, with_engine
+from tests.support.toy import ToyRunner
 
-PROMPTS = [f"Count to {seq_id} and back again, and again, and again." for seq_id in range(3, 15)]
+PROMPTS = [f"Count to {number} and back again, and again, and again." for number in range(3, 15)]
 METHODS = ("none", "ngram", "suffix", "lookahead", None)
 
 
-def with_engine(folder: Path, work: Callable[[LocalEngine], Coroutine[Any, Any, None]], **settings: int) -> None:
-    """Run `work` with an engine over the tiny model, and close it."""
-
-    async def around() -> None:
-        made = engine(DecoderOptions(str(folder), method="ngram", profile=CostModel()), EngineSettings(**settings))
-        try:
-            await work(made)
-        finally:
-            await made.close()
-
-    asyncio.run(around())
-
-
-async def whole(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in outputs]
-
-
-def ids(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
-
-
-def request(made: LocalEngine, prompt: str, **changes: Any) -> Request:
-    sampling = changes.pop("sampling", SamplingParams())
-    return Request(made.tokenizer.encode(prompt), sampling, changes.pop("max_new_tokens", 24), **changes)
-
-
 def test_it_is_an_engine(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        assert isinstance(made, Engine)
+    async def work(engine: AsyncEngine) -> None:
+        assert isinstance(engine, Engine)
 
     with_engine(tiny_folder, work)
 
 
-def test_many_methods_and_ks_in_one_batch_write_what_the_decoder_writes(tiny_folder: Path) -> None:
-    decoder = SpeculativeDecoder(str(tiny_folder))
-    expected = [result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=24)]
+def test_many_methods_and_ks_in_one_batch_generate_what_the_decoder_generates(tiny_folder: Path) -> None:
+    with SpeculativeDecoder(tiny_folder) as decoder:
+        expected = [result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=24)]
 
-    async def work(made: LocalEngine) -> None:
-        asked = [
-            request(made, prompt, method=METHODS[place % 5], num_draft_tokens=place % 6 or None)
+    async def work(engine: AsyncEngine) -> None:
+        requests = [
+            text_request(engine, prompt, method=METHODS[place % 5], num_draft_tokens=place % 6 or None)
             for place, prompt in enumerate(PROMPTS)
         ]
-        found = await asyncio.gather(*(whole(made.generate(one)) for one in asked))
-        assert [ids(outputs) for outputs in found] == expected
-        for outputs in found:
+        results = await asyncio.gather(*(collect(engine.generate(request)) for request in requests))
+        assert [ids_of(outputs) for outputs in results] == expected
+        for outputs in results:
             assert outputs[-1].finish_reason == "length" and outputs[-1].stats is not None
             assert outputs[-1].stats.new_tokens == 24
             assert sum(len(output.token_ids) for output in outputs if output.from_draft) == outputs[-1].stats.accepted
@@ -78,118 +49,168 @@ def test_many_methods_and_ks_in_one_batch_write_what_the_decoder_writes(tiny_fol
     with_engine(tiny_folder, work, kv_cache_tokens=640, max_num_seqs=8)
 
 
-def test_the_same_seed_gives_the_same_text_whatever_the_batch_the_method_and_k(tiny_folder: Path) -> None:
+def test_the_same_seed_gives_the_same_tokens_whatever_the_batch_the_method_and_k(tiny_folder: Path) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
 
-    async def work(made: LocalEngine) -> None:
-        first = ids(await whole(made.generate(request(made, PROMPTS[0], sampling=sampling))))
-        crowd = [request(made, prompt, sampling=SamplingParams(temperature=1.0)) for prompt in PROMPTS[1:5]]
-        same = [request(made, PROMPTS[0], sampling=sampling, method=word, num_draft_tokens=5) for word in METHODS]
-        found = await asyncio.gather(*(whole(made.generate(one)) for one in [*crowd, *same]))
-        assert [ids(outputs) for outputs in found[4:]] == [first] * 5
+    async def work(engine: AsyncEngine) -> None:
+        first = ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0], sampling=sampling))))
+        crowd = [text_request(engine, prompt, sampling=SamplingParams(temperature=1.0)) for prompt in PROMPTS[1:5]]
+        same = [text_request(engine, PROMPTS[0], sampling=sampling, method=method, num_draft_tokens=5) for method in METHODS]
+        results = await asyncio.gather(*(collect(engine.generate(request)) for request in [*crowd, *same]))
+        assert [ids_of(outputs) for outputs in results[4:]] == [first] * 5
         other = SamplingParams(temperature=1.0, top_p=0.95, seed=12)
-        assert ids(await whole(made.generate(request(made, PROMPTS[0], sampling=other)))) != first
+        assert ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0], sampling=other)))) != first
 
     with_engine(tiny_folder, work)
 
 
 def test_a_prediction_that_comes_true_is_accepted(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        plain = ids(await whole(made.generate(request(made, PROMPTS[0], method="none"))))
-        asked = request(made, PROMPTS[0], prediction=plain, num_draft_tokens=6)
-        outputs = await whole(made.generate(asked))
-        assert ids(outputs) == plain
+    async def work(engine: AsyncEngine) -> None:
+        plain = ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0], method="none"))))
+        request = text_request(engine, PROMPTS[0], prediction=plain, num_draft_tokens=6)
+        outputs = await collect(engine.generate(request))
+        assert ids_of(outputs) == plain
         assert outputs[-1].stats is not None and outputs[-1].stats.accepted >= 18
-        assert made.load().by_method["prediction"].accepted >= 18
+        assert engine.stats().by_method["prediction"].accepted >= 18
 
     with_engine(tiny_folder, work)
 
 
-def slow_down(made: LocalEngine, seconds: float = 0.005) -> None:
-    """Every pass takes at least so long: a long text is then still being written when the test comes to it."""
-    target: Any = made._scheduler._with.target
-    whole_pass = target.forward
+def slow_down(engine: AsyncEngine, seconds: float = 0.005) -> None:
+    """Every pass takes at least this long: a long sequence is then still running when the test looks at it."""
+    target: Any = engine.engine.parts.target
+    forward = target.forward
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
-        return whole_pass(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     target.forward = slow
 
 
 def test_leaving_early_gives_everything_back(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        slow_down(made)
-        total = made.load().blocks_free
-        async with aclosing(made.generate(request(made, PROMPTS[0], max_new_tokens=400))) as outputs:  # type: ignore[type-var]
+    async def work(engine: AsyncEngine) -> None:
+        slow_down(engine)
+        total = engine.stats().blocks_free
+        async with aclosing(engine.generate(text_request(engine, PROMPTS[0], max_new_tokens=400))) as outputs:  # type: ignore[type-var]
             async for _ in outputs:
                 break
         for _ in range(2000):
-            load = made.load()
-            if not load.running and not load.waiting and not load.blocks_used:
+            stats = engine.stats()
+            if not stats.running and not stats.waiting and not stats.blocks_used:
                 break
             await asyncio.sleep(0.01)
-        assert not load.running and not load.blocks_used
-        assert load.blocks_free + load.blocks_cached == total
-        assert made.stats().new_tokens < 100, "the text must have been dropped, not written to its end"
+        assert not stats.running and not stats.blocks_used
+        assert stats.blocks_free + stats.blocks_cached == total
+        assert engine.stats().spec.new_tokens < 100, "the sequence must have been aborted, not generated to its end"
 
     with_engine(tiny_folder, work)
 
 
 def test_stop_strings_and_logprobs(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        outputs = await whole(made.generate(request(made, PROMPTS[1], logprobs=2, num_draft_tokens=4)))
-        seq = "".join(output.text for output in outputs)
+    async def work(engine: AsyncEngine) -> None:
+        outputs = await collect(engine.generate(text_request(engine, PROMPTS[1], logprobs=2, num_draft_tokens=4)))
+        text = "".join(output.text for output in outputs)
         assert all(output.logprobs is not None and len(output.logprobs) == len(output.token_ids) for output in outputs)
-        stop = seq[5:7]
-        cut = await whole(made.generate(request(made, PROMPTS[1], stop=(stop,), num_draft_tokens=4)))
-        assert "".join(output.text for output in cut) == seq[: seq.index(stop)]
+        stop = text[5:7]
+        cut = await collect(engine.generate(text_request(engine, PROMPTS[1], stop=(stop,), num_draft_tokens=4)))
+        assert "".join(output.text for output in cut) == text[: text.index(stop)]
         assert cut[-1].finish_reason == "stop"
 
     with_engine(tiny_folder, work)
 
 
-def test_what_cannot_be_done_is_said_at_once(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        with pytest.raises(PromptError, match="cache holds"):
-            made.generate(request(made, "x" * 300))
+def test_a_wrong_request_is_refused_at_once(tiny_folder: Path) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        with pytest.raises(ContextLengthExceeded, match="cache holds"):
+            engine.generate(text_request(engine, "x" * 300))
         with pytest.raises(PromptError, match="empty"):
-            made.generate(Request([], SamplingParams(), 4))
+            engine.generate(Request([], SamplingParams(), 4))
         with pytest.raises(OptionError, match="method must be one of"):
-            made.generate(request(made, "x", method="magic"))
+            engine.generate(text_request(engine, "x", method="magic"))
         with pytest.raises(OptionError, match="max_new_tokens"):
-            made.generate(request(made, "x", max_new_tokens=0))
+            engine.generate(text_request(engine, "x", max_new_tokens=0))
 
     with_engine(tiny_folder, work, kv_cache_tokens=256)
 
 
-def test_a_broken_pass_is_told_to_its_reader_and_the_engine_goes_on(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        target: Any = made._scheduler._with.target
-        whole_pass = target.forward
+def test_a_pass_that_raises_fails_its_reader_and_the_engine_goes_on(tiny_folder: Path) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        target: Any = engine.engine.parts.target
+        forward = target.forward
 
         def broken(*args: Any, **kwargs: Any) -> Any:
-            target.forward = whole_pass
+            target.forward = forward
             raise RuntimeError("injected")
 
         target.forward = broken
         with pytest.raises(StepFailed, match="injected"):
-            await whole(made.generate(request(made, PROMPTS[0])))
-        assert len(ids(await whole(made.generate(request(made, PROMPTS[0]))))) == 24
+            await collect(engine.generate(text_request(engine, PROMPTS[0])))
+        assert len(ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0]))))) == 24
 
     with_engine(tiny_folder, work)
 
 
-def test_closing_ends_texts_in_progress_and_refuses_new_ones(tiny_folder: Path) -> None:
-    async def work(made: LocalEngine) -> None:
-        slow_down(made)
-        writing = asyncio.create_task(whole(made.generate(request(made, PROMPTS[0], max_new_tokens=450))))
-        while not made.load().running:
+def test_closing_ends_running_sequences_and_refuses_new_ones(tiny_folder: Path) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        slow_down(engine)
+        running = asyncio.create_task(collect(engine.generate(text_request(engine, PROMPTS[0], max_new_tokens=450))))
+        while not engine.stats().running:
             await asyncio.sleep(0.005)
-        await made.close()
-        assert (await writing)[-1].finish_reason == "abort"
+        await engine.close()
+        assert (await running)[-1].finish_reason == "abort"
         with pytest.raises(EngineClosed):
-            made.generate(request(made, "x"))
-        assert made.load().blocks_used == 0
+            engine.generate(text_request(engine, "x"))
+        assert engine.stats().blocks_used == 0
 
     with_engine(tiny_folder, work)
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+
+def toy_request(**settings: Any) -> Request:
+    return Request([0, 1, 2, 0, 1], SamplingParams(), 30, ignore_eos=True, **settings)
+
+
+def test_a_request_opened_before_the_close_and_read_after_it_does_not_wait_for_ever() -> None:
+    async def work() -> None:
+        engine = AsyncEngine(toy_engine())
+        outputs = engine.generate(toy_request())
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await asyncio.wait_for(collect(outputs), 10)
+        await engine.close()  # twice is harmless
+
+    asyncio.run(work())
+
+
+def test_a_worker_that_dies_ends_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours in the scheduler, say: no reader waits for ever, and new requests are refused."""
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+
+    async def work() -> None:
+        local = toy_engine()
+        engine = AsyncEngine(local)
+
+        def raise_a_bug() -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(local._scheduler, "schedule", raise_a_bug)
+        outputs = await asyncio.wait_for(collect(engine.generate(toy_request())), 10)
+        assert outputs[-1].finish_reason == "abort"
+        with pytest.raises(EngineClosed):
+            engine.generate(toy_request())
+        await engine.close()
+
+    asyncio.run(work())
+
+
+def test_text_is_made_from_tokens_on_the_readers_side() -> None:
+    async def work() -> None:
+        engine = AsyncEngine(toy_engine(ToyRunner(decode_steps=4)))
+        outputs = await collect(engine.generate(toy_request()))
+        assert "".join(output.text for output in outputs) == engine.tokenizer.decode(ids_of(outputs))
+        await engine.close()
+
+    asyncio.run(work())

@@ -1,174 +1,206 @@
-"""Admission, reading in chunks, preemption, prefix reuse, fairness, failure: on the toy model, round by round."""
+"""Admission, chunked prefill, preemption, prefix reuse, fairness, failure: on the toy, step by step."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from paceline.engines.local.scheduler import Scheduler
-from paceline.engines.local.settings import EngineSettings
+from paceline.config import EngineConfig
+from paceline.engines.local.engine import LocalEngine
 from paceline.errors import OptionError, OutOfMemory, StepFailed
-from tests.support.engine_toy import WatchedRunner, alone, parts, text_of, ticket_of, tokens_of
+from tests.support.build import add, finish, plain_tokens, sequence, toy_engine
+from tests.support.toy import ToyRunner, random_prompts
 
-SMALL = EngineSettings(max_num_seqs=4, kv_cache_tokens=96, block=4, prefill_chunk=8, residents=4)
-
-
-def prompts(count: int, length: int = 20, seed: int = 0) -> list[list[int]]:
-    uniforms = random.Random(seed)
-    return [[uniforms.randrange(6) for _ in range(length + uniforms.randrange(6))] for _ in range(count)]
+SMALL_BLOCKS = 24  # of four tokens
 
 
-def finish(scheduler: Scheduler, limit: int = 2000) -> int:
-    """Rounds until nothing is left to do."""
-    for count in range(limit):
-        if not scheduler.busy:
-            return count
-        scheduler.round()
-    raise AssertionError("the scheduler never came to an end")
+def small_engine(runner: ToyRunner, **options: int) -> LocalEngine:
+    """Four sequences at a time over 96 tokens of cache, prompts read eight tokens at a time."""
+    return toy_engine(runner, **{"max_num_seqs": 4, "prefill_chunk_tokens": 8, **options})
 
 
-def test_texts_that_do_not_fit_together_come_out_as_if_written_alone() -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), SMALL)
-    asked = prompts(9)
-    tickets = [ticket_of(text_of(prompt, 30)) for prompt in asked]
-    for request_state, _ in tickets:
-        scheduler.add(request_state)
-    finish(scheduler)
-    assert scheduler.load().preemptions > 0, "96 tokens of cache must not hold four texts of fifty"
-    assert [tokens_of(told) for _, told in tickets] == [alone(prompt, 30) for prompt in asked]
-    assert all(told[-1].finish_reason == "length" for _, told in tickets)
+@pytest.mark.parametrize("shares_blocks", [True, False])
+def test_sequences_that_do_not_fit_together_come_out_as_if_generated_alone(shares_blocks: bool) -> None:
+    engine = small_engine(ToyRunner(SMALL_BLOCKS, shares_blocks=shares_blocks))
+    prompts = random_prompts(9)
+    requests = [add(engine, sequence(prompt, 30)) for prompt in prompts]
+    finish(engine)
+    assert engine.stats().preemptions > 0, "96 tokens of cache must not hold four sequences of fifty"
+    assert [request.tokens for request in requests] == [plain_tokens(prompt, 30) for prompt in prompts]
+    assert all(request.finish_reason == "length" for request in requests)
 
 
-def test_pages_and_slots_are_given_back() -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), SMALL)
-    free = scheduler.memory.pool.free
-    tickets = [ticket_of(text_of(prompt, 25))[0] for prompt in prompts(8)]
-    for request_state in tickets:
-        scheduler.add(request_state)
+def test_blocks_and_sequence_caches_are_given_back() -> None:
+    runner = ToyRunner(SMALL_BLOCKS)
+    engine = small_engine(runner)
+    requests = [add(engine, sequence(prompt, 25)) for prompt in random_prompts(8)]
     for _ in range(12):
-        scheduler.round()
-    for request_state in tickets[::3]:  # a third leaves at some moment
-        scheduler.drop(request_state)
-    finish(scheduler)
-    load = scheduler.load()
-    assert load.blocks_used == 0 and load.blocks_free + load.blocks_cached == free
-    assert len(runner.open_slots) == len(scheduler.memory._residents)
-    scheduler.memory.drop_residents()
-    assert scheduler.memory.pool.free == free and scheduler.memory.cached_blocks == 0
-    assert not runner.open_slots
+        engine.step()
+    for request in requests[::3]:  # a third of the readers leave
+        engine.abort(request.state)
+    finish(engine)
+    stats = engine.stats()
+    assert stats.blocks_used == 0 and stats.blocks_free + stats.blocks_cached == SMALL_BLOCKS
+    assert len(runner.open_caches) == len(engine.parts.prefix_cache)
+    engine.abort_all()
+    assert runner.blocks.free == SMALL_BLOCKS and engine.stats().blocks_cached == 0
+    assert not runner.open_caches
 
 
-def test_a_long_prompt_is_read_in_chunks_while_others_are_written() -> None:
-    runner = WatchedRunner()
-    settings = EngineSettings(max_num_seqs=4, kv_cache_tokens=1024, block=4, prefill_chunk=8, residents=0)
-    scheduler = Scheduler(parts(runner), settings)
-    short, short_told = ticket_of(text_of(prompts(1)[0][:4], 40))
-    long, long_told = ticket_of(text_of(prompts(1, 200)[0], 4))
-    scheduler.add(short)
-    scheduler.round()
-    scheduler.add(long)
-    before = len(short_told)
-    while not long_told:
-        scheduler.round()
-    assert len(short_told) - before > 10, "the short text must go on while the long prompt is read"
-    assert max(max(widths) for widths in runner.passes) <= 8
+def test_a_long_prompt_is_read_in_chunks_while_others_are_generated() -> None:
+    runner = ToyRunner()
+    engine = small_engine(runner, prefix_cache_tokens=0)
+    short = add(engine, sequence(random_prompts(1)[0][:4], 200))
+    engine.step()
+    long = add(engine, sequence(random_prompts(1, 200)[0], 4))
+    before = len(short.outputs)
+    while not long.outputs:
+        engine.step()
+    assert len(short.outputs) - before > 10, "the short sequence must go on while the long prompt is read"
+    assert not short.finish_reason and max(max(widths) for widths in runner.passes) <= 8
 
 
-def test_a_next_turn_reads_only_what_is_new() -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), EngineSettings(kv_cache_tokens=512, block=4, residents=4))
-    first = text_of(prompts(1)[0], 20)
-    scheduler.add(ticket_of(first)[0])
-    finish(scheduler)
+def test_a_long_prompt_alone_is_read_in_few_passes() -> None:
+    runner = ToyRunner()
+    engine = small_engine(runner)
+    engine.run([sequence(random_prompts(1, 200)[0], 1)])
+    assert len(runner.passes) == 2, "one pass for the prompt, one for the token"
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new() -> None:
+    runner = ToyRunner()
+    engine = small_engine(runner)
+    first = sequence(random_prompts(1)[0], 20)
+    engine.run([first])
     runner.passes.clear()
-    turn = [*first.ids, 1, 2, 3, 4, 5]
-    request_state, told = ticket_of(text_of(turn, 10))
-    scheduler.add(request_state)
-    finish(scheduler)
-    assert runner.passes[0] == [5], "all but the last of the five new tokens, and the last token written before"
-    assert tokens_of(told) == alone(turn, 10)
-    assert scheduler.load().prefix_hits == 1 and len(runner.open_slots) == 1
+    prompt = [*first.ids, 1, 2, 3, 4, 5]
+    turn = add(engine, sequence(prompt, 10))
+    finish(engine)
+    assert runner.passes[0] == [5], "all but the last of the five new tokens, and the last token generated before"
+    assert turn.tokens == plain_tokens(prompt, 10)
+    assert engine.stats().prefix_hits == 1 and len(runner.open_caches) == 1
 
 
-def test_texts_with_one_prompt_read_it_once() -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), EngineSettings(kv_cache_tokens=4096, block=4, prefill_chunk=512, residents=4))
-    prompt = prompts(1, 150)[0]
-    tickets = [ticket_of(text_of(prompt, 12)) for _ in range(4)]
-    for request_state, _ in tickets:
-        scheduler.add(request_state)
-    finish(scheduler)
-    assert scheduler.load().prefix_hits == 3
+def test_sequences_with_one_prompt_read_it_once() -> None:
+    runner = ToyRunner()
+    engine = toy_engine(runner, prefill_chunk_tokens=512)
+    [prompt] = random_prompts(1, 150)
+    requests = [add(engine, sequence(prompt, 12)) for _ in range(4)]
+    finish(engine)
+    stats = engine.stats()
+    assert (stats.prefix_hits, stats.prompt_tokens) == (3, 4 * len(prompt))
     assert sum(width for widths in runner.passes for width in widths if width > 10) == len(prompt) - 1
-    assert {tuple(tokens_of(told)) for _, told in tickets} == {tuple(alone(prompt, 12))}
+    assert {tuple(request.tokens) for request in requests} == {tuple(plain_tokens(prompt, 12))}
 
 
-def test_no_text_is_overtaken_for_ever() -> None:
-    scheduler = Scheduler(parts(WatchedRunner()), SMALL)
-    big, told = ticket_of(text_of(prompts(1, 60)[0], 20))
-    for prompt in prompts(3, 10):
-        scheduler.add(ticket_of(text_of(prompt, 20))[0])
-    scheduler.add(big)
+def test_no_sequence_is_overtaken_for_ever() -> None:
+    engine = small_engine(ToyRunner(SMALL_BLOCKS))
+    for prompt in random_prompts(3, 10):
+        add(engine, sequence(prompt, 20))
+    large = add(engine, sequence(random_prompts(1, 60)[0], 20))
     for _ in range(200):
-        scheduler.add(ticket_of(text_of(prompts(1, 8)[0], 10))[0])  # small ones keep coming
-        scheduler.round()
-        if told and told[-1].finish_reason:
+        add(engine, sequence(random_prompts(1, 8)[0], 10))  # small ones keep coming
+        engine.step()
+        if large.finish_reason:
             return
-    raise AssertionError("the large text starved")
+    raise AssertionError("the large sequence starved")
 
 
-def test_a_dropped_text_is_not_written_any_more() -> None:
-    scheduler = Scheduler(parts(WatchedRunner()), SMALL)
-    (request_state, told), (other, other_told) = (ticket_of(text_of(prompt, 30)) for prompt in prompts(2))
-    scheduler.add(request_state)
-    scheduler.add(other)
+def test_an_aborted_sequence_is_not_generated_any_more() -> None:
+    engine = small_engine(ToyRunner(SMALL_BLOCKS))
+    aborted, other = (add(engine, sequence(prompt, 30)) for prompt in random_prompts(2))
     for _ in range(8):
-        scheduler.round()
-    written = len(told)
-    scheduler.drop(request_state)
-    scheduler.round()
-    assert len(told) == written and request_state.seq.seq_cache is None
-    finish(scheduler)
-    assert other_told[-1].finish_reason == "length"
-    scheduler.drop(other)  # long over: harmless
+        engine.step()
+    emitted = len(aborted.outputs)
+    engine.abort(aborted.state)
+    engine.step()
+    assert len(aborted.outputs) == emitted and aborted.state.seq.seq_cache is None
+    finish(engine)
+    assert other.finish_reason == "length"
+    engine.abort(other.state)  # ended long ago: harmless
+
+
+def test_a_waiting_sequence_can_be_aborted() -> None:
+    engine = small_engine(ToyRunner(SMALL_BLOCKS), max_num_seqs=1)
+    first, waiting = (add(engine, sequence(prompt, 10)) for prompt in random_prompts(2))
+    engine.step()
+    assert engine.stats().waiting == 1
+    engine.abort(waiting.state)
+    finish(engine)
+    assert first.finish_reason == "length" and not waiting.outputs
 
 
 @pytest.mark.parametrize("error", [ValueError("broken kernel"), OutOfMemory("no memory left")])
-def test_a_broken_pass_costs_its_own_texts_and_no_other(error: Exception) -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), SMALL)
-    lost, lost_told = ticket_of(text_of(prompts(1)[0], 30))
-    scheduler.add(lost)
+def test_a_pass_that_raises_costs_its_own_sequences_and_no_other(error: Exception) -> None:
+    runner = ToyRunner(SMALL_BLOCKS)
+    engine = small_engine(runner)
+    failed = add(engine, sequence(random_prompts(1)[0], 30))
     for _ in range(6):
-        scheduler.round()
-    prompt = prompts(1, seed=5)[0]
-    waiting, told = ticket_of(text_of(prompt, 10))
-    runner.breaks = error
-    scheduler.round()
-    assert isinstance(lost_told[-1].error, OutOfMemory if isinstance(error, OutOfMemory) else StepFailed)
-    scheduler.add(waiting)
-    finish(scheduler)
-    assert tokens_of(told) == alone(prompt, 10)
-    assert scheduler.load().blocks_used == 0 and scheduler.load().failures == 1
+        engine.step()
+    # Out of memory is tried again, without drafts and after making room, until nothing more can be freed.
+    runner.errors = [error] * (1 if isinstance(error, ValueError) else 4)
+    engine.step()
+    [failure] = failed.errors
+    assert isinstance(failure, OutOfMemory if isinstance(error, OutOfMemory) else StepFailed)
+    assert "broken kernel" in str(failure) or isinstance(failure, OutOfMemory)
+    runner.errors = []
+    [prompt] = random_prompts(1, seed=5)
+    later = add(engine, sequence(prompt, 10))
+    finish(engine)
+    assert later.tokens == plain_tokens(prompt, 10)
+    stats = engine.stats()
+    assert stats.blocks_used == 0 and stats.failures == 1
 
 
-def test_ending_all_ends_all() -> None:
-    runner = WatchedRunner()
-    scheduler = Scheduler(parts(runner), SMALL)
-    tickets = [ticket_of(text_of(prompt, 30)) for prompt in prompts(7)]
-    for request_state, _ in tickets:
-        scheduler.add(request_state)
+def test_a_prefill_that_raises_costs_its_own_sequences() -> None:
+    runner = ToyRunner()
+    engine = small_engine(runner)
+    prompts = random_prompts(2)
+    runner.errors = [ValueError("broken kernel")]
+    failed = add(engine, sequence(prompts[0], 10))
+    engine.step()
+    assert isinstance(failed.errors[0], StepFailed) and isinstance(failed.errors[0].__cause__, ValueError)
+    later = add(engine, sequence(prompts[1], 10))
+    finish(engine)
+    assert later.tokens == plain_tokens(prompts[1], 10)
+
+
+def test_memory_that_runs_out_once_costs_drafts_or_a_preemption_and_no_sequence() -> None:
+    runner = ToyRunner()
+    engine = small_engine(runner)
+    prompts = random_prompts(3)
+    requests = [add(engine, sequence(prompt, 30)) for prompt in prompts]
+    for _ in range(10):
+        engine.step()
+    runner.errors = [OutOfMemory("no memory left")] * 2
+    finish(engine)
+    assert [request.tokens for request in requests] == [plain_tokens(prompt, 30) for prompt in prompts]
+    assert engine.stats().failures == 0
+
+
+def test_abort_all_ends_all() -> None:
+    runner = ToyRunner(SMALL_BLOCKS)
+    engine = small_engine(runner)
+    requests = [add(engine, sequence(prompt, 30)) for prompt in random_prompts(7)]
     for _ in range(9):
-        scheduler.round()
-    scheduler.abort_all()
-    assert not scheduler.busy and not runner.open_slots
-    assert all(told[-1].finish_reason in ("abort", "length") for _, told in tickets)
+        engine.step()
+    engine.abort_all()
+    assert not engine.has_work and not runner.open_caches
+    assert all(request.finish_reason in ("abort", "length") for request in requests)
 
 
-@pytest.mark.parametrize("wrong", [{"max_num_seqs": 0}, {"kv_cache_tokens": 8}, {"residents": -1}, {"page": 0}])
-def test_impossible_settings_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(OptionError):
-        EngineSettings(**wrong)
+def test_draft_tokens_are_dropped_before_a_neighbour_is_preempted() -> None:
+    """Two sequences of eight tokens each fill four blocks to the last token: no block is free for drafts."""
+    runner = ToyRunner(num_blocks=4)
+    engine = small_engine(runner, prefix_cache_tokens=0)
+    requests = [add(engine, sequence([0, 1, 0, 1, 0], 3)) for _ in range(2)]
+    finish(engine)
+    assert engine.stats().preemptions == 0
+    assert all(request.tokens == plain_tokens([0, 1, 0, 1, 0], 3) for request in requests)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_num_seqs": 0}, {"kv_cache_tokens": 0}, {"prefix_cache_tokens": -1}, {"prefill_chunk_tokens": 0}]
+)
+def test_impossible_options_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        EngineConfig.create("toy", **wrong)

@@ -1,4 +1,4 @@
-"""The judge for the device says what the judge on the host says. Here it works launch by launch, on the CPU."""
+"""Verification on the device gives what verification on the host gives. Here it runs launch by launch, on the CPU."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
-from paceline.core.types import ModelOutput, VerifyResult
+from paceline.core.types import ModelOutput
+from paceline.core.verify import RULES
 from paceline.engines.local.verifier import Verifier
-from paceline.engines.local.verifier_graphs import DEVICE_RULES, TOGETHER, GraphVerifier, can_judge
+from paceline.engines.local.verifier_graphs import SEQS_AT_ONCE, GraphVerifier, can_verify_on_device
+from tests.support.build import sequence
 
-VOCAB, TEXTS, ROUNDS = 23, TOGETHER + 3, 40  # more texts than are judged at once
+VOCAB, NUM_SEQS, STEPS = 23, SEQS_AT_ONCE + 3, 40  # more sequences than are verified at once
+DEVICE_RULES = sorted(name for name, rule in RULES.items() if rule.on_device is not None)
 
 
-def texts_of(rule: str) -> list[Sequence]:
-    """The same texts every time, each with a temperature and a seed of its own."""
-    made = [
-        Sequence([1, 2, 3], SamplingParams(temperature=0.5 + 0.2 * index, seed=index), StopRules(99))
-        for index in range(TEXTS)
+def sequences(rule: str) -> list[Sequence]:
+    """The same sequences every time, each with a temperature and a seed of its own."""
+    return [
+        sequence([1, 2, 3], 99, SamplingParams(temperature=0.5 + 0.2 * index, seed=index), rule=rule)
+        for index in range(NUM_SEQS)
     ]
-    for seq in made:
-        seq.acceptance = rule
-    return made
 
 
-def guesses_of(seqs: list[Sequence], k: int) -> list[DraftTree]:
-    """Chains drawn on the device: rows of one tensor, as a drafting loop leaves them."""
+def drafts(seqs: list[Sequence], k: int) -> list[DraftTree]:
+    """Chains drawn on the device: rows of one tensor, as a drafting graph leaves them."""
     if k == 0:
         return [draft_tree.empty() for _ in seqs]
     q = torch.softmax(torch.randn(len(seqs), k + 2, VOCAB), dim=-1)
@@ -37,46 +36,51 @@ def guesses_of(seqs: list[Sequence], k: int) -> list[DraftTree]:
     return [draft_tree.chain(tokens[index, :k], q[index, :k]) for index in range(len(seqs))]
 
 
+def random_output(k: int) -> ModelOutput:
+    return ModelOutput(torch.randn(NUM_SEQS * (k + 1), VOCAB), [k + 1] * NUM_SEQS)
+
+
+def test_the_rules_with_a_twin_are_token_and_coupled() -> None:
+    assert DEVICE_RULES == ["coupled", "token"]
+
+
 @pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("rule", sorted(DEVICE_RULES))
-def test_both_judges_agree_round_after_round(rule: str, k: int) -> None:
-    """Rounds share the prepared tensors but not their contents: whatever stayed from the round before would show."""
+@pytest.mark.parametrize("rule", DEVICE_RULES)
+def test_both_verifiers_agree_step_after_step(rule: str, k: int) -> None:
+    """Steps share the captured tensors but not their contents: whatever stayed from the step before would show."""
     torch.manual_seed(0)
-    here, there = texts_of(rule), texts_of(rule)
-    host, device = Verifier(rule), GraphVerifier(capture=lambda work: work)
-    stood: list[int] = []
-    for _ in range(ROUNDS):
-        trees = guesses_of(here, k)
-        outputs = ModelOutput(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
-        expected: list[VerifyResult] = host.verified_rows(here, trees, outputs)
-        assert device.verified_rows(rule, there, trees, outputs) == expected
-        stood += [len(verified.accepted) for verified in expected]
-    assert k == 0 or len(set(stood)) > 1, "some guesses must stand and some fall, or nothing was compared"
+    on_host, on_device = sequences(rule), sequences(rule)
+    host, device = Verifier(), GraphVerifier(capture=lambda work: work)
+    accepted: set[int] = set()
+    for _ in range(STEPS):
+        trees, output = drafts(on_host, k), random_output(k)
+        expected = host.verify(on_host, trees, output)
+        assert device.verify(on_device, trees, output) == expected
+        accepted |= {len(result.accepted) for result in expected}
+    assert k == 0 or len(accepted) > 1, "some draft tokens must be accepted and some not, or nothing was compared"
 
 
-def test_guesses_from_anywhere_are_brought_together() -> None:
+def test_drafts_in_separate_tensors_are_brought_together() -> None:
     torch.manual_seed(0)
-    here, there = texts_of("token"), texts_of("token")
-    trees = [draft_tree.chain(one.tokens.clone(), one.probs) for one in guesses_of(here, 3)]
-    outputs = ModelOutput(torch.randn(TEXTS * 4, VOCAB), [4] * TEXTS)
+    on_host, on_device = sequences("token"), sequences("token")
+    trees = [draft_tree.chain(tree.tokens.clone(), tree.probs) for tree in drafts(on_host, 3)]
+    output = random_output(3)
     device = GraphVerifier(capture=lambda work: work)
-    assert device.verified_rows("token", there, trees, outputs) == Verifier("token").verified_rows(here, trees, outputs)
+    assert device.verify(on_device, trees, output) == Verifier().verify(on_host, trees, output)
 
 
-def test_a_judgement_is_captured_once_for_its_size_and_few_are_kept() -> None:
-    captured: list[int] = []
-    device = GraphVerifier(capture=lambda work: captured.append(1) or work)  # type: ignore[func-returns-value]
-    seqs = texts_of("token")
+def test_a_verification_is_captured_once_for_its_size_and_few_are_kept() -> None:
+    captures: list[int] = []
+    device = GraphVerifier(capture=lambda work: captures.append(1) or work)  # type: ignore[func-returns-value]
+    seqs = sequences("token")
     for _ in range(3):
-        device.verified_rows("token", seqs, guesses_of(seqs, 2), ModelOutput(torch.randn(TEXTS * 3, VOCAB), [3] * TEXTS))
-    assert len(captured) == 2  # one for the full group, one for the rest
-    for k in range(GraphVerifier.LARGEST + 4):
-        outputs = ModelOutput(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
-        device.verified_rows("token", seqs, guesses_of(seqs, k), outputs)
-    assert len(device._prepared) == GraphVerifier.LARGEST
+        device.verify(seqs, drafts(seqs, 2), random_output(2))
+    assert len(captures) == 2  # one for the full group, one for the rest
+    for k in range(GraphVerifier.MAX_GRAPHS + 4):
+        device.verify(seqs, drafts(seqs, k), random_output(k))
+    assert len(device._graphs) == GraphVerifier.MAX_GRAPHS
 
 
-def test_on_a_cpu_nothing_is_judged_this_way() -> None:
-    seqs = texts_of("token")
-    outputs = ModelOutput(torch.randn(TEXTS, VOCAB), [1] * TEXTS)
-    assert not can_judge(seqs, guesses_of(seqs, 0), outputs)
+def test_on_a_cpu_nothing_is_verified_this_way() -> None:
+    seqs = sequences("token")
+    assert not can_verify_on_device(seqs, drafts(seqs, 0), random_output(0))

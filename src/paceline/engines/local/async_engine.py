@@ -75,6 +75,8 @@ class AsyncEngine:
         detokenizer = self.tokenizer.stream(seq.params.stopping.stop_strings)
         self._commands.put(_Command(self.engine.enqueue, state))
         try:
+            if self._closing.is_set():  # the worker may have taken its last command
+                raise EngineClosed("the engine has been closed")
             while True:
                 output = await outputs.get()
                 if isinstance(output, PacelineError):
@@ -88,12 +90,16 @@ class AsyncEngine:
     # --- the worker's side --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while not self._closing.is_set():
-            self._take_commands(wait=not self.engine.has_work)
-            if self.engine.has_work:
-                self.engine.step()
-        self._take_commands(wait=False)
-        self.engine.abort_all()
+        """Step until the engine is closed. Whatever ends the worker, no reader waits for it in vain."""
+        try:
+            while not self._closing.is_set():
+                self._take_commands(wait=not self.engine.has_work)
+                if self.engine.has_work:
+                    self.engine.step()
+        finally:
+            self._closing.set()
+            self._take_commands(wait=False)
+            self.engine.abort_all()
 
     def _take_commands(self, wait: bool) -> None:
         """Do what was asked since the last step; without work, sleep until there is some."""

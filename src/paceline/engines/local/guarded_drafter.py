@@ -32,13 +32,8 @@ class GuardedDrafter(Drafter):
         self._try(lambda: self.drafter.begin(seq, prompt))
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        trees = self._try(lambda: self.drafter.propose(seqs, num_draft_tokens))
-        if trees is None:
-            return [empty() for _ in seqs]
-        if len(trees) != len(seqs):
-            self._log(f"returned {len(trees)} trees for {len(seqs)} sequences")
-            return [empty() for _ in seqs]
-        return [self._checked(tree, count) for tree, count in zip(trees, num_draft_tokens)]
+        trees = self._try(lambda: self._checked_trees(seqs, num_draft_tokens))
+        return [empty() for _ in seqs] if trees is None else trees
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         self._try(lambda: self.drafter.observe(seqs, results))
@@ -46,14 +41,24 @@ class GuardedDrafter(Drafter):
     def end(self, seq: Sequence) -> None:
         self._try(lambda: self.drafter.end(seq))
 
+    def _checked_trees(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = self.drafter.propose(seqs, num_draft_tokens)
+        if len(trees) != len(seqs):
+            self._log("wrong count", f"returned {len(trees)} trees for {len(seqs)} sequences")
+            return [empty() for _ in seqs]
+        return [self._checked(tree, count) for tree, count in zip(trees, num_draft_tokens)]
+
     def _checked(self, tree: DraftTree, count: int) -> DraftTree:
         """The tree, or an empty one where it is not what was asked for. Tokens on a GPU are not waited for."""
         if tree.num_draft_tokens > count:
-            self._log(f"returned {tree.num_draft_tokens} draft tokens where {count} were asked for")
+            self._log("too many", f"returned {tree.num_draft_tokens} draft tokens where {count} were asked for")
             return empty()
-        tokens = tree.tokens
-        if len(tree) and not tokens.is_cuda and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
-            self._log(f"drafted a token outside the vocabulary of {self._vocab_size}")
+        tokens, size = tree.tokens, self._vocab_size
+        if len(tree) and not tokens.is_cuda and (int(tokens.min()) < 0 or int(tokens.max()) >= size):
+            self._log("vocabulary", f"drafted a token outside the vocabulary of {size}")
+            return empty()
+        if tree.probs is not None and tree.probs.shape[-1] != size:
+            self._log("probs", f"returned distributions over {tree.probs.shape[-1]} tokens; the vocabulary has {size}")
             return empty()
         return tree
 
@@ -61,11 +66,10 @@ class GuardedDrafter(Drafter):
         try:
             return work()
         except Exception as error:  # a drafter may be anyone's code
-            self._log(f"raised {type(error).__name__}: {error}", error)
+            self._log(type(error).__name__, f"raised {type(error).__name__}: {error}", error)
             return None
 
-    def _log(self, what: str, error: Exception | None = None) -> None:
-        kind = what.split(":")[0]
+    def _log(self, kind: str, what: str, error: Exception | None = None) -> None:
         if kind not in self._logged:
             self._logged.add(kind)
             LOG.warning("drafter %s %s; its drafts are dropped", type(self.drafter).__name__, what, exc_info=error)

@@ -20,6 +20,7 @@ class KVManager:
     def __init__(self, target: Runner, prefix_cache: PrefixCache) -> None:
         self._target, self._prefix_cache = target, prefix_cache
         self.blocks: BlockPool = target.blocks
+        self._running: dict[int, SequenceCache] = {}  # by seq_id
         self._entries: dict[int, PrefixEntry] = {}  # of running sequences, by seq_id
 
     @property
@@ -33,29 +34,38 @@ class KVManager:
         return self._prefix_cache.enabled(TARGET)
 
     @property
-    def cached_blocks(self) -> int:
-        """Blocks of finished sequences. One that a running sequence shares counts here."""
-        return len({block for cache in self._prefix_cache.payloads(TARGET) for block in self.blocks.table(cache)})
+    def used_blocks(self) -> int:
+        """Blocks of running sequences; those that several share count once."""
+        return self.blocks.num_held(list(self._running.values()))
 
     @property
-    def used_blocks(self) -> int:
-        """Blocks of running sequences alone."""
-        return self.blocks.used - self.cached_blocks
+    def cached_blocks(self) -> int:
+        """Blocks that only finished sequences hold: eviction frees all of them."""
+        return max(0, self.blocks.used - self.used_blocks)
 
     # --- running sequences --------------------------------------------------------------------------------------------
 
     def admit(self, seq: Sequence) -> bool:
         """Open the cache of a sequence, with as much of its prefix as is cached. False: there is no room now."""
         match = self._match(seq)
-        shared = match.length // self.blocks.block_size if match is not None else 0
-        if self._blocks_for(len(seq.ids)) - shared > self.blocks.free + self.cached_blocks:
+        if not self._has_room(len(seq.ids), match):
             return False
         seq_cache = self._open(match)
         if not self.reserve(seq_cache, len(seq.ids)):
             self._keep(seq.ids[: seq_cache.length], seq_cache)
             return False
+        self._running[seq.seq_id] = seq_cache
         seq.start(seq_cache)
         return True
+
+    def _has_room(self, tokens: int, match: PrefixMatch | None) -> bool:
+        """Whether the free blocks and those of evictable entries are enough. A matched prefix is not evicted for it."""
+        available = self.blocks.free + self.cached_blocks
+        if match is None:
+            return self._blocks_for(tokens) <= available
+        shared = match.length // self.blocks.block_size
+        exclusive = self.blocks.num_held([*self._running.values(), match.entry.payload]) - self.used_blocks
+        return self._blocks_for(tokens) - shared <= available - min(shared, exclusive)
 
     def cached_prefix(self, seq: Sequence) -> int:
         """How many of the first tokens of a sequence are cached."""
@@ -86,6 +96,7 @@ class KVManager:
 
     def release(self, seq: Sequence, *, keep: bool) -> None:
         """The sequence has ended, or must start again. keep: the prefix cache takes it. Harmless when called twice."""
+        self._running.pop(seq.seq_id, None)
         entry = self._entries.pop(seq.seq_id, None)
         if entry is not None:
             self._prefix_cache.remove(entry)
@@ -113,23 +124,12 @@ class KVManager:
         self._prefix_cache.use(match)
         seq_cache: SequenceCache = match.entry.payload
         if match.entry.pinned or match.lost >= self.blocks.block_size:
-            return self._fork(seq_cache, match.length)
+            return self._target.fork(seq_cache, match.length)
         # The next turn of a conversation: the finished sequence is not needed beside it, and its cache goes on.
         self._prefix_cache.remove(match.entry)
         self._target.truncate(seq_cache, match.length)
         self.blocks.shrink(seq_cache, match.length)
         return seq_cache
-
-    def _fork(self, seq_cache: SequenceCache, length: int) -> SequenceCache:
-        """A copy; a runner that does not share blocks needs its own for it."""
-        while True:
-            try:
-                fork = self._target.fork(seq_cache, length)
-                self.blocks.grow(fork, length)
-                return fork
-            except OutOfMemory:
-                if not self.evict():
-                    raise
 
     def _keep(self, tokens: list[int], seq_cache: SequenceCache) -> None:
         if len(tokens) < self.blocks.block_size:

@@ -1,0 +1,54 @@
+"""The short measurement before the first sequence: what it returns, and that it leaves nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.cost_model import CostCurve
+from paceline.engines.local.warmup import CONTEXT, CPU_GRAIN, measure_costs, measure_pass, pass_grain, warm_up
+from paceline.errors import OutOfMemory
+from tests.support.toy import ToyRunner
+
+
+def test_a_curve_has_a_point_for_every_width_and_nothing_is_kept() -> None:
+    runner = ToyRunner()
+    curve = measure_pass(runner, (1, 4), repeats=2, num_seqs=3)
+    assert curve.sizes == [3, 12] and all(seconds > 0 for seconds in curve.as_dict().values())
+    assert runner.passes == [[CONTEXT] * 3] + [[1] * 3, [4] * 3] * 3, "one turn to warm up, two that count"
+    assert not runner.open_caches
+
+
+def test_a_slow_model_is_measured_once_and_no_more() -> None:
+    runner = ToyRunner()
+    measure_pass(runner, (1,), repeats=50, longest_seconds=0.0)
+    assert len(runner.passes) == 3, "the prompt, one pass to warm up, one that counts"
+
+
+def test_a_measurement_that_fails_gives_its_caches_back() -> None:
+    runner = ToyRunner()
+    runner.errors = [OutOfMemory("no memory left")]
+    with pytest.raises(OutOfMemory):
+        measure_pass(runner)
+    assert not runner.open_caches
+
+
+def test_warming_up_runs_each_width_once_and_survives_a_small_cache() -> None:
+    runner = ToyRunner()
+    warm_up(runner, (8, 1, 8))
+    assert runner.passes == [[CONTEXT], [1], [8]] and not runner.open_caches
+    runner.errors = [OutOfMemory("no memory left")]
+    warm_up(runner, (1,))
+    assert not runner.open_caches and not runner.errors
+
+
+def test_a_draft_model_costs_one_pass_a_draft_token() -> None:
+    costs = measure_costs(ToyRunner(), ToyRunner(), verify=CostCurve({1: 1.0, 8: 2.0}))
+    assert costs.width(1) == 1.0 and costs.grain == CPU_GRAIN
+    assert costs.draft.at(8) == pytest.approx(8 * costs.draft.at(1)) and costs.draft.at(1) > 0
+
+
+def test_only_cpu_kernels_have_a_grain() -> None:
+    info = ToyRunner().info
+    assert pass_grain(info) == CPU_GRAIN and pass_grain(replace(info, device="cuda:0")) == 1

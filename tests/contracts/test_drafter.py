@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from paceline.engines.local.step import check_capabilities, prefill, step
 
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.engines.local.step import check_capabilities, prefill, step
 from paceline.runners.table import TableRunner
 from tests.contracts.implementations import DRAFTERS
 from tests.support.drafter_exactness import generated, parts_of

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from paceline.engines.local.step import EngineParts, prefill, step
 
 from paceline.core.sampling import SamplingParams, distribution, draw
 from paceline.core.sequence import Sequence
@@ -14,7 +15,6 @@ from paceline.core.stopping import StopRules
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter
-from paceline.engines.local.step import EngineParts, prefill, step
 from paceline.errors import OptionError, PairError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from paceline.engines.local.generate import run
 
 from paceline.core.draft_tree import path_to
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
 from paceline.drafting.lookahead import Lookahead, NgramPool
-from paceline.engines.local.generate import run
 from paceline.errors import OptionError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner

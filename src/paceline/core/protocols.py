@@ -190,8 +190,10 @@ class Engine(Protocol):
     """
 
     info: ModelInfo
-    tokenizer: Tokenizer
     methods: tuple[str, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Generate one sequence. Closing the iterator aborts the request within one step.

@@ -1,6 +1,8 @@
-"""The judge for the device says what the judge on the host says. Here it works launch by launch, on the CPU."""
+"""Verification on the device gives what verification on the host gives. Here it runs eagerly, on the CPU."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,75 +10,83 @@ import torch
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
-from paceline.core.types import ModelOutput, VerifyResult
+from paceline.core.types import ModelOutput
+from paceline.core.verify import RULES
+from paceline.device.graphs import EagerPool
 from paceline.engines.local.verifier import Verifier
-from paceline.engines.local.verifier_graphs import DEVICE_RULES, TOGETHER, GraphVerifier, can_judge
+from paceline.engines.local.verifier_graphs import SEQS_AT_ONCE, GraphVerifier, can_verify_on_device
 
-VOCAB, TEXTS, ROUNDS = 23, TOGETHER + 3, 40  # more texts than are judged at once
-
-
-def texts_of(rule: str) -> list[Sequence]:
-    """The same texts every time, each with a temperature and a seed of its own."""
-    made = [
-        Sequence([1, 2, 3], SamplingParams(temperature=0.5 + 0.2 * index, seed=index), StopRules(99))
-        for index in range(TEXTS)
-    ]
-    for seq in made:
-        seq.acceptance = rule
-    return made
+VOCAB, SEQS, STEPS = 23, SEQS_AT_ONCE + 3, 40  # more sequences than are verified at once
+DEVICE_RULES = sorted(name for name, rule in RULES.items() if rule.on_device is not None)
 
 
-def guesses_of(seqs: list[Sequence], k: int) -> list[DraftTree]:
-    """Chains drawn on the device: rows of one tensor, as a drafting loop leaves them."""
+class CountingPool(EagerPool):
+    """Counts what it captures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured = 0
+
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:  # type: ignore[override]
+        self.captured += 1
+        return work
+
+
+def sequences(rule: str) -> list[Sequence]:
+    """The same sequences every time, each with a temperature and a seed of its own."""
+    samplings = [SamplingParams(temperature=0.5 + 0.2 * index, seed=index) for index in range(SEQS)]
+    return [Sequence([1, 2, 3], SequenceParams(sampling, StopRules(99), RULES[rule])) for sampling in samplings]
+
+
+def drafts(num_seqs: int, k: int) -> list[DraftTree]:
+    """Chains drawn on the device: rows of one tensor, as a drafting graph returns them."""
     if k == 0:
-        return [draft_tree.empty() for _ in seqs]
-    q = torch.softmax(torch.randn(len(seqs), k + 2, VOCAB), dim=-1)
-    tokens = torch.multinomial(q.view(-1, VOCAB), 1).view(len(seqs), k + 2)
-    return [draft_tree.chain(tokens[index, :k], q[index, :k]) for index in range(len(seqs))]
+        return [draft_tree.empty() for _ in range(num_seqs)]
+    q = torch.softmax(torch.randn(num_seqs, k + 2, VOCAB), dim=-1)
+    tokens = torch.multinomial(q.view(-1, VOCAB), 1).view(num_seqs, k + 2)
+    return [draft_tree.chain(tokens[index, :k], q[index, :k]) for index in range(num_seqs)]
+
+
+def output_of(k: int) -> ModelOutput:
+    return ModelOutput(torch.randn(SEQS * (k + 1), VOCAB), [k + 1] * SEQS)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("rule", sorted(DEVICE_RULES))
-def test_both_judges_agree_round_after_round(rule: str, k: int) -> None:
-    """Rounds share the prepared tensors but not their contents: whatever stayed from the round before would show."""
+@pytest.mark.parametrize("rule", DEVICE_RULES)
+def test_both_verifiers_agree_step_after_step(rule: str, k: int) -> None:
+    """Steps share the fixed tensors but not their contents: whatever is left from the step before would show."""
     torch.manual_seed(0)
-    here, there = texts_of(rule), texts_of(rule)
-    host, device = Verifier(rule), GraphVerifier(capture=lambda work: work)
-    stood: list[int] = []
-    for _ in range(ROUNDS):
-        trees = guesses_of(here, k)
-        outputs = ModelOutput(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
-        expected: list[VerifyResult] = host.verified_rows(here, trees, outputs)
-        assert device.verified_rows(rule, there, trees, outputs) == expected
-        stood += [len(verified.accepted) for verified in expected]
-    assert k == 0 or len(set(stood)) > 1, "some guesses must stand and some fall, or nothing was compared"
+    here, there = sequences(rule), sequences(rule)
+    host, device = Verifier(), GraphVerifier(EagerPool())
+    accepted: list[int] = []
+    for _ in range(STEPS):
+        trees, output = drafts(SEQS, k), output_of(k)
+        expected = host.verify(here, trees, output)
+        assert device.verify(there, trees, output) == expected
+        accepted += [len(result.accepted) for result in expected]
+    assert k == 0 or len(set(accepted)) > 1, "some draft tokens must be accepted and some rejected"
 
 
-def test_guesses_from_anywhere_are_brought_together() -> None:
+def test_drafts_from_anywhere_are_copied_together() -> None:
     torch.manual_seed(0)
-    here, there = texts_of("token"), texts_of("token")
-    trees = [draft_tree.chain(one.tokens.clone(), one.probs) for one in guesses_of(here, 3)]
-    outputs = ModelOutput(torch.randn(TEXTS * 4, VOCAB), [4] * TEXTS)
-    device = GraphVerifier(capture=lambda work: work)
-    assert device.verified_rows("token", there, trees, outputs) == Verifier("token").verified_rows(here, trees, outputs)
+    here, there = sequences("token"), sequences("token")
+    trees = [draft_tree.chain(tree.tokens.clone(), tree.probs) for tree in drafts(SEQS, 3)]
+    output = output_of(3)
+    assert GraphVerifier(EagerPool()).verify(there, trees, output) == Verifier().verify(here, trees, output)
 
 
-def test_a_judgement_is_captured_once_for_its_size_and_few_are_kept() -> None:
-    captured: list[int] = []
-    device = GraphVerifier(capture=lambda work: captured.append(1) or work)  # type: ignore[func-returns-value]
-    seqs = texts_of("token")
+def test_a_verification_is_captured_once_for_its_size_and_few_are_kept() -> None:
+    pool = CountingPool()
+    device, seqs = GraphVerifier(pool), sequences("token")
     for _ in range(3):
-        device.verified_rows("token", seqs, guesses_of(seqs, 2), ModelOutput(torch.randn(TEXTS * 3, VOCAB), [3] * TEXTS))
-    assert len(captured) == 2  # one for the full group, one for the rest
-    for k in range(GraphVerifier.LARGEST + 4):
-        outputs = ModelOutput(torch.randn(TEXTS * (k + 1), VOCAB), [k + 1] * TEXTS)
-        device.verified_rows("token", seqs, guesses_of(seqs, k), outputs)
-    assert len(device._prepared) == GraphVerifier.LARGEST
+        device.verify(seqs, drafts(SEQS, 2), output_of(2))
+    assert pool.captured == 2  # one for the full group, one for the rest
+    for k in range(GraphVerifier.MAX_GRAPHS + 4):
+        device.verify(seqs, drafts(SEQS, k), output_of(k))
+    assert device._graphs is not None and len(device._graphs) == GraphVerifier.MAX_GRAPHS
 
 
-def test_on_a_cpu_nothing_is_judged_this_way() -> None:
-    seqs = texts_of("token")
-    outputs = ModelOutput(torch.randn(TEXTS, VOCAB), [1] * TEXTS)
-    assert not can_judge(seqs, guesses_of(seqs, 0), outputs)
+def test_on_a_cpu_the_host_verifies() -> None:
+    assert not can_verify_on_device(sequences("token"), drafts(SEQS, 0), output_of(0))

@@ -14,7 +14,6 @@ from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
 
 
-
 class NativeSequenceCache(SequenceCache):
     """The KV cache of one sequence: a holder of blocks."""
 
@@ -41,7 +40,7 @@ def _does_not_fit(tokens: int) -> OutOfMemory:
 
 
 class KVCache:
-    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory if they do not fit."""
+    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory."""
 
     def __init__(self, config: ArchConfig, blocks: BlockManager, dtype: torch.dtype, device: torch.device) -> None:
         self.blocks, self.block_size = blocks, blocks.block_size

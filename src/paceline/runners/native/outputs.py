@@ -10,8 +10,8 @@ from torch import Tensor
 
 from paceline.core.protocols import Adapter
 from paceline.core.types import ModelOutput
-from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.layers.ops import Ops
+from paceline.models.decoder import DecoderModel, LayerOutput
 
 
 @dataclass(slots=True, eq=False)

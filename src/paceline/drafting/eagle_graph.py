@@ -109,7 +109,7 @@ class EagleGraphs:
         self._version = buffers.version
 
     def guess(self, starts: list[Start], steps: int) -> DraftOutput:
-        """`steps` draft tokens for every sequence; its buffers then hold its true states and the drafted ones behind them."""
+        """`steps` draft tokens for every sequence; its buffers then hold all of its states."""
         size = self._size(starts, steps)
         self._buffers.reserve(size.seen)
         if self._version != self._buffers.version:  # they have moved, and captured chains write where they were

@@ -274,7 +274,7 @@ def test_shapes_of_real_models_agree_with_float64_on_the_card(heads: int, key_he
     for runner in (ours, plain, exact):
         seq_caches = [runner.new_cache() for _ in prompts]
         runner.forward(chains(seq_caches, prompts), last_only=True)
-        chains = [[Row.chain(seq_cache, list(range(nodes))) for seq_cache in seq_caches] for nodes in (1, 5, 16)]
-        output.append(torch.cat([runner.forward(rows).logits.double() for rows in chains]))
+        passes = [[Row.chain(seq_cache, list(range(nodes))) for seq_cache in seq_caches] for nodes in (1, 5, 16)]
+        output.append(torch.cat([runner.forward(rows).logits.double() for rows in passes]))
     off = [float((one - output[2]).norm() / output[2].norm()) for one in output[:2]]
     assert off[0] < 1.25 * off[1]

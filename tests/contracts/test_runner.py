@@ -173,7 +173,8 @@ def test_hidden_states_lead_to_the_logits(runner: Any) -> None:
     with torch.no_grad():
         output = runner.forward([Row.chain(one, IDS), Row.chain(other, OTHER_IDS)], last_only=True)
         assert output[0].hidden is not None and output[0].hidden.shape == (len(IDS), runner.info.hidden_size)
-        assert output[1].features is not None and output[1].features.shape == (len(OTHER_IDS), 3 * runner.info.hidden_size)
+        features = output[1].features
+        assert features is not None and features.shape == (len(OTHER_IDS), 3 * runner.info.hidden_size)
         assert torch.allclose(runner.lm_head(output[0].hidden)[-1], output[0].logits[0], atol=TOLERANCE)
 
 

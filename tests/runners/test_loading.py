@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAM = """
 import sys
 from paceline import SpeculativeDecoder
-output = SpeculativeDecoder({folder!r}, draft="ngram").generate("abcabc", max_new_tokens=8)
+output = SpeculativeDecoder({folder!r}, method="ngram").generate("abcabc", max_new_tokens=8)
 assert len(output.token_ids) > 0
 print([name for name in ("transformers.modeling_utils", "scipy", "matplotlib", "fastapi") if name in sys.modules])
 """

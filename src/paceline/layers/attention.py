@@ -157,7 +157,7 @@ class EagerAttention:
         return mixed.reshape(num_seqs, sizes.query_size)
 
     def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan) -> Tensor:
-        """A prompt in tiles that begin at multiples of the block size: the same bits, however it is cut at such places."""
+        """A prompt in tiles that begin at multiples of the block size: the same bits, however it is cut there."""
         assert span.mask is not None
         tile, out = self.sizes.block_size, list[Tensor]()
         start, end = span.length, span.length + span.count
@@ -171,8 +171,8 @@ class EagerAttention:
     def _by_node(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Nodes beside each other as a batch, so that each is computed as if it were alone.
 
-        Keys come in whole blocks, with those that a node does not see masked: sums then fall into the same lanes however
-        many draft tokens follow, and nothing but zeros is added.
+        Keys come in whole blocks, with those that a node does not see masked: sums then fall into the same lanes
+        however many draft tokens follow, and nothing but zeros is added.
         """
         sizes, count = self.sizes, q.shape[0]
         folded = q.view(count, sizes.num_kv_heads, sizes.group, sizes.head_dim)

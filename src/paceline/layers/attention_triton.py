@@ -21,7 +21,7 @@ PROGRAMS = 2  # a multiprocessor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TritonBatch:
-    """One pass of `num_seqs` sequences with `nodes` nodes each. All tensors live as long as the graph that reads them."""
+    """One pass of `num_seqs` sequences with `nodes` nodes each. Its tensors live as long as its graph."""
 
     num_seqs: int
     nodes: int

@@ -12,6 +12,8 @@ from paceline.layers.attention import HeadNorms
 from paceline.layers.linear import Linear
 from paceline.layers.ops import Ops
 
+NO_HEAD_NORMS = HeadNorms()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
@@ -25,7 +27,7 @@ class DecoderLayer:
     down: Linear
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
-    head_norms: HeadNorms = HeadNorms()
+    head_norms: HeadNorms = NO_HEAD_NORMS
 
     def __call__(self, hidden_states: Tensor, index: int, ops: Ops, batch: Any) -> Tensor:
         """hidden_states [nodes, hidden_size] through layer number `index`."""

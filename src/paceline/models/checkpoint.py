@@ -104,8 +104,8 @@ class Checkpoint:
         return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
 
     def check_all_used(self) -> None:
-        """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model would be another one."""
-        left = sorted(name for name in self._names if name not in self._used and not name.endswith(HARMLESS_SUFFIXES))
-        if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise WeightsError(f"the weights hold the tensor {left[0]}{more}, which this architecture does not use")
+        """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model is another one."""
+        unused = sorted(name for name in self._names if name not in self._used and not name.endswith(HARMLESS_SUFFIXES))
+        if unused:
+            more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+            raise WeightsError(f"the weights hold the tensor {unused[0]}{more}, which this architecture does not use")

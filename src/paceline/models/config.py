@@ -76,7 +76,7 @@ def arch_config(config: Any, *, qkv_bias: bool = False, output_bias: bool = Fals
 
 
 def unsupported_field(config: Any) -> str | None:
-    """The first field of a config that asks for a computation that Llama-like layers do not have; None: there is none."""
+    """The first field that asks for a computation which Llama-like layers do not have; None: there is none."""
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(config, name, neutral[0])
         if value not in neutral:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.layers.attention import HeadNorms
-from paceline.layers.decoder_layer import DecoderLayer
+from paceline.layers.decoder_layer import NO_HEAD_NORMS, DecoderLayer
 from paceline.layers.linear import Linear
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ArchConfig, arch_config, unsupported_field
@@ -65,7 +65,7 @@ def _layer(checkpoint: Checkpoint, config: ArchConfig, prefix: str) -> DecoderLa
         down=checkpoint.linear([f"{mlp}down_proj"], [hidden_size], config.intermediate_size),
         qkv_bias=checkpoint.vector(biases, qkv_sizes) if config.qkv_bias else None,
         output_bias=checkpoint.tensor(f"{attention}o_proj.bias", hidden_size) if config.output_bias else None,
-        head_norms=_head_norms(checkpoint, config, attention) if config.qk_norm else HeadNorms(),
+        head_norms=_head_norms(checkpoint, config, attention) if config.qk_norm else NO_HEAD_NORMS,
     )
 
 

@@ -52,8 +52,8 @@ class Int8Linear:
     Rows of the weights are scaled to the range -1 to 1 before packing: kernels with one scale a row are slow on some
     machines, kernels with one scale a matrix are fast on all. The kernel also quantizes its input with one scale for
     all tokens, so a token's numbers would depend on its neighbours. Each token is therefore scaled to that range too,
-    and two more columns, 1 and -1, over weights of zero, fix the scale: alone or among draft tokens, a token is computed
-    alike.
+    and two more columns, 1 and -1, over weights of zero, fix the scale: a token is computed alike alone and among draft
+    tokens.
 
     Products are made of 1 row, of blocks of 8, or of one long prompt: on ARM a packed matrix caches how to multiply for
     two numbers of rows, and working it out for a third takes longer than the product itself.

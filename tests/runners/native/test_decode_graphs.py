@@ -33,7 +33,17 @@ def fused(kind: str, *, batch_invariant: bool = False, **changes: Any) -> Native
     return runner
 
 
-@pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", {"attention_bias": True})])
+def chains(seq_caches: list[SequenceCache], prompts: Any) -> list[Row]:
+    return [Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)]
+
+
+def trees_after(seq_caches: list[SequenceCache]) -> list[Row]:
+    return [Row(seq_cache, torch.tensor(tokens), parents) for seq_cache, (tokens, parents) in zip(seq_caches, TREES)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", {"attention_bias": True})]
+)
 def test_trees_of_a_batch_agree_with_float64(kind: str, changes: dict[str, Any]) -> None:
     runner = fused(kind, **changes)
     exact = NativeRunner.of_model(tiny(kind, torch.float64, **changes).to(DEVICE), kind, kv_cache_tokens=1024)
@@ -42,8 +52,8 @@ def test_trees_of_a_batch_agree_with_float64(kind: str, changes: dict[str, Any])
     output = []
     for model in (runner, exact):
         seq_caches = [model.new_cache() for _ in prompts]
-        model.forward([Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
-        rows = [Row(seq_cache, torch.tensor(tokens), parents) for seq_cache, (tokens, parents) in zip(seq_caches, TREES)]
+        model.forward(chains(seq_caches, prompts), last_only=True)
+        rows = trees_after(seq_caches)
         output.append(model.forward(rows))
     ours, reference = output
     error = (ours.logits.double() - reference.logits).norm() / reference.logits.norm()
@@ -62,7 +72,8 @@ def test_wide_passes_agree_with_float64(nodes: int, batch_invariant: bool) -> No
     output = []
     for model in (runner, exact):
         seq_caches = [model.new_cache() for _ in rows]
-        model.forward([Row.chain(seq_cache, [7] * (3 + place)) for place, seq_cache in enumerate(seq_caches)], last_only=True)
+        prompts = [[7] * (3 + place) for place in range(4)]
+        model.forward(chains(seq_caches, prompts), last_only=True)
         output.append(model.forward([Row.chain(seq_cache, row.tolist()) for seq_cache, row in zip(seq_caches, rows)]))
     ours, reference = output
     assert (ours.logits.double() - reference.logits).norm() / reference.logits.norm() < 1e-5
@@ -86,8 +97,8 @@ def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
     runner = fused("llama")
     prompts = [torch.randint(0, 101, (length,)) for length in (300, 129)]  # three chunks, and two
     seq_caches = [runner.new_cache() for _ in prompts]
-    runner.forward([Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
-    rows = [Row(seq_cache, torch.tensor(tokens), parents) for seq_cache, (tokens, parents) in zip(seq_caches, TREES)]
+    runner.forward(chains(seq_caches, prompts), last_only=True)
+    rows = trees_after(seq_caches)
     output = []
     heads = len(prompts) * runner.model.config.num_kv_heads
     assert runner.decode_graphs is not None
@@ -107,7 +118,7 @@ def test_a_batch_invariant_runner_reads_prompts_one_by_one(monkeypatch: pytest.M
     runner.prefill_graphs = None
     prompts = [torch.randint(0, 101, (length,)) for length in (90, 17, 40)]
     seq_caches = [runner.new_cache() for _ in prompts]
-    output = runner.forward([Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
+    output = runner.forward(chains(seq_caches, prompts), last_only=True)
     assert together == [1, 1, 1] and output.sizes == [1, 1, 1]
     for prompt, ours in zip(prompts, output):
         assert torch.equal(ours.logits, runner.forward([Row.chain(runner.new_cache(), prompt)], last_only=True).logits)
@@ -137,7 +148,7 @@ def test_a_drafting_graph_drafts_what_single_steps_would() -> None:
 def prepared(runner: NativeRunner, prompts: list[list[int]]) -> list[SequenceCache]:
     """Sequence caches that hold all but the last token of their prompts."""
     seq_caches = [runner.new_cache() for _ in prompts]
-    runner.forward([Row.chain(seq_cache, prompt[:-1]) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
+    runner.forward(chains(seq_caches, [prompt[:-1] for prompt in prompts]), last_only=True)
     return seq_caches
 
 
@@ -201,7 +212,7 @@ def test_smaller_passes_run_on_a_near_graph() -> None:
     long, short = graphs.fits(1, 6, 4000), graphs.fits(1, 6, 600)
     assert long is not None and short is not None
     assert graphs.forward_graph(long).key.size == long
-    assert graphs.forward_graph(short).key.size == short  # a long sequence's graph is not near: most of its chunks would be empty
+    assert graphs.forward_graph(short).key.size == short  # in the long graph most chunks would be empty
 
 
 def test_a_number_of_draft_tokens_asked_for_often_gets_its_own_graph() -> None:
@@ -237,9 +248,10 @@ def test_captured_passes_are_bit_equal_over_widths_and_batches_in_bfloat16(num_s
     runner = NativeRunner.of_model(model, "tiny", kv_cache_tokens=8192, batch_invariant=True)
     prompts = [torch.randint(0, 101, (length,)) for length in range(300, 300 + num_seqs)]
     seq_caches = [runner.new_cache() for _ in prompts]
-    runner.forward([Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
+    runner.forward(chains(seq_caches, prompts), last_only=True)
     tokens = [3, 4, 5, 6, 7, 8]
-    together = runner.forward([Row.chain(seq_cache, tokens) for seq_cache in seq_caches]).logits.view(num_seqs, len(tokens), -1).clone()
+    logits = runner.forward([Row.chain(seq_cache, tokens) for seq_cache in seq_caches]).logits
+    together = logits.view(num_seqs, len(tokens), -1).clone()
     for seq_cache, prompt, ours in zip(seq_caches, prompts, together):
         runner.truncate(seq_cache, len(prompt))
         alone = torch.cat([runner.forward([Row.chain(seq_cache, [token])]).logits.clone() for token in tokens])
@@ -261,8 +273,8 @@ def test_shapes_of_real_models_agree_with_float64_on_the_card(heads: int, key_he
     output = []
     for runner in (ours, plain, exact):
         seq_caches = [runner.new_cache() for _ in prompts]
-        runner.forward([Row.chain(seq_cache, prompt) for seq_cache, prompt in zip(seq_caches, prompts)], last_only=True)
-        chains = [[Row.chain(seq_cache, list(range(nodes))) for seq_cache in seq_caches] for nodes in (1, 5, 16)]
-        output.append(torch.cat([runner.forward(rows).logits.double() for rows in chains]))
+        runner.forward(chains(seq_caches, prompts), last_only=True)
+        passes = [[Row.chain(seq_cache, list(range(nodes))) for seq_cache in seq_caches] for nodes in (1, 5, 16)]
+        output.append(torch.cat([runner.forward(rows).logits.double() for rows in passes]))
     off = [float((one - output[2]).norm() / output[2].norm()) for one in output[:2]]
     assert off[0] < 1.25 * off[1]

@@ -45,7 +45,8 @@ def test_a_tree_is_the_same_bits_as_its_paths(weight_format: str, length: int) -
         alone = torch.cat([runner.forward([Row.chain(other, [tokens[node]])]).logits for node in path])
         assert torch.equal(together[path], alone)
     runner.commit(seq_cache, [0, 3, 4])
-    assert torch.equal(runner.forward([Row.chain(seq_cache, [7])]).logits, runner.forward([Row.chain(other, [7])]).logits)
+    after, expected = (runner.forward([Row.chain(cache, [7])]).logits for cache in (seq_cache, other))
+    assert torch.equal(after, expected)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -67,7 +68,8 @@ def test_a_token_is_the_same_bits_whatever_is_read_beside_it(weight_format: str)
     steps = ([3], [14], [15, 92])  # in the last step the second sequence has draft tokens
 
     def rows(seq_caches: list[SequenceCache], tokens: list[int]) -> list[Row]:
-        return [Row.chain(seq_cache, tokens if place == 1 else tokens[:1]) for place, seq_cache in enumerate(seq_caches)]
+        counts = [len(tokens) if place == 1 else 1 for place in range(len(seq_caches))]
+        return [Row.chain(seq_cache, tokens[:count]) for seq_cache, count in zip(seq_caches, counts)]
 
     batched, single = ([runner.new_cache() for _ in prompts] for _ in range(2))
     for seq_caches in (batched, single):

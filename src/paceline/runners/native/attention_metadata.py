@@ -74,7 +74,7 @@ class BatchBuilder:
         self._dtype, self._device = kv.keys.dtype, rope_cache.device
 
     def batch(self, rows: list[Row], skips: list[int] | None = None, *, prefill: bool = False) -> EagerBatch:
-        """skips: nodes at the start of each row that are in the cache already. prefill: only last nodes are asked for."""
+        """skips: nodes at the start of each row that are cached already. prefill: only last nodes are asked for."""
         positions: list[Tensor] = []
         placed: list[PlacedRow] = []
         start = 0

@@ -122,7 +122,8 @@ class DecodeGraphs:
         batch_invariant: bool = False,
     ) -> None:
         self._model, self._kv, self._options = model, kv, options
-        self._table_width = -(-min(rope_cache.shape[0], kv.num_tokens + MAX_ROWS) // kv.block_size)
+        extra = rope_cache.shape[0] - model.config.max_seq_len  # positions past the longest sequence
+        self._table_width = -(-(min(model.config.max_seq_len, kv.num_tokens) + extra) // kv.block_size)
         self.ops = triton_ops(model, kv, rope_cache, batch_invariant=batch_invariant)
         self._draft_ops = triton_ops(model, kv, rope_cache, use_vectors=True)
         self._forward: GraphCache[ForwardKey, PassInputs, PassOutput] = GraphCache(

@@ -40,7 +40,7 @@ def _does_not_fit(tokens: int) -> OutOfMemory:
 
 
 class KVCache:
-    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory if they do not fit."""
+    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory."""
 
     def __init__(self, config: ArchConfig, blocks: BlockManager, dtype: torch.dtype, device: torch.device) -> None:
         self.blocks, self.block_size = blocks, blocks.block_size

@@ -72,7 +72,7 @@ class PassInputs:
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
 
     def put_row(self, index: int, row: Row, table: list[int]) -> None:
-        """Sequence `index` reads this row after what its cache holds. Tokens on the device are copied by `send_tokens`."""
+        """Sequence `index` reads this row after what its cache holds. `send_tokens` copies tokens on the device."""
         arrays, count = self._arrays, len(row.parents)
         arrays["lengths"][index], arrays["counts"][index] = row.seq_cache.length, count
         arrays["blocks"][index, : len(table)] = table

@@ -68,7 +68,7 @@ def test_output_equals_the_decoder_token_for_token(
     server: RunningServer, default_decoder: Any, num_clients: int
 ) -> None:
     count = 16 if num_clients > 1 else 3
-    decoder = default_decoder(draft="ngram", num_draft_tokens=4)
+    decoder = default_decoder(method="ngram", num_draft_tokens=4)
     expected = [result.text for result in decoder.generate(PROMPTS[:count], max_new_tokens=8)]
 
     def completion(prompt: str) -> str:

@@ -42,7 +42,7 @@ class TunedProfile:
     advice: str = ""
     predicted: float | None = None
     measured: float | None = None
-    shortest_answer: int = 0
+    shortest_output: int = 0
     pass_seconds: dict[int, float] = field(default_factory=dict)
     draft_seconds: dict[int, float] = field(default_factory=dict)
 
@@ -111,7 +111,7 @@ def read_profile(path: Path) -> TunedProfile:
             advice=str(measured.get("advice", "")),
             predicted=measured.get("predicted"),
             measured=measured.get("speedup"),
-            shortest_answer=int(measured.get("shortest_answer", 0)),
+            shortest_output=int(measured.get("shortest_output", 0)),
             pass_seconds=_curve(document.get("pass_seconds", {})),
             draft_seconds=_curve(document.get("draft_seconds", {})),
         )
@@ -137,7 +137,7 @@ def write_profile(profile: TunedProfile, path: Path) -> None:
             "advice": profile.advice,
             "predicted": profile.predicted,
             "speedup": profile.measured,
-            "shortest_answer": profile.shortest_answer,
+            "shortest_output": profile.shortest_output,
         },
         "pass_seconds": {str(size): seconds for size, seconds in profile.pass_seconds.items()},
         "draft_seconds": {str(size): seconds for size, seconds in profile.draft_seconds.items()},

@@ -1,4 +1,4 @@
-"""Two servers held against each other; here two small ones that only know how to throw dice."""
+"""Two servers compared with each other; here two small ones that draw from a given distribution."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.audit import Outcome
-from paceline.bench.endpoints import Endpoint, EndpointPlan, compare_endpoints
+from paceline.bench.audit import CheckStatus
+from paceline.bench.endpoints import Endpoint, EndpointPair, EndpointPlan, compare_endpoints
 from paceline.errors import EngineClosed, OptionError
 
 
 @contextmanager
-def server(words: list[float], greedy: str = "yes and no", gap: float = 3.0) -> Iterator[str]:
-    """A server that says one of three words with these probabilities, or `greedy` at temperature 0."""
+def server(probabilities: list[float], greedy: str = "yes and no", gap: float = 3.0) -> Iterator[str]:
+    """A server that returns a, b or c with these probabilities, and `greedy` at temperature 0."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
             pass
 
         def do_GET(self) -> None:
-            self._say({"data": [{"id": "dice"}]})
+            self._reply({"data": [{"id": "dice"}]})
 
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if asked["temperature"] == 0:
-                top = {"logprobs": {"top_logprobs": [{"yes": -0.1, "no": -0.1 - gap}]}} if "logprobs" in asked else {}
-                self._say({"choices": [{"text": greedy, **top}]})
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if request["temperature"] == 0:
+                top = {"logprobs": {"top_logprobs": [{"yes": -0.1, "no": -0.1 - gap}]}} if "logprobs" in request else {}
+                self._reply({"choices": [{"text": greedy, **top}]})
                 return
-            output = random.Random(asked["seed"]).choices(["a", "b", "c"], words)[0]
-            self._say({"choices": [{"text": output}]})
+            output = random.Random(request["seed"]).choices(["a", "b", "c"], probabilities)[0]
+            self._reply({"choices": [{"text": output}]})
 
-        def _say(self, body: dict[str, Any]) -> None:
+        def _reply(self, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
@@ -45,7 +45,7 @@ def server(words: list[float], greedy: str = "yes and no", gap: float = 3.0) -> 
             self.wfile.write(data)
 
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{running.server_port}"
@@ -54,31 +54,34 @@ def server(words: list[float], greedy: str = "yes and no", gap: float = 3.0) -> 
         running.server_close()
 
 
-def outcomes(one: str, other: str, **changes: Any) -> list[Outcome]:
-    plan = EndpointPlan(["x"], draws=150, **changes)
-    return [check.outcome for check in compare_endpoints(Endpoint.reach(one), Endpoint.reach(other), plan)]
+def statuses(tested: str, reference: str) -> list[CheckStatus]:
+    pair = EndpointPair(Endpoint.connect(tested), Endpoint.connect(reference))
+    return [check.status for check in compare_endpoints(pair, EndpointPlan(["x"], draws=150))]
 
 
-def test_two_servers_that_say_the_same_pass() -> None:
-    with server([0.5, 0.3, 0.2]) as one, server([0.5, 0.3, 0.2]) as other:
-        assert outcomes(one, other) == [Outcome.PASSED, Outcome.PASSED]
+@pytest.mark.slow
+def test_two_servers_of_one_distribution_pass() -> None:
+    with server([0.5, 0.3, 0.2]) as tested, server([0.5, 0.3, 0.2]) as reference:
+        assert statuses(tested, reference) == [CheckStatus.PASSED, CheckStatus.PASSED]
 
 
-def test_another_distribution_is_found() -> None:
+@pytest.mark.slow
+def test_another_distribution_is_detected() -> None:
     """150 draws of each; (.5, .3, .2) and (.1, .3, .6) are confused with probability far below 1e-6."""
-    with server([0.5, 0.3, 0.2]) as one, server([0.1, 0.3, 0.6]) as other:
-        assert outcomes(one, other)[1] is Outcome.FAILED
+    with server([0.5, 0.3, 0.2]) as tested, server([0.1, 0.3, 0.6]) as reference:
+        assert statuses(tested, reference)[1] is CheckStatus.FAILED
 
 
-def test_greedy_texts_that_part_are_a_bug_unless_the_reference_calls_it_a_tie() -> None:
-    with server([1, 0, 0], "yes and no") as one, server([1, 0, 0], "yes and yes") as other:
-        assert outcomes(one, other)[0] is Outcome.FAILED
-    with server([1, 0, 0], "yes and no") as one, server([1, 0, 0], "yes and yes", gap=0.01) as other:
-        assert outcomes(one, other)[0] is Outcome.PASSED
+@pytest.mark.slow
+def test_greedy_outputs_that_differ_are_a_bug_unless_the_reference_has_a_near_tie() -> None:
+    with server([1, 0, 0], "yes and no") as tested, server([1, 0, 0], "yes and yes") as reference:
+        assert statuses(tested, reference)[0] is CheckStatus.FAILED
+    with server([1, 0, 0], "yes and no") as tested, server([1, 0, 0], "yes and yes", gap=0.01) as reference:
+        assert statuses(tested, reference)[0] is CheckStatus.PASSED
 
 
-def test_a_server_that_is_not_there_is_a_clear_error() -> None:
+def test_a_server_that_cannot_be_reached_is_a_clear_error() -> None:
     with pytest.raises(EngineClosed, match="cannot be reached"):
-        Endpoint.reach("http://127.0.0.1:9")
+        Endpoint.connect("http://127.0.0.1:9")
     with pytest.raises((OptionError, EngineClosed), match="127"):
         Endpoint("http://127.0.0.1:9/v1", "m").text("x")

@@ -1,4 +1,4 @@
-"""The report: whole in itself, safe, and legible in a browser."""
+"""The report: complete in one file, safe, and legible in a browser."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import pytest
 
 from paceline.bench.report import build_report, headline
 from paceline.bench.sweep import grid
-from tests.bench.test_sweep import toy_plan, toy_run
-from tests.support.bench_toys import toy_subject
+from tests.support.bench_toys import toy_candidates, toy_plan, toy_run
 
 
 @pytest.fixture(scope="module")
 def run() -> dict:
-    return toy_run(toy_subject(), toy_plan(settings=grid(["draft", "ngram"], [1, 2, 4], [0.0])))
+    return toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model", "ngram"], [1, 2, 4], [0.0])))
 
 
-def test_a_report_holds_every_plot_and_asks_nothing_from_outside(run: dict) -> None:
+def test_a_report_holds_every_plot_and_loads_nothing_from_outside(run: dict) -> None:
     page = build_report(run)
     assert page.count("<svg") == 7
     for title in (
         "Speed by k",
         "Acceptance by k",
         "by position",
-        "over an answer",
+        "over an output",
         "by domain",
         "Predicted",
         "time goes",
@@ -39,17 +38,17 @@ def test_a_report_holds_every_plot_and_asks_nothing_from_outside(run: dict) -> N
 
 
 def test_names_are_shown_as_text(run: dict) -> None:
-    page = build_report({**run, "target": {**run["target"], "name": "<b>sly</b>"}})
-    assert "<b>sly" not in page
-    assert "&lt;b&gt;sly" in page
+    page = build_report({**run, "target": {**run["target"], "name": "<b>bold</b>"}})
+    assert "<b>bold" not in page
+    assert "&lt;b&gt;bold" in page
 
 
 def test_the_headline_does_not_hide_a_loss(run: dict) -> None:
     def scaled(by: float) -> dict:
         rows = []
-        for one in run["settings"]:
-            gain = {"median": by, "low": by, "high": by} if one["method"] != "none" else None
-            rows.append({**one, "speedup": gain})
+        for setting in run["settings"]:
+            gain = {"median": by, "low": by, "high": by} if setting["method"] != "none" else None
+            rows.append({**setting, "speedup": gain})
         return {**run, "settings": rows}
 
     assert "Plain decoding is fastest" in headline(scaled(0.8))

@@ -11,59 +11,59 @@ from paceline.bench.statistics import (
     against_exact,
     chi2_quantile,
     chi2_tail,
+    detectable_distance,
     power,
     two_samples,
-    visible_distance,
 )
 
 
-@pytest.mark.parametrize(("x", "freedom"), [(0.5, 1), (10.0, 3), (80.0, 40), (300.0, 200)])
-def test_the_tail_of_chi_squared_is_scipys(x: float, freedom: int) -> None:
-    assert chi2_tail(x, freedom) == pytest.approx(stats.chi2.sf(x, freedom), rel=1e-6)
+@pytest.mark.parametrize(("x", "degrees_of_freedom"), [(0.5, 1), (10.0, 3), (80.0, 40), (300.0, 200)])
+def test_the_tail_of_chi_squared_is_scipys(x: float, degrees_of_freedom: int) -> None:
+    assert chi2_tail(x, degrees_of_freedom) == pytest.approx(stats.chi2.sf(x, degrees_of_freedom), rel=1e-6)
 
 
-@pytest.mark.parametrize(("alpha", "freedom"), [(0.05, 1), (1e-5, 15), (1e-3, 80)])
-def test_the_quantile_is_scipys(alpha: float, freedom: int) -> None:
-    assert chi2_quantile(alpha, freedom) == pytest.approx(stats.chi2.isf(alpha, freedom), rel=1e-6)
+@pytest.mark.parametrize(("alpha", "degrees_of_freedom"), [(0.05, 1), (1e-5, 15), (1e-3, 80)])
+def test_the_quantile_is_scipys(alpha: float, degrees_of_freedom: int) -> None:
+    assert chi2_quantile(alpha, degrees_of_freedom) == pytest.approx(stats.chi2.isf(alpha, degrees_of_freedom), rel=1e-6)
 
 
-@pytest.mark.parametrize(("distance", "draws", "freedom"), [(0.1, 400, 10), (0.05, 3000, 40), (0.0, 100, 3)])
-def test_power_is_that_of_the_non_central_distribution(distance: float, draws: int, freedom: int) -> None:
-    edge = stats.chi2.isf(0.001, freedom)
-    wanted = stats.ncx2.sf(edge, freedom, max(4 * draws * distance**2, 1e-12))
-    assert power(distance, draws, freedom, 0.001) == pytest.approx(wanted, abs=1e-6)
+@pytest.mark.parametrize(("distance", "draws", "degrees_of_freedom"), [(0.1, 400, 10), (0.05, 3000, 40), (0.0, 100, 3)])
+def test_power_is_that_of_the_non_central_distribution(distance: float, draws: int, degrees_of_freedom: int) -> None:
+    edge = stats.chi2.isf(0.001, degrees_of_freedom)
+    expected = stats.ncx2.sf(edge, degrees_of_freedom, max(4 * draws * distance**2, 1e-12))
+    assert power(distance, draws, degrees_of_freedom, 0.001) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_stated_distance_is_found_as_often_as_stated() -> None:
-    """A distribution that is off by the distance called visible is found in 95% of runs or more.
+    """A distribution that is off by the detectable distance is found in 95% of runs or more.
 
     Of 300 runs, fewer than 270 would happen by chance with probability below 1e-3."""
     exact = dict.fromkeys(range(8), 1 / 8)
-    distance = visible_distance(500, 7, 0.001)
+    distance = detectable_distance(500, 7, 0.001)
     shifted = [1 / 8 + (distance / 4 if cell < 4 else -distance / 4) for cell in range(8)]
-    dice = np.random.default_rng(5)
-    found = 0
+    rng = np.random.default_rng(5)
+    num_found = 0
     for _ in range(300):
-        counts = Counter(dict(enumerate(dice.multinomial(500, shifted).tolist())))
-        found += against_exact(counts, exact).p_value < 0.001
-    assert found >= 270
+        counts = Counter(dict(enumerate(rng.multinomial(500, shifted).tolist())))
+        num_found += against_exact(counts, exact).p_value < 0.001
+    assert num_found >= 270
 
 
 def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     """Kolmogorov-Smirnov over 400 runs; fails by chance with probability 1e-4."""
-    uniforms = [0.4, 0.3, 0.15, 0.1, 0.03, 0.01, 0.005, 0.005]
-    dice = np.random.default_rng(6)
+    probabilities = [0.4, 0.3, 0.15, 0.1, 0.03, 0.01, 0.005, 0.005]
+    rng = np.random.default_rng(6)
     values = [
         against_exact(
-            Counter({c: n for c, n in enumerate(dice.multinomial(600, uniforms).tolist()) if n}),
-            dict(enumerate(uniforms)),
+            Counter({c: n for c, n in enumerate(rng.multinomial(600, probabilities).tolist()) if n}),
+            dict(enumerate(probabilities)),
         ).p_value
         for _ in range(400)
     ]
     assert stats.kstest(values, "uniform").pvalue > 1e-4
 
 
-def test_something_impossible_settles_the_matter() -> None:
+def test_an_impossible_outcome_is_proof_by_itself() -> None:
     fit = against_exact(Counter({"a": 99, "z": 1}), {"a": 0.5, "b": 0.5})
     assert fit.p_value == 0.0
 
@@ -73,10 +73,10 @@ def test_one_possible_outcome_proves_nothing_and_fails_nothing() -> None:
 
 
 def test_two_samples_agree_with_scipys_table_test() -> None:
-    one, other = Counter(a=60, b=40, c=30), Counter(a=35, b=55, c=30)
-    wanted = stats.chi2_contingency([[60, 40, 30], [35, 55, 30]], correction=False).pvalue
-    assert two_samples(one, other).p_value == pytest.approx(wanted, rel=1e-9)
-    assert two_samples(one, one).p_value == pytest.approx(1.0)
+    first, second = Counter(a=60, b=40, c=30), Counter(a=35, b=55, c=30)
+    expected = stats.chi2_contingency([[60, 40, 30], [35, 55, 30]], correction=False).pvalue
+    assert two_samples(first, second).p_value == pytest.approx(expected, rel=1e-9)
+    assert two_samples(first, first).p_value == pytest.approx(1.0)
 
 
 def test_a_spread_is_a_median_between_extremes() -> None:

@@ -1,92 +1,92 @@
-"""A subject made of tables, and three ways to get speculation wrong."""
+"""Candidates over table models, engines of them under the stopwatch, and a run as `paceline bench` records it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from torch import Generator, Tensor
-
-from paceline.bench.candidates import Subject
-from paceline.core import draft_tree
-from paceline.core.draft_tree import ROOT, DraftTree
-from paceline.core.protocols import Drafter
-from paceline.core.sampling import draw
-from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult, VerifyResult
-from paceline.core.verify import draw_uniforms
+from paceline.bench.candidates import Candidates, DecodeSetting, open_candidates
+from paceline.bench.environment import new_run
+from paceline.bench.measure import MeasuredEngine, OutputLength
+from paceline.bench.results import LosslessCheck, Measurements, setting_record
+from paceline.bench.sweep import SweepPlan, grid, prompt_batches, sweep
+from paceline.build import OpenModel, build_engine
+from paceline.config import EngineConfig
+from paceline.core.cost_model import CostCurve, CostModel
+from paceline.core.protocols import Drafter, Runner
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.verifier import Verifier
 from paceline.runners.table import TableRunner
+from tests.support.toy import letter_tokenizer
 
-CONTEXT = [0, 1, 2, 3, 0, 1, 2]  # its last tokens stood before, so a lookup finds something
-
-
-def toy_subject(**drafters: Drafter) -> Subject:
-    target = TableRunner(vocab_size=5, seed=3)
-    twin = DraftModel(TableRunner(vocab_size=5, seed=3, blur=0.5), 5)
-    return Subject(target, None, {"none": NoDraft(), "ngram": Ngram(), "draft": twin, **drafters})
+CONTEXT = [0, 1, 2, 3, 0, 1, 2]  # its last tokens occurred before, so a lookup finds something
+VOCAB_SIZE = 5
+SEED = 3
+PASSES = CostCurve({1: 0.001, 9: 0.002})
 
 
-class Wrapped:
-    """A drafter around another one."""
+def toy_candidates(target: Runner | None = None, **drafters: Drafter) -> Candidates:
+    """Plain decoding, ngram and draft_model over a table, and further drafters by the name of their method.
 
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self.needs = inner.needs
-
-    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        self.inner.begin(seq, prompt)
-
-    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        return [
-            draft_tokens if draft_tokens.probs is None else self.spoil(draft_tokens) for draft_tokens in self.inner.propose(seqs, num_draft_tokens)
-        ]
-
-    def spoil(self, draft_tokens: DraftTree) -> DraftTree:
-        raise AssertionError("say what goes wrong")
-
-    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        self.inner.observe(seqs, results)
-
-    def end(self, seq: Sequence) -> None:
-        self.inner.end(seq)
+    Costs are given, so that no clock decides how many draft tokens `auto` makes.
+    """
+    target = target or TableRunner(vocab_size=VOCAB_SIZE, seed=SEED)
+    opened = OpenModel(target, letter_tokenizer(), "cpu")
+    own = {"none": NoDraft(), "ngram": Ngram(), "draft_model": blurred_draft(), **drafters}
+    costs = CostModel(CostCurve({1: 1.0, 17: 1.0}))
+    configs = {
+        method: EngineConfig.create("table", method=method, drafter=drafter, tuned=costs)
+        for method, drafter in own.items()
+    }
+    return open_candidates(
+        target, opened.tokenizer, configs, lambda config, runner: build_engine(config, replace(opened, target=runner))
+    )
 
 
-class WrongQ(Wrapped):
-    """Says that its guesses were drawn at another temperature than they were."""
-
-    def spoil(self, draft_tokens: DraftTree) -> DraftTree:
-        assert draft_tokens.probs is not None
-        flat = draft_tokens.probs**0.5
-        return replace(draft_tokens, probs=flat / flat.sum(-1, keepdim=True))
+def blurred_draft(vocab_size: int = VOCAB_SIZE, order: int = 2, blur: float = 0.5) -> DraftModel:
+    """A draft model that is the target with some noise."""
+    return DraftModel(TableRunner(vocab_size=vocab_size, order=order, seed=SEED, blur=blur), vocab_size)
 
 
-class Anticipating(Wrapped):
-    """Looks at its guesses before it says how many there are: keeps only those that look likely."""
-
-    def spoil(self, draft_tokens: DraftTree) -> DraftTree:
-        assert draft_tokens.probs is not None
-        likely = draft_tokens.probs.gather(-1, draft_tokens.tokens[:, None])[:, 0] > 0.4
-        count = int(likely.long().cumprod(0).sum())
-        return draft_tree.chain(draft_tokens.tokens[:count], draft_tokens.probs[:count]) if count else draft_tree.empty()
+def measured_engine(candidates: Candidates, method: str, k: int = 0) -> MeasuredEngine:
+    return MeasuredEngine(candidates.engine(DecodeSetting(method, k)))
 
 
-def residual_missing(draft_tokens: DraftTree, target: Tensor, rng: Generator) -> VerifyResult:
-    """The token rule, but after a rejection it draws from p itself."""
-    uniforms, path, node = draw_uniforms(draft_tokens, rng), [], ROOT
-    for child, token in enumerate(draft_tokens.tokens.tolist()):
-        q = 1.0 if draft_tokens.probs is None else float(draft_tokens.probs[child, token])
-        if draft_tokens.parents[child] != node or float(uniforms[child]) * q >= float(target[node + 1, token]):
+def toy_plan(**changes: Any) -> SweepPlan:
+    batches = prompt_batches(["code", "code", "chat"], [CONTEXT, [1, 2, 3, 1, 2], [4, 0, 4, 0]], 1)
+    first = SweepPlan(grid(["draft_model", "ngram"], [2, 4], [0.0]), batches, OutputLength(12), repeats=2)
+    return replace(first, **changes)
+
+
+def measured(candidates: Candidates, plan: SweepPlan, limit: int | None = None) -> Measurements:
+    """The measurements of a sweep, or of its first `limit` runs."""
+    measurements = Measurements(plan)
+    for number, setting_run in enumerate(sweep(candidates, plan)):
+        if number == limit:
             break
-        path.append(child)
-        node = child
-    return VerifyResult(path, int(draw(target[node + 1], uniforms[-1])))
+        measurements.add(setting_run)
+    return measurements
 
 
-class PlantedJudge(Verifier):
-    """Applies a rule of ours under the name of a good one."""
-
-    def _walked(self, seq: Sequence, draft_tokens: DraftTree, target: Tensor) -> VerifyResult:
-        return residual_missing(draft_tokens, target, seq.rng)
+def toy_run(candidates: Candidates, plan: SweepPlan, limit: int | None = None) -> dict[str, Any]:
+    """A run as `paceline bench` records it."""
+    measurements = measured(candidates, plan, limit)
+    run = new_run(["paceline", "bench"], candidates.target.info, None)
+    check = LosslessCheck(candidates)
+    run |= {
+        "complete": True,
+        "pass_seconds": {"1": 0.001},
+        "settings": [setting_record(measurements, name, check, PASSES) for name in measurements.by_name],
+        "workload": {
+            "source": "toy",
+            "prompts": 3,
+            "domains": ["code", "chat"],
+            "max_new_tokens": 12,
+            "ignore_eos": False,
+            "max_num_seqs": 1,
+            "repeats": 2,
+            "seed": 0,
+        },
+    }
+    return run

@@ -1,7 +1,7 @@
-"""Proof that nothing changed, on the user's own models.
+"""Proof that the output is unchanged, on the user's own models.
 
-greedy        every method's text against the plain path's, and that against transformers'; differences are explained
-sampled       for every method, acceptance rule and temperature: draws against the target's exact distribution
+greedy   every method's output against plain decoding, and that against transformers; differences are explained
+sampled  for every method, acceptance rule and temperature: draws against the target's exact distribution
 
 Every sampled check is a chi² test. All of them together raise a false alarm with probability `alpha`; each states how
 far the output would have to be off to be found with 95% certainty.
@@ -16,84 +16,95 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-from paceline.bench.candidates import PLAIN, Setting, Subject
-from paceline.bench.measure import Length, write
-from paceline.bench.near_ties import Kind, compare
-from paceline.bench.sampling_test import Effort, Evidence, SamplingAudit, slow_to_draw
-from paceline.bench.statistics import visible_distance
-from paceline.core.draft_length import FixedDraftLength
-from paceline.core.verify import COUPLED, LOSSLESS_RULES
+from paceline.bench.candidates import Candidates, DecodeSetting
+from paceline.bench.measure import MeasuredEngine, OutputLength
+from paceline.bench.near_ties import bugs_in, compare, summary
+from paceline.bench.sampling_test import SampleLimit, SamplingAudit, SamplingResult, slow_to_draw
+from paceline.bench.statistics import detectable_distance
+from paceline.config import NONE
+from paceline.core.verify import RULES
 
-DEFAULT_RULES = (*LOSSLESS_RULES, COUPLED)
+LOSSLESS_RULES = tuple(name for name, rule in RULES.items() if rule.lossless)
 DEFAULT_ALPHA = 0.001
-Answer = Callable[..., list[int]]  # (prompt, length=...) -> answer
+Generate = Callable[[list[int]], list[int]]  # prompt -> greedy output
+ReferenceGenerate = Callable[[list[int], OutputLength], list[int]]
 
 
-class Outcome(Enum):
+class CheckStatus(Enum):
     PASSED = "passed"
     FAILED = "FAILED"
-    UNTESTED = "untested"  # no guess was ever judged, so nothing was shown
+    UNTESTED = "untested"  # no draft token was ever verified, so nothing was shown
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at."""
+class AuditCheck:
+    """The result of one check. distance: the total variation found with 95% certainty."""
 
     name: str
     kind: str
-    outcome: Outcome
+    status: CheckStatus
     detail: str
     seconds: float
     p_value: float | None = None
     draws: int | None = None
-    visible: float | None = None  # total variation found with 95% certainty
+    distance: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "outcome": self.outcome.value}
+        return {**asdict(self), "status": self.status.value}
 
 
 @dataclass(frozen=True, slots=True)
 class AuditPlan:
-    """What to look at, and how hard."""
+    """What to check, and how thoroughly.
 
-    contexts: list[list[int]]  # to draw from
-    prompts: list[list[int]]  # to answer greedily
+    contexts    to draw from; prompts: to generate greedily
+    seconds     for all sampled checks together
+    reference   transformers' greedy output, where there is one
+    every_pair  False: each method with the first rule, and each further rule with the first method
+    """
+
+    contexts: list[list[int]]
+    prompts: list[list[int]]
     methods: list[str]
-    rules: tuple[str, ...] = DEFAULT_RULES
+    rules: tuple[str, ...] = LOSSLESS_RULES
     temperatures: tuple[float, ...] = (0.7, 1.0)
     num_draft_tokens: int = 2
-    length: Length = field(default_factory=Length)
+    length: OutputLength = field(default_factory=OutputLength)
     alpha: float = DEFAULT_ALPHA
     draws: int = 2000
-    seconds: float = 600.0  # for all sampled checks together
+    seconds: float = 600.0
     seed: int = 0
-    reference: Answer | None = None  # transformers' greedy answer
+    reference: ReferenceGenerate | None = None
     describe: Callable[[list[int]], str] = str
-    every_pair: bool = True  # False: each method with the first rule, and each further rule with the first method
+    every_pair: bool = True
 
-    def sampled_settings(self) -> list[Setting]:
-        """A rule does not know who guessed, so a quick audit need not try every rule with every method."""
+    def sampled_settings(self) -> list[DecodeSetting]:
+        """A rule does not depend on who drafted, so a quick audit need not try every rule with every method."""
         pairs = [(method, rule) for method in self.methods for rule in self.rules]
         if not self.every_pair:
             pairs = [(m, r) for m, r in pairs if m == self.methods[0] or r == self.rules[0]]
-        warm = [temperature for temperature in self.temperatures if temperature > 0]
-        return [Setting(method, self.num_draft_tokens, heat, rule) for heat in warm for method, rule in pairs]
+        temperatures = [temperature for temperature in self.temperatures if temperature > 0]
+        return [
+            DecodeSetting(method, self.num_draft_tokens, temperature, rule)
+            for temperature in temperatures
+            for method, rule in pairs
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
-    """The result. `lossless` only if nothing failed and something was shown."""
+class AuditResult:
+    """All checks. `lossless` only if nothing failed and something was shown."""
 
-    checks: list[Check]
+    checks: list[AuditCheck]
     alpha: float
 
     @property
-    def failed(self) -> list[Check]:
-        return [check for check in self.checks if check.outcome is Outcome.FAILED]
+    def failed(self) -> list[AuditCheck]:
+        return [check for check in self.checks if check.status is CheckStatus.FAILED]
 
     @property
     def lossless(self) -> bool:
-        return not self.failed and any(check.outcome is Outcome.PASSED for check in self.checks)
+        return not self.failed and any(check.status is CheckStatus.PASSED for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -104,78 +115,91 @@ class Audit:
         }
 
 
-def audit(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
+def audit(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditCheck]:
     """Run every check, yielding each as it is done."""
-    yield from greedy_checks(subject, plan)
-    yield from sampled_checks(subject, plan)
+    yield from greedy_checks(candidates, plan)
+    yield from sampled_checks(candidates, plan)
 
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-def greedy_checks(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
-    """Every method against the plain path, and the plain path against transformers."""
+def greedy_checks(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditCheck]:
+    """Every method against plain decoding, and plain decoding against transformers."""
     if not plan.prompts:
         return
-    plain = [_greedy(subject, Setting(PLAIN), ids, plan.length) for ids in plan.prompts]
+    plain = [*map(_greedy(candidates, DecodeSetting(NONE), plan.length), plan.prompts)]
     if plan.reference is not None:
-        yield _compared(subject, plan, plain, "plain = transformers", partial(plan.reference, length=plan.length))
+        reference: Generate = partial(_with_length, plan.reference, plan.length)
+        yield _compared(candidates, plan, plain, "plain = transformers", reference)
     for method in plan.methods:
-        answer = partial(_greedy, subject, Setting(method, plan.num_draft_tokens), length=plan.length)
-        yield _compared(subject, plan, plain, f"greedy {method} = plain", answer)
+        generate = _greedy(candidates, DecodeSetting(method, plan.num_draft_tokens), plan.length)
+        yield _compared(candidates, plan, plain, f"greedy {method} = plain", generate)
 
 
-def _greedy(subject: Subject, setting: Setting, ids: list[int], length: Length) -> list[int]:
-    budget = FixedDraftLength(int(setting.num_draft_tokens))
-    return write(subject, setting, [ids], length, budget=budget).answers[0]
+def _greedy(candidates: Candidates, setting: DecodeSetting, length: OutputLength) -> Generate:
+    engine = MeasuredEngine(candidates.engine(setting))
+    return lambda prompt: engine.run([prompt], length).outputs[0]
+
+
+def _with_length(reference: ReferenceGenerate, length: OutputLength, prompt: list[int]) -> list[int]:
+    return reference(prompt, length)
 
 
 def _compared(
-    subject: Subject, plan: AuditPlan, plain: list[list[int]], name: str, answer: Callable[[list[int]], list[int]]
-) -> Check:
+    candidates: Candidates, plan: AuditPlan, plain: list[list[int]], name: str, generate: Generate
+) -> AuditCheck:
     started = time.perf_counter()
-    found = [compare(subject.target, ids, one, answer(ids)) for ids, one in zip(plan.prompts, plain)]
-    same = sum(one.kind is Kind.SAME for one in found)
-    ties = sum(one.kind is Kind.NEAR_TIE for one in found)
-    detail = f"{same} of {len(found)} texts equal" + (f", {ties} part at a near-tie" if ties else "")
-    bugs = [str(one) for one in found if one.kind is Kind.BUG]
-    outcome = Outcome.FAILED if bugs else Outcome.PASSED
-    detail += f"; {bugs[0]}" if bugs else ""
-    return Check(name, "greedy", outcome, detail, time.perf_counter() - started)
+    comparisons = [
+        compare(candidates.target, prompt, output, generate(prompt)) for prompt, output in zip(plan.prompts, plain)
+    ]
+    status = CheckStatus.FAILED if bugs_in(comparisons) else CheckStatus.PASSED
+    return AuditCheck(name, "greedy", status, summary(comparisons), time.perf_counter() - started)
 
 
 # --- sampled ----------------------------------------------------------------------------------------------------------
 
 
-def sampled_checks(subject: Subject, plan: AuditPlan) -> Iterator[Check]:
+@dataclass(frozen=True, slots=True)
+class _SampledCheck:
+    """One setting in one context. context: its index in the plan."""
+
+    setting: DecodeSetting
+    context: int
+
+
+def sampled_checks(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditCheck]:
     """Every setting in every context, the time divided evenly."""
-    laboratory = SamplingAudit(subject)
-    jobs = [(setting, context) for setting in plan.sampled_settings() for context in plan.contexts]
-    # The cheap ones first: time that they leave over goes to those that need it.
-    jobs.sort(key=lambda job: slow_to_draw(subject.drafter(job[0].method)))
-    threshold = plan.alpha / max(len(jobs), 1)
+    sampling_audit = SamplingAudit(candidates)
+    checks = [
+        _SampledCheck(setting, context) for setting in plan.sampled_settings() for context in range(len(plan.contexts))
+    ]
+    # The cheap ones first: time that they do not need goes to the others.
+    checks.sort(key=lambda check: slow_to_draw(candidates.candidate(check.setting.method).drafter))
+    threshold = plan.alpha / max(len(checks), 1)
     began = time.perf_counter()
-    for number, (setting, context) in enumerate(jobs):
-        left = plan.seconds - (time.perf_counter() - began)
-        effort = Effort(plan.draws, max(left, 0.0) / (len(jobs) - number))
+    for number, check in enumerate(checks):
         started = time.perf_counter()
-        evidence = laboratory.fit(setting, context, effort, plan.seed + number, plan.describe)
-        name = f"sampled {setting}" + (f" context {plan.contexts.index(context) + 1}" if len(plan.contexts) > 1 else "")
-        yield judged(name, evidence, threshold, time.perf_counter() - started)
+        remaining = max(0.0, plan.seconds - (started - began))
+        limit = SampleLimit(plan.draws, remaining / (len(checks) - number))
+        context = plan.contexts[check.context]
+        result = sampling_audit.test(check.setting, context, limit, plan.seed + number, plan.describe)
+        name = f"sampled {check.setting}" + (f" context {check.context + 1}" if len(plan.contexts) > 1 else "")
+        yield sampled_check(name, result, threshold, time.perf_counter() - started)
 
 
-def judged(name: str, evidence: Evidence, threshold: float, seconds: float) -> Check:
-    """Turn evidence into a verdict at one test's share of alpha."""
-    fit = evidence.fit
-    visible = visible_distance(fit.draws, fit.freedom, threshold)
+def sampled_check(name: str, result: SamplingResult, threshold: float, seconds: float) -> AuditCheck:
+    """Accept or reject at one test's share of alpha."""
+    fit = result.fit
+    distance = detectable_distance(fit.draws, fit.degrees_of_freedom, threshold)
     if fit.p_value < threshold:
-        outcome, detail = Outcome.FAILED, f"p = {fit.p_value:.2g}: {evidence.furthest}"
-    elif not evidence.stats.drafted:
-        outcome, detail = Outcome.UNTESTED, "the method offered no guess in this context"
+        status, detail = CheckStatus.FAILED, f"p = {fit.p_value:.2g}: {result.furthest}"
+    elif not result.stats.drafted:
+        status, detail = CheckStatus.UNTESTED, "the method drafted nothing in this context"
     else:
-        outcome = Outcome.PASSED
+        status = CheckStatus.PASSED
         detail = (
-            f"p = {fit.p_value:.2g} over {fit.draws} draws, {evidence.stats.drafted} guesses judged, "
-            f"{evidence.stats.accepted} stood; a distance of {visible:.3f} would be found with 95% certainty"
+            f"p = {fit.p_value:.2g} over {fit.draws} draws, {result.stats.drafted} draft tokens verified, "
+            f"{result.stats.accepted} accepted; a distance of {distance:.3f} would be found with 95% certainty"
         )
-    return Check(name, "sampled", outcome, detail, seconds, fit.p_value, fit.draws, visible)
+    return AuditCheck(name, "sampled", status, detail, seconds, fit.p_value, fit.draws, distance)

@@ -8,60 +8,57 @@ from typing import Any
 
 import torch
 
-from paceline.bench.candidates import Subject
-from paceline.bench.measure import Length, Written
+from paceline.bench.candidates import Candidates
+from paceline.bench.measure import BatchRun, OutputLength
 from paceline.core.stats import SpecStats
 from paceline.errors import OptionError
 
-PEERS = ("hf",)
+BASELINES = ("hf",)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """One way of transformers to write: plain, with an assistant model, or by prompt lookup."""
+class Baseline:
+    """One way of transformers to generate: plain, with an assistant model, or by prompt lookup."""
 
     name: str
     model: Any
-    extra: dict[str, Any]
+    options: dict[str, Any]
 
-    def write(self, prompts: list[list[int]], length: Length, temperature: float, seed: int = 0) -> Written:
-        """Answer the prompts one after another: transformers speculates for one text at a time."""
+    def run(self, prompts: list[list[int]], length: OutputLength, temperature: float, seed: int = 0) -> BatchRun:
+        """Generate one output after another: transformers speculates for one sequence at a time."""
         torch.manual_seed(seed)
-        answers: list[list[int]] = []
         started = time.perf_counter()
-        for ids in prompts:
-            answers.append(self._answer(ids, length, temperature))
-        stats = SpecStats(new_tokens=sum(map(len, answers)), seconds=time.perf_counter() - started)
-        return Written(answers, stats, [], [])
+        outputs = [self._generate(prompt, length, temperature) for prompt in prompts]
+        stats = SpecStats(new_tokens=sum(map(len, outputs)), seconds=time.perf_counter() - started)
+        return BatchRun(outputs, stats, [], [])
 
-    def _answer(self, ids: list[int], length: Length, temperature: float) -> list[int]:
-        given = torch.tensor([ids], device=self.model.device)
-        chosen: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": length.max_new_tokens}
+    def _generate(self, prompt: list[int], length: OutputLength, temperature: float) -> list[int]:
+        input_ids = torch.tensor([prompt], device=self.model.device)
+        options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": length.max_new_tokens}
         if temperature > 0:
-            chosen |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         if length.ignore_eos:
-            chosen["min_new_tokens"] = length.max_new_tokens
+            options["min_new_tokens"] = length.max_new_tokens
+        mask = torch.ones_like(input_ids)
         with torch.inference_mode():
-            out = self.model.generate(
-                given, attention_mask=torch.ones_like(given), pad_token_id=0, **chosen, **self.extra
-            )
-        return [int(token) for token in out[0, len(ids) :]]
+            ids = self.model.generate(input_ids, attention_mask=mask, pad_token_id=0, **options, **self.options)
+        return [int(token) for token in ids[0, len(prompt) :]]
 
 
-def peers_of(subject: Subject, words: list[str], num_draft_tokens: int = 5) -> list[Peer]:
-    """The peers asked for. Raises OptionError where the target is not a transformers model."""
-    for word in words:
-        if word not in PEERS:
-            raise OptionError(f"there is no peer {word!r}; there is {', '.join(PEERS)}")
-    if not words:
+def open_baselines(candidates: Candidates, names: list[str], num_draft_tokens: int = 5) -> list[Baseline]:
+    """The baselines of these names. Raises OptionError where the target is not a model of transformers."""
+    for name in names:
+        if name not in BASELINES:
+            raise OptionError(f"there is no baseline {name!r}; there is {', '.join(BASELINES)}")
+    if not names:
         return []
-    model = subject.peer_model("target")
+    model = candidates.hf_model("target")
     if model is None:
-        raise OptionError("--peers hf needs a target that transformers can run, in fp32, bf16 or fp16")
-    found = [Peer("transformers", model, {})]
-    draft = subject.peer_model("draft")
+        raise OptionError("--baselines hf needs a model that transformers can run, in fp32, bf16 or fp16")
+    baselines = [Baseline("transformers", model, {})]
+    draft = candidates.hf_model("draft")
     if draft is not None:
         draft.generation_config.num_assistant_tokens = num_draft_tokens
-        found.append(Peer("transformers assistant", model, {"assistant_model": draft}))
-    found.append(Peer("transformers prompt lookup", model, {"prompt_lookup_num_tokens": num_draft_tokens}))
-    return found
+        baselines.append(Baseline("transformers assistant", model, {"assistant_model": draft}))
+    baselines.append(Baseline("transformers prompt lookup", model, {"prompt_lookup_num_tokens": num_draft_tokens}))
+    return baselines

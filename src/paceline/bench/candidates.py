@@ -1,26 +1,29 @@
-"""What is measured: a target, the drafters that can guess for it, and one setting of them at a time.
+"""What is measured: a loaded target, the methods that can draft for it, and one setting of them at a time.
 
-The parts are made by assembly, which stands above this room; they are handed in.
+Engines are assembled by build.py, which lies above this room, so the function that builds them is passed in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.core.draft_length import DraftLengthPolicy, FixedDraftLength
+from paceline.config import NONE, EngineConfig
 from paceline.core.protocols import Drafter, Runner
-from paceline.engines.local.step import EngineParts
-from paceline.engines.local.verifier import Verifier
-from paceline.errors import OptionError
+from paceline.engines.local.engine import LocalEngine
+from paceline.errors import OptionError, PacelineError
 from paceline.hub.tokenizer import Tokenizer
 
-PLAIN = "none"
+
+class EngineBuilder(Protocol):
+    """build.build_engine over a target that is loaded already."""
+
+    def __call__(self, config: EngineConfig, target: Runner) -> LocalEngine: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DecodeSetting:
     """One way to decode."""
 
     method: str
@@ -29,62 +32,102 @@ class Setting:
     acceptance: str = "token"
 
     @property
-    def plain(self) -> bool:
-        return self.method == PLAIN
+    def is_plain(self) -> bool:
+        return self.method == NONE
 
     @property
-    def baseline(self) -> Setting:
+    def plain(self) -> DecodeSetting:
         """Plain decoding at the same temperature: what a speed-up is measured against."""
-        return Setting(PLAIN, 0, self.temperature)
+        return DecodeSetting(NONE, 0, self.temperature)
 
     def __str__(self) -> str:
-        words = ["plain"] if self.plain else [self.method, f"k={self.num_draft_tokens}"]
-        words += [f"T={self.temperature:g}"] if self.temperature else []
-        words += [self.acceptance] if self.acceptance != "token" else []
-        return " ".join(words)
+        parts = ["plain"] if self.is_plain else [self.method, f"k={self.num_draft_tokens}"]
+        parts += [f"T={self.temperature:g}"] if self.temperature else []
+        parts += [self.acceptance] if self.acceptance != "token" else []
+        return " ".join(parts)
 
-
-def _no_peer(role: str) -> None:
-    """Neither the target nor the draft is a model of transformers."""
-
-
-def _fixed(method: str, num_draft_tokens: int | str) -> DraftLengthPolicy:
-    if not isinstance(num_draft_tokens, int):
-        raise OptionError("here the number of draft tokens must be a whole number")
-    return FixedDraftLength(num_draft_tokens)
+    def applied_to(self, config: EngineConfig, max_num_seqs: int) -> EngineConfig:
+        """The configuration of an engine that decodes this way. No prefix cache: each prompt counts in full."""
+        return config.with_options(
+            num_draft_tokens=self.num_draft_tokens,
+            acceptance=self.acceptance,
+            max_num_seqs=max_num_seqs,
+            prefix_cache_tokens=0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """The models under test.
+class Candidate:
+    """A method that can draft for the target. Its drafter is built once and serves every engine of the method.
 
-    drafters     by method; plain decoding among them
-    missing      methods that cannot be tried here, and why
-    make_draft_length  a fresh budget for a method and a k ("auto" too, where the maker knows costs)
-    make_judge   by the name of an acceptance rule
-    peer_model   loads the model named, in transformers' own code; None where it has no such form
+    config  as the user gave it: an engine of this configuration builds a drafter of its own, unless it names one
+    """
+
+    config: EngineConfig
+    drafter: Drafter
+
+    def engine_config(self, setting: DecodeSetting, max_num_seqs: int = 1) -> EngineConfig:
+        return setting.applied_to(self.config.with_options(drafter=self.drafter), max_num_seqs)
+
+
+def no_hf_model(role: str) -> None:
+    """Neither the target nor the draft model is a model of transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The methods under test, over one target.
+
+    by_method    plain decoding is among them
+    build        makes an engine of a configuration over a target
+    unavailable  methods that cannot be tried here, and why
+    hf_model     the "target" or the "draft" as a model of transformers; None where it has no such form
     """
 
     target: Runner
-    tokenizer: Tokenizer | None
-    drafters: Mapping[str, Drafter]
-    missing: Mapping[str, str] = field(default_factory=dict)
-    make_draft_length: Callable[[str, int | str], DraftLengthPolicy] = _fixed
-    make_judge: Callable[[str], Verifier] = Verifier
-    peer_model: Callable[[str], Any | None] = _no_peer
-
-    def drafter(self, method: str) -> Drafter:
-        if method in self.missing:
-            raise OptionError(f"method {method} cannot be used here: {self.missing[method]}")
-        if method not in self.drafters:
-            raise OptionError(f"there is no method {method!r} here; there are {', '.join(self.drafters)}")
-        return self.drafters[method]
-
-    def parts(self, setting: Setting, budget: DraftLengthPolicy | None = None) -> EngineParts:
-        """The parts of one setting; `budget` replaces the one it would get."""
-        chosen = budget or self.make_draft_length(setting.method, setting.num_draft_tokens)
-        return EngineParts(self.target, self.drafter(setting.method), chosen, self.make_judge(setting.acceptance))
+    tokenizer: Tokenizer
+    by_method: Mapping[str, Candidate]
+    build: EngineBuilder
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    hf_model: Callable[[str], Any | None] = no_hf_model
 
     @property
-    def guessing_methods(self) -> list[str]:
-        return [method for method in self.drafters if method != PLAIN]
+    def drafting_methods(self) -> list[str]:
+        return [method for method in self.by_method if method != NONE]
+
+    @property
+    def draft_runner(self) -> Runner | None:
+        """The draft model, where one of the methods has one."""
+        runners = (candidate.drafter.draft_runner for candidate in self.by_method.values())
+        return next((runner for runner in runners if runner is not None), None)
+
+    def candidate(self, method: str) -> Candidate:
+        """Raises OptionError for a method that cannot be used here."""
+        if method in self.unavailable:
+            raise OptionError(f"method {method} cannot be used here: {self.unavailable[method]}")
+        if method not in self.by_method:
+            raise OptionError(f"there is no method {method!r} here; there are {', '.join(self.by_method)}")
+        return self.by_method[method]
+
+    def engine(self, setting: DecodeSetting, max_num_seqs: int = 1) -> LocalEngine:
+        """A new engine of one setting; its draft-length policy has learned nothing yet."""
+        return self.build(self.candidate(setting.method).engine_config(setting, max_num_seqs), self.target)
+
+
+def open_candidates(
+    target: Runner,
+    tokenizer: Tokenizer,
+    configs: Mapping[str, EngineConfig],
+    build: EngineBuilder,
+    hf_model: Callable[[str], Any | None] = no_hf_model,
+) -> Candidates:
+    """Build the drafter of every method; methods that cannot work with this target are listed with the reason."""
+    by_method: dict[str, Candidate] = {}
+    unavailable: dict[str, str] = {}
+    for method, config in configs.items():
+        try:
+            engine = build(DecodeSetting(method, 1).applied_to(config, 1), target)
+            by_method[method] = Candidate(config, engine.parts.drafter)
+        except PacelineError as error:
+            unavailable[method] = str(error)
+    return Candidates(target, tokenizer, by_method, build, unavailable, hf_model)

@@ -1,4 +1,4 @@
-"""What a result cannot do without: the machine, the versions, and a file that is never half written."""
+"""What every result carries: the machine and the versions; and a results file that is never half written."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PACKAGES = ("paceline", "torch", "transformers", "tokenizers", "numpy")
 
 
 def hardware() -> dict[str, Any]:
-    """The machine, as far as it shows in a speed."""
-    found: dict[str, Any] = {
+    """The machine, as far as it determines a speed."""
+    accelerators: list[str] = []
+    if torch.cuda.is_available():
+        accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "accelerators": [],
+        "accelerators": accelerators,
     }
-    if torch.cuda.is_available():
-        found["accelerators"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return found
 
 
 def _processor() -> str:
@@ -54,47 +54,49 @@ def _memory_gib() -> float:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    """Of Python and the packages that matter for speed and output."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
 
 
-def card_record(info: ModelInfo) -> dict[str, Any]:
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def model_record(info: ModelInfo) -> dict[str, Any]:
     return {
         "name": info.name,
         "device": info.device,
         "dtype": info.dtype,
-        "layers": info.num_layers,
-        "width": info.hidden_size,
+        "num_layers": info.num_layers,
+        "hidden_size": info.hidden_size,
         "vocab_size": info.vocab_size,
     }
 
 
-def new_run(command: list[str], target: ModelInfo, draft: ModelInfo | None) -> dict[str, Any]:
-    """The head of a run; settings and workload are added by who measures."""
+def new_run(command: list[str], target: ModelInfo, draft_model: ModelInfo | None) -> dict[str, Any]:
+    """The first fields of a run; settings and workload are added after measuring."""
     return {
         "id": uuid.uuid4().hex[:12],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command,
-        "target": card_record(target),
-        "draft": None if draft is None else card_record(draft),
+        "target": model_record(target),
+        "draft_model": None if draft_model is None else model_record(draft_model),
         "hardware": hardware(),
         "versions": versions(),
     }
 
 
 def save_run(path: Path, run: dict[str, Any]) -> None:
-    """Append a run, or replace it where one of its id is there. Readers see the old file or the new one, never half.
+    """Append a run, or replace the run of the same id. Readers see the old file or the new one, never half.
 
-    Raises OptionError when the path holds something else than results.
+    Raises OptionError when the path is another kind of file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f".{path.name}.lock")):
-        runs = [one for one in load_runs(path) if one.get("id") != run["id"]] if path.exists() else []
+        runs = [other for other in load_runs(path) if other.get("id") != run["id"]] if path.exists() else []
         _replace(path, json.dumps({"format": FORMAT, "runs": [*runs, run]}, indent=1))
 
 

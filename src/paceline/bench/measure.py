@@ -1,73 +1,73 @@
-"""One stopwatch and one counter for every way to write a text.
+"""One stopwatch and one counter for every way to decode.
 
-The stopwatch starts before the prompt is read and stops after the last token. Counts are core.tally's.
+The stopwatch starts before the prompt is read and stops after the last token. Counts are those of core.stats.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from paceline.bench.candidates import Setting, Subject
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
 from paceline.core.draft_tree import depths
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stats import SpecStats
-from paceline.core.stopping import StopRules
-from paceline.core.types import StepResult
-from paceline.engines.local.generate import run
+from paceline.core.stats import EngineStats, SpecStats
+from paceline.core.types import Request, StepResult
+from paceline.engines.local.engine import LocalEngine
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """One round of one text: where in the answer it began, what was offered, how deep it went and what stood."""
+class StepRecord:
+    """One step of one sequence: the output position it began at, its draft tokens, their depth, the accepted ones."""
 
     position: int
-    offered: int
-    reach: int
+    num_draft_tokens: int
+    depth: int
     accepted: int
 
 
 @dataclass(slots=True)
-class Watch:
-    """A budget that decides nothing of its own: it asks another one and writes down what it sees.
+class StepLog:
+    """A draft-length policy that passes everything on to another one and records every step.
 
-    Rounds are timed in decode/step.py and told to the budget, so this is where all figures of a round can be had
-    without a second clock.
+    The engine times its steps for the policy, so this is where the figures of a step are known without a second clock.
     """
 
-    inner: DraftLengthPolicy
+    policy: DraftLengthPolicy
     timings: list[StepTiming] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
 
-    def plan(self, texts: list[Sequence]) -> list[int]:
-        return self.inner.plan(texts)
+    def plan(self, seqs: list[Sequence]) -> list[int]:
+        return self.policy.plan(seqs)
 
-    def observe(self, texts: list[Sequence], rounds: list[StepResult], timing: StepTiming) -> None:
-        self.inner.observe(texts, rounds, timing)
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
+        self.policy.observe(seqs, results, timing)
         self.timings.append(timing)
-        for text, result in zip(texts, rounds):
-            began = text.new_tokens - len(result.emitted)
-            reach = max(depths(result.tree.parents[: result.tree.num_draft_tokens]), default=-1) + 1
-            self.marks.append(Mark(began, result.tree.num_draft_tokens, reach, result.accepted))
+        for seq, result in zip(seqs, results):
+            position = seq.num_new_tokens - len(result.emitted)
+            depth = max(depths(result.tree.parents[: result.tree.num_draft_tokens]), default=-1) + 1
+            self.steps.append(StepRecord(position, result.tree.num_draft_tokens, depth, result.accepted))
 
-    def forget(self, text: Sequence) -> None:
-        self.inner.forget(text)
+    def forget(self, seq: Sequence) -> None:
+        self.policy.forget(seq)
+
+    def clear(self) -> None:
+        self.timings, self.steps = [], []
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """Texts written together: their tokens, and what it took. tally.seconds is the stopwatch's.
+class BatchRun:
+    """Sequences generated together: their output tokens, and what it took. stats.seconds is the stopwatch's.
 
-    drafts_unseen: the device drafts while the host goes on, so that the wait for it falls into the pass that follows
+    drafts_unseen  the device drafts while the host goes on, so that the wait for it falls into the pass that follows
     """
 
-    answers: list[list[int]]
+    outputs: list[list[int]]
     stats: SpecStats
     timings: list[StepTiming]
-    marks: list[Mark]
+    steps: list[StepRecord]
     drafts_unseen: bool = False
 
     @property
@@ -80,48 +80,55 @@ class Written:
 
     @property
     def other_seconds(self) -> float:
-        """Reading the prompt, and what is done between rounds."""
+        """Prefill, and what is done between steps."""
         return max(0.0, self.stats.seconds - self.draft_seconds - self.verify_seconds)
 
 
-def added(runs: list[Written]) -> SpecStats:
+def total_stats(runs: list[BatchRun]) -> SpecStats:
     """What several runs counted, their seconds too."""
     total = SpecStats()
-    for written in runs:
-        total.add(written.stats)
+    for run in runs:
+        total.add(run.stats)
     return total
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """How long answers may get. `ignore_eos`: exactly this long, whatever the model says."""
+class OutputLength:
+    """How long outputs may get. `ignore_eos`: exactly this long, whatever the model says."""
 
     max_new_tokens: int = 64
     ignore_eos: bool = False
 
 
-def write(
-    subject: Subject, setting: Setting, prompts: list[list[int]], length: Length, *, budget: DraftLengthPolicy, seed: int = 0
-) -> Written:
-    """Write the answers to `prompts` together, under the stopwatch."""
-    texts = [_text(subject, setting, ids, length, seed + number) for number, ids in enumerate(prompts)]
-    watch = Watch(budget)
-    parts = subject.parts(setting, watch)
-    started = time.perf_counter()
-    for _ in run(texts, parts, max_num_seqs=len(texts)):
-        pass
-    seconds = time.perf_counter() - started
-    total = SpecStats()
-    for text in texts:
-        total.add(text.stats)
-    total.seconds = seconds
-    unseen = subject.target.info.device != "cpu"
-    return Written([text.written for text in texts], total, watch.timings, watch.marks, unseen)
+class MeasuredEngine:
+    """An engine under the stopwatch. Its draft-length policy goes on learning from run to run."""
 
+    def __init__(self, engine: LocalEngine) -> None:
+        self._log = StepLog(engine.parts.draft_length)
+        parts = replace(engine.parts, draft_length=self._log)
+        self._engine = LocalEngine(parts, engine.tokenizer, engine.config, engine.methods)
 
-def _text(subject: Subject, setting: Setting, ids: list[int], length: Length, seed: int) -> Sequence:
-    sampling = SamplingParams(temperature=setting.temperature, seed=seed)
-    info = subject.target.info
-    ends: frozenset[int] = frozenset() if length.ignore_eos else info.eos_token_ids
-    room = max(1, min(length.max_new_tokens, info.max_seq_len - len(ids)))
-    return Sequence(ids, sampling, StopRules(room, ends))
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def run(self, prompts: list[list[int]], length: OutputLength, temperature: float = 0.0, seed: int = 0) -> BatchRun:
+        """Generate the outputs of these prompts together; prompt i has seed + i."""
+        requests = [
+            Request(
+                prompt,
+                SamplingParams(temperature=temperature, seed=seed + index),
+                length.max_new_tokens,
+                ignore_eos=length.ignore_eos,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self._log.clear()
+        started = time.perf_counter()
+        seqs = self._engine.run(requests)
+        seconds = time.perf_counter() - started
+        stats = SpecStats()
+        for seq in seqs:
+            stats.add(seq.stats)
+        stats.seconds = seconds
+        unseen = self._engine.info.device != "cpu"
+        return BatchRun([seq.generated for seq in seqs], stats, self._log.timings, self._log.steps, unseen)

@@ -1,8 +1,7 @@
-"""A runner that asks another one about each text only once.
+"""A runner that computes each prefix only once.
 
-Thousands of draws from one context meet the same few texts again and again. What the model says about a text does not
-change, so it is read once and remembered; drafting, judging and keeping count, which are what an audit puts to the
-test, are done anew for every draw.
+Thousands of draws from one context meet the same few prefixes again and again. The model's output after a prefix does
+not change, so it is computed once and stored; drafting and verification, which an audit tests, run for every draw.
 """
 
 from __future__ import annotations
@@ -13,176 +12,207 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_tree import path_to
-from paceline.core.protocols import Runner
+from paceline.core.protocols import Adapter, Runner
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, RowOutput, SequenceCache
+from paceline.kv.block_manager import BlockManager
 
-Path = tuple[int, ...]
-MOST_BASES = 24  # beginnings kept in the inner runner's memory
+TokenPath = tuple[int, ...]
+MAX_PREFIX_CACHES = 24  # sequence caches of prefixes kept in the inner runner
+STATE_CAPABILITIES = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
 
 
-class RememberingSlot(SequenceCache):
-    """Holds the tokens of its text."""
+class MemoizedSequenceCache(SequenceCache):
+    """Holds the tokens of its sequence."""
 
-    __slots__ = ("fresh", "tokens")
+    __slots__ = ("last_row", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: list[int] | None = None) -> None:
         super().__init__()
-        self.tokens: list[int] = []
-        self.fresh: Row | None = None
+        self.tokens: list[int] = tokens or []
+        self.length = len(self.tokens)
+        self.last_row: Row | None = None
 
-    def settle(self, kept: list[int]) -> None:
-        if self.fresh is not None:
-            ids = self.fresh.ids().tolist()
-            self.tokens += [ids[node] for node in kept]
-            self.fresh = None
+    def settle(self, nodes: list[int]) -> None:
+        """Keep these nodes of the last row."""
+        if self.last_row is not None:
+            ids = self.last_row.ids().tolist()
+            self.tokens += [ids[node] for node in nodes]
+            self.last_row = None
         self.length = len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)
-class Said:
-    """What a model said after one text: logits [vocab] if it was asked for them, states if it hands them out."""
+class StoredOutput:
+    """The model's output after one prefix: logits [vocab] once they were needed, hidden states if they are stored."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
     features: Tensor | None = None
 
 
-class MemoizedRunner(Runner):
-    """Answers from memory where it can. Reads chains and trees.
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Tokens to read after a prefix, and the whole prefix that each of them ends."""
 
-    tokens  a part of the vocabulary: the runner is then the inner model confined to these tokens, numbered in this
+    prefix: list[int]
+    ids: list[int]
+    parents: list[int]
+    paths: list[TokenPath]
+    last_only: bool = False
+
+
+class MemoizedRunner(Runner):
+    """Serves chains and trees from stored outputs where it can.
+
+    tokens  a part of the vocabulary: the runner is then the inner model restricted to these tokens, numbered in this
             order. A small vocabulary makes every draw cheap, and what is exact for any target is exact for this one
-    states  remember hidden states too, for drafters that were made for the inner model and look into it
+    states  store hidden states too, for drafters that read those of the inner model
     """
 
     def __init__(self, inner: Runner, tokens: list[int] | None = None, *, states: bool = False) -> None:
         self.inner = inner
-        self.info = inner.info if tokens is None else confined(inner.info, len(tokens))
-        self._tokens = tokens
+        self.info = inner.info if tokens is None else restricted(inner.info, len(tokens))
+        self.blocks = BlockManager()
+        self.capabilities = inner.capabilities & (STATE_CAPABILITIES if states else {Capability.TREE})
+        self.passes = 0  # of the inner runner
+        self._tokens, self._states = tokens, states
         self._columns = None if tokens is None else torch.tensor(tokens)
-        self._states = states
-        self.capabilities = inner.capabilities & ({Capability.TREE, Capability.HIDDEN_STATES} if states else {Capability.TREE})
-        self._said: dict[Path, Said] = {}
-        self._bases: dict[Path, SequenceCache] = {}
-        self.passes = 0
+        self._outputs: dict[TokenPath, StoredOutput] = {}
+        self._prefix_caches: dict[TokenPath, SequenceCache] = {}
 
-    def new_cache(self) -> RememberingSlot:
-        return RememberingSlot()
+    # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
-        found: list[RowOutput] = []
+        outputs: list[RowOutput] = []
         for row in rows:
             seq_cache, ids = _own(row.seq_cache), row.ids().tolist()
-            paths = [(*seq_cache.tokens, *(ids[step] for step in path_to(row.parents, node))) for node in range(len(ids))]
-            self._learn(seq_cache.tokens, ids, row.parents, paths, last_only)
-            found.append(self._answer(paths, last_only))
-            seq_cache.fresh = row
-            seq_cache.length = len(seq_cache.tokens) + len(ids)
-        return ModelOutput.of(found)
+            prefix = seq_cache.tokens
+            paths = [(*prefix, *(ids[step] for step in path_to(row.parents, node))) for node in range(len(ids))]
+            outputs.append(self._output(_Request(prefix, ids, row.parents, paths, last_only)))
+            seq_cache.last_row = row
+            seq_cache.length = len(prefix) + len(ids)
+        return ModelOutput.of(outputs)
 
-    def _learn(self, before: list[int], ids: list[int], parents: list[int], paths: list[Path], last_only: bool) -> None:
-        """Make sure that what will be asked about is known."""
-        if not last_only:
-            if any(path not in self._said or self._said[path].logits is None for path in paths):
-                self._read(before, ids, parents, paths)
-            return
-        if self._states and any(path not in self._said for path in paths):
-            self._read(before, ids, parents, paths, last_only=True)
-        self.after(paths[-1])
-
-    def _answer(self, paths: list[Path], last_only: bool) -> RowOutput:
-        output = [self._said[path].logits for path in (paths[-1:] if last_only else paths)]
-        logits = torch.stack([one for one in output if one is not None])
-        if not self._states:
-            return RowOutput(logits)
-        return RowOutput(logits, self._joined(paths, "hidden"), self._joined(paths, "features"))
-
-    def _joined(self, paths: list[Path], part: str) -> Tensor | None:
-        kept = [getattr(self._said[path], part) for path in paths]
-        return None if kept[0] is None else torch.stack(kept)
-
-    def after(self, tokens: Path) -> Tensor:
-        """Logits after a text [vocab]."""
-        known = self._said.get(tokens)
-        if known is None or known.logits is None:
-            self._read(list(tokens[:-1]), [tokens[-1]], [-1], [tokens])
-        logits = self._said[tokens].logits
+    def after(self, tokens: TokenPath) -> Tensor:
+        """Logits after a prefix [vocab]."""
+        if not self._has_logits(tokens):
+            self._compute(_Request(list(tokens[:-1]), [tokens[-1]], [-1], [tokens]))
+        logits = self._outputs[tokens].logits
         assert logits is not None
         return logits
 
-    def _read(
-        self, before: list[int], ids: list[int], parents: list[int], paths: list[Path], *, last_only: bool = False
-    ) -> None:
-        """Read a row once behind what stands before it, and remember what was said of every node."""
+    def _output(self, request: _Request) -> RowOutput:
+        paths = request.paths
+        if not request.last_only:
+            if not all(map(self._has_logits, paths)):
+                self._compute(request)
+        elif self._states and any(path not in self._outputs for path in paths):
+            self._compute(request)
+        logits = torch.stack([self.after(path) for path in (paths[-1:] if request.last_only else paths)])
+        if not self._states:
+            return RowOutput(logits)
+        stored = [self._outputs[path] for path in paths]
+        return RowOutput(
+            logits, _stacked([output.hidden for output in stored]), _stacked([output.features for output in stored])
+        )
+
+    def _has_logits(self, path: TokenPath) -> bool:
+        output = self._outputs.get(path)
+        return output is not None and output.logits is not None
+
+    def _compute(self, request: _Request) -> None:
+        """One pass of the inner runner; its output is stored for every node."""
         self.passes += 1
-        seq_cache = self._behind(self._real(before))
+        seq_cache = self._cache_of(self._inner_ids(request.prefix))
         try:
-            row = Row(seq_cache, torch.tensor(self._real(ids), dtype=torch.int64), parents)
-            output = self.inner.forward([row], last_only=last_only)[0]
-            logits = output.logits.float().cpu()
-            logits = logits if self._columns is None else logits[:, self._columns]
-            # Copies: a captured pass writes its next results over these.
-            hidden, features = (None if part is None else part.clone() for part in (output.hidden, output.features))
+            ids = torch.tensor(self._inner_ids(request.ids), dtype=torch.int64)
+            # A copy: the next replay of a CUDA graph overwrites the output of this one.
+            output = self.inner.forward([Row(seq_cache, ids, request.parents)], last_only=request.last_only)[0].clone()
         finally:
             self.inner.free(seq_cache)
-        for node, path in enumerate(paths):
-            known = self._said.setdefault(path, Said())
-            place = node - len(paths) + logits.shape[0]  # with last_only there are logits of the last node alone
-            known.logits = logits[place] if place >= 0 else known.logits
-            if self._states:
-                known.hidden = None if hidden is None else hidden[node]
-                known.features = None if features is None else features[node]
+        self._store(request.paths, output)
 
-    def _real(self, ids: list[int]) -> list[int]:
-        """The inner model's own numbers."""
+    def _store(self, paths: list[TokenPath], output: RowOutput) -> None:
+        logits = output.logits.float().cpu()
+        logits = logits if self._columns is None else logits[:, self._columns]
+        first = len(paths) - logits.shape[0]  # with last_only there are logits of the last node alone
+        for node, path in enumerate(paths):
+            stored = self._outputs.setdefault(path, StoredOutput())
+            stored.logits = logits[node - first] if node >= first else stored.logits
+            if self._states:
+                stored.hidden = None if output.hidden is None else output.hidden[node]
+                stored.features = None if output.features is None else output.features[node]
+
+    def _inner_ids(self, ids: list[int]) -> list[int]:
+        """Token ids of the inner model."""
         return ids if self._tokens is None else [self._tokens[token] for token in ids]
 
-    def _behind(self, before: list[int]) -> SequenceCache:
-        """A slot that holds these tokens; beginnings that come again are read once."""
-        if not before:
+    def _cache_of(self, prefix: list[int]) -> SequenceCache:
+        """A cache of the inner runner that holds these tokens; prefixes that come again are read once."""
+        if not prefix:
             return self.inner.new_cache()
-        key = tuple(before)
-        if key not in self._bases:
-            if len(self._bases) == MOST_BASES:
-                for old in self._bases.values():
-                    self.inner.free(old)
-                self._bases.clear()
-            base = self._bases[key] = self.inner.new_cache()
-            self.inner.forward([Row.chain(base, before)], last_only=True)
-            self.inner.commit(base, list(range(len(before))))
-        return self.inner.fork(self._bases[key], len(before))
+        key = tuple(prefix)
+        if key not in self._prefix_caches:
+            if len(self._prefix_caches) == MAX_PREFIX_CACHES:
+                self._drop_prefix_caches()
+            base = self._prefix_caches[key] = self.inner.new_cache()
+            self.inner.forward([Row.chain(base, prefix)], last_only=True)
+            self.inner.commit(base, list(range(len(prefix))))
+        return self.inner.fork(self._prefix_caches[key], len(prefix))
 
-    def rollback_draft(self, seq_cache: SequenceCache, length: int) -> None:
-        """Like trim: nothing is computed here that another pass could go on with."""
-        self.truncate(seq_cache, length)
+    def _drop_prefix_caches(self) -> None:
+        for seq_cache in self._prefix_caches.values():
+            self.inner.free(seq_cache)
+        self._prefix_caches.clear()
+
+    # --- sequence caches ----------------------------------------------------------------------------------------------
+
+    def new_cache(self) -> MemoizedSequenceCache:
+        return MemoizedSequenceCache()
 
     def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
         _own(seq_cache).settle(nodes)
 
     def truncate(self, seq_cache: SequenceCache, length: int) -> None:
         own = _own(seq_cache)
-        own.settle(list(range(len(own.fresh.parents))) if own.fresh is not None else [])
+        own.settle(list(range(len(own.last_row.parents))) if own.last_row is not None else [])
         del own.tokens[length:]
         own.length = len(own.tokens)
 
     def free(self, seq_cache: SequenceCache) -> None:
         _own(seq_cache).tokens.clear()
 
-    def fork(self, seq_cache: SequenceCache, length: int) -> RememberingSlot:
-        twin = RememberingSlot()
-        twin.tokens = _own(seq_cache).tokens[:length]
-        twin.length = len(twin.tokens)
-        return twin
+    def fork(self, seq_cache: SequenceCache, length: int) -> MemoizedSequenceCache:
+        return MemoizedSequenceCache(_own(seq_cache).tokens[:length])
 
     def free_tokens(self) -> int:
         return 1 << 30
 
+    # --- for drafters that read hidden states -------------------------------------------------------------------------
 
-def confined(info: ModelInfo, size: int) -> ModelInfo:
-    """The card of a model that knows only so many tokens; none of them ends a text."""
-    return replace(info, vocab_size=size, eos_token_ids=frozenset())
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        self.inner.expose(hidden=hidden, features=features)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return self.inner.lm_head(hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.inner.embed(tokens)
+
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> MemoizedRunner:
+        return MemoizedRunner(self.inner.early_exit(layer, adapter))
 
 
-def _own(seq_cache: SequenceCache) -> RememberingSlot:
-    assert isinstance(seq_cache, RememberingSlot), "this slot belongs to another runner"
+def restricted(info: ModelInfo, vocab_size: int) -> ModelInfo:
+    """The same model with a part of its vocabulary; none of it is an end token."""
+    return replace(info, vocab_size=vocab_size, eos_token_ids=frozenset())
+
+
+def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if present else None
+
+
+def _own(seq_cache: SequenceCache) -> MemoizedSequenceCache:
+    assert isinstance(seq_cache, MemoizedSequenceCache), "this cache belongs to another runner"
     return seq_cache

@@ -1,4 +1,4 @@
-"""One HTML file that holds everything: figures, tables, plots. It asks nothing from outside and runs no script."""
+"""One HTML file with all figures, tables and plots. It loads nothing from outside and runs no script."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
 
 def build_report(run: Record) -> str:
     """The report of one run. Raises MissingExtra without matplotlib."""
-    title = f"{run['target']['name']}: what guessing brings"
+    title = f"{run['target']['name']}: speculative decoding, measured"
     body = [
         f"<h1>{_safe(title)}</h1>",
         f'<p class="lead">{_safe(headline(run))}</p>',
@@ -55,62 +55,79 @@ def build_report(run: Record) -> str:
 
 def headline(run: Record) -> str:
     """The result in one sentence."""
-    bad = [one["name"] for one in run["settings"] if not one["lossless"]["passed"]]
-    warning = f" Not lossless, so without a speed-up: {', '.join(bad)}." if bad else ""
+    lossy = [setting["name"] for setting in run["settings"] if not setting["lossless"]["passed"]]
+    warning = f" Not lossless, so without a speed-up: {', '.join(lossy)}." if lossy else ""
     best = best_setting(run)
     if best is None:
         return f"No setting could be compared with plain decoding.{warning}"
-    gain, speed = best["speedup"]["median"], best["tokens_per_second"]["median"]
+    name, gain, speed = best["name"], best["speedup"]["median"], best["tokens_per_second"]["median"]
     if gain < 1.0:
-        return f"Plain decoding is fastest here; the best guess, {best['name']}, reaches {gain:.2f}x of it.{warning}"
-    return f"Fastest: {best['name']} with {speed:.1f} tokens per second, {gain:.2f}x plain decoding.{warning}"
+        return f"Plain decoding is fastest here; the best method, {name}, reaches {gain:.2f}x of it.{warning}"
+    return f"Fastest: {name} with {speed:.1f} tokens per second, {gain:.2f}x plain decoding.{warning}"
 
 
 def best_setting(run: Record) -> Record | None:
     """The lossless setting of our own with the highest speed-up."""
-    rows = [one for one in run["settings"] if one["speedup"] and not one["peer"]]
-    return max(rows, key=lambda one: one["speedup"]["median"], default=None)
+    rows = [setting for setting in run["settings"] if setting["speedup"] and not setting["is_baseline"]]
+    return max(rows, key=lambda setting: setting["speedup"]["median"], default=None)
+
+
+COLUMNS = ("setting", "tokens/s", "spread", "speed-up", "predicted", "τ", "accepted", "lossless")
+
+
+def cells(setting: Record, dash: str = "-") -> list[str]:
+    """The columns of one setting, all but the last."""
+    speed, gain, stats = setting["tokens_per_second"], setting["speedup"], setting["stats"]
+    predicted = setting["predicted_speedup"]
+    return [
+        setting["name"],
+        f"{speed['median']:.1f}",
+        f"{speed['low']:.1f}{dash}{speed['high']:.1f}",
+        f"{gain['median']:.2f}x" if gain else dash,
+        f"{predicted:.2f}x" if predicted else dash,
+        f"{stats['tokens_per_step']:.2f}" if stats["steps"] else dash,
+        f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else dash,
+    ]
 
 
 def _settings_table(run: Record) -> str:
-    names = ("setting", "tokens/s", "spread", "speed-up", "predicted", "τ", "accepted", "lossless")
-    head = "".join(f"<th{' class=text' if name == 'lossless' else ''}>{name}</th>" for name in names)
+    head = "".join(f"<th{' class=text' if name == 'lossless' else ''}>{name}</th>" for name in COLUMNS)
     best = best_setting(run)
-    rows = "".join(_row(one, best is not None and one["name"] == best["name"]) for one in run["settings"])
+    rows = "".join(_row(setting, is_best=setting is best) for setting in run["settings"])
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
-def _row(one: Record, best: bool) -> str:
-    speed, gain, stats = one["tokens_per_second"], one["speedup"], one["tally"]
-    rate = f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else "–"
-    step = f"{stats['tokens_per_step']:.2f}" if stats["steps"] else "–"
-    cells = [
-        _safe(one["name"]),
-        f"{speed['median']:.1f}",
-        f"{speed['low']:.1f}–{speed['high']:.1f}",
-        f"{gain['median']:.2f}x" if gain else "–",
-        f"{one['predicted_speedup']:.2f}x" if one["predicted_speedup"] else "–",
-        step,
-        rate,
-    ]
-    kind = "text" if one["lossless"]["passed"] else "text bad"
-    last = f'<td class="{kind}">{_safe(one["lossless"]["detail"])}</td>'
-    inner = "".join(f"<td>{cell}</td>" for cell in cells) + last
-    return f"<tr{' class=best' if best else ''}>{inner}</tr>"
+def _row(setting: Record, *, is_best: bool) -> str:
+    kind = "text" if setting["lossless"]["passed"] else "text bad"
+    columns = "".join(f"<td>{_safe(cell)}</td>" for cell in cells(setting, "–"))
+    columns += f'<td class="{kind}">{_safe(setting["lossless"]["detail"])}</td>'
+    return f"<tr{' class=best' if is_best else ''}>{columns}</tr>"
 
 
 def _figure(plot: Plot) -> str:
-    return f"<figure><h3>{_safe(plot.title)}</h3>{plot.svg}<figcaption>{_safe(plot.reading)}</figcaption></figure>"
+    return f"<figure><h3>{_safe(plot.title)}</h3>{plot.svg}<figcaption>{_safe(plot.caption)}</figcaption></figure>"
+
+
+NOTE = (
+    "Speeds are all tokens over all seconds of a repeat, prefill included; the median of the repeats is shown, with "
+    "the slowest and the fastest. A speed-up compares with plain decoding in the same repeat. τ is tokens per pass "
+    "of the target; accepted is accepted draft tokens of those verified."
+)
 
 
 def _conditions(run: Record) -> str:
-    work, machine = run["workload"], run["hardware"]
-    draft = run["draft"]
-    facts = {
-        "target": f"{run['target']['name']}, {run['target']['dtype']} on {run['target']['device']}",
-        "draft": f"{draft['name']}, {draft['dtype']}" if draft else "none",
-        "prompts": f"{work['prompts']} of {work['source']} ({', '.join(work['domains'])}), {work['batch']} at a time",
-        "answers": f"up to {work['max_new_tokens']} tokens, {work['repeats']} repeats, settings interleaved",
+    listed = "".join(f"<dt>{name}</dt><dd>{_safe(value)}</dd>" for name, value in _facts(run).items())
+    return f'<dl>{listed}</dl><p class="small">{NOTE}</p>'
+
+
+def _facts(run: Record) -> dict[str, str]:
+    work, machine, target, draft = run["workload"], run["hardware"], run["target"], run["draft_model"]
+    domains = ", ".join(work["domains"])
+    return {
+        "model": f"{target['name']}, {target['dtype']} on {target['device']}",
+        "draft model": f"{draft['name']}, {draft['dtype']}" if draft else "none",
+        "prompts": f"{work['prompts']} of {work['source']} ({domains}), {work['max_num_seqs']} at a time",
+        "outputs": f"up to {work['max_new_tokens']} tokens, {work['repeats']} repeats, settings interleaved",
         "processor": f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads",
         "accelerators": ", ".join(machine["accelerators"]) or "none",
         "memory": f"{machine['memory_gib']} GiB",
@@ -118,13 +135,6 @@ def _conditions(run: Record) -> str:
         "started": run["started"],
         "command": " ".join(run["command"]),
     }
-    listed = "".join(f"<dt>{name}</dt><dd>{_safe(value)}</dd>" for name, value in facts.items())
-    note = (
-        "Speeds are all tokens over all seconds of a repeat, prompt included; the median of the repeats is shown, with "
-        "the slowest and the fastest. A speed-up compares with plain decoding in the same repeat. τ is tokens per pass "
-        "of the target; accepted is guesses that stood of guesses judged."
-    )
-    return f'<dl>{listed}</dl><p class="small">{note}</p>'
 
 
 def _safe(text: str) -> str:

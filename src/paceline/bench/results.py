@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
-from paceline.bench.candidates import Setting, Subject
-from paceline.bench.measure import Written, added
-from paceline.bench.near_ties import Comparison, Kind, compare
-from paceline.bench.sampling_test import LENGTH, Effort, SamplingAudit
-from paceline.bench.speedup_model import Answers, habits_of, observed_curve
+from paceline.bench.candidates import Candidates, DecodeSetting
+from paceline.bench.measure import BatchRun, total_stats
+from paceline.bench.near_ties import GreedyComparison, bugs_in, compare, summary
+from paceline.bench.sampling_test import NUM_TOKENS, SampleLimit, SamplingAudit
+from paceline.bench.speedup_model import behaviour_of, plain_cost
 from paceline.bench.statistics import Spread
-from paceline.bench.sweep import Measured, SweepPlan
+from paceline.bench.sweep import SettingRun, SweepPlan
 from paceline.core.cost_model import CostCurve
 from paceline.core.stats import SpecStats
 
-RUNNING_STEP = 8  # tokens of an answer in one point of the running acceptance line
+POSITIONS_PER_POINT = 8  # output tokens in one point of the running acceptance
 SAMPLED_ALPHA = 1e-4
+CONTEXT_TOKENS = 12  # of a prompt, that a short audit draws from
 
 
 @dataclass(frozen=True, slots=True)
-class Lossless:
+class LosslessResult:
     """Whether the output was still the target's. Without it no speed-up is stated."""
 
     passed: bool
@@ -33,129 +33,129 @@ class Lossless:
 
 
 @dataclass(slots=True)
-class Collected:
-    """Everything measured so far, by the name of the setting. Filled as the sweep runs, also when it is cut short."""
+class Measurements:
+    """Everything measured so far, by the name of the setting. Filled as the sweep runs, also when it is interrupted."""
 
     plan: SweepPlan
-    by_name: dict[str, list[Measured]] = field(default_factory=dict)
+    by_name: dict[str, list[SettingRun]] = field(default_factory=dict)
 
-    def add(self, measured: Measured) -> None:
-        self.by_name.setdefault(measured.name, []).append(measured)
+    def add(self, measurement: SettingRun) -> None:
+        self.by_name.setdefault(measurement.name, []).append(measurement)
 
-    def writes(self, name: str) -> list[Written]:
-        return [one.written for one in self.by_name[name]]
+    def runs(self, name: str, domain: str | None = None) -> list[BatchRun]:
+        """All runs of a setting, or those of one domain."""
+        return [item.run for item in self.by_name[name] if domain in (None, self.domain(item))]
 
-    def baseline(self, setting: Setting) -> str:
-        return str(setting.baseline)
+    def domain(self, measurement: SettingRun) -> str:
+        return self.plan.batches[measurement.batch].domain
 
-    def repeats(self, name: str) -> dict[int, list[Measured]]:
-        """Only repeats in which every task was measured: an interrupted one would compare unlike texts."""
-        grouped: dict[int, list[Measured]] = {}
-        for one in self.by_name.get(name, []):
-            grouped.setdefault(one.repeat, []).append(one)
-        whole = {repeat: runs for repeat, runs in grouped.items() if len(runs) == len(self.plan.tasks)}
-        return whole or grouped
+    def repeats(self, name: str) -> dict[int, list[SettingRun]]:
+        """Only repeats in which every batch was measured: an interrupted one would compare different prompts."""
+        grouped: dict[int, list[SettingRun]] = {}
+        for measurement in self.by_name.get(name, []):
+            grouped.setdefault(measurement.repeat, []).append(measurement)
+        complete = {repeat: items for repeat, items in grouped.items() if len(items) == len(self.plan.batches)}
+        return complete or grouped
 
 
-def rates_by_repeat(collected: Collected, name: str) -> dict[int, float]:
+def rates_by_repeat(measurements: Measurements, name: str) -> list[float]:
     """Tokens per second of each repeat: all tokens over all seconds."""
-    found = collected.repeats(name).items()
-    return {repeat: added([one.written for one in runs]).tokens_per_second for repeat, runs in found}
+    repeats = measurements.repeats(name).values()
+    return [total_stats([item.run for item in items]).tokens_per_second for items in repeats]
 
 
-def speedups(collected: Collected, name: str, baseline: str, domain: str | None = None) -> list[float]:
-    """Of each repeat against plain decoding in the same repeat, on the tasks that both have done."""
-    ours, plain = collected.repeats(name), collected.repeats(baseline)
-    found: list[float] = []
-    for repeat in ours.keys() & plain.keys():
-        mine, theirs = ({one.task: one.written for one in runs[repeat]} for runs in (ours, plain))
-        tasks = [task for task in mine.keys() & theirs.keys() if domain in (None, collected.plan.tasks[task].domain)]
-        if tasks:
-            fast, slow = (added([side[task] for task in tasks]).tokens_per_second for side in (mine, theirs))
-            found.append(fast / slow)
-    return found
+def speedups(measurements: Measurements, name: str, plain: str, domain: str | None = None) -> list[float]:
+    """Of each repeat against plain decoding in the same repeat, on the batches that both have done."""
+    own, reference = measurements.repeats(name), measurements.repeats(plain)
+    ratios: list[float] = []
+    for repeat in own.keys() & reference.keys():
+        fast, slow = (
+            {item.batch: item.run for item in side[repeat] if domain in (None, measurements.domain(item))}
+            for side in (own, reference)
+        )
+        if batches := fast.keys() & slow.keys():
+            rates = [total_stats([side[batch] for batch in batches]).tokens_per_second for side in (fast, slow)]
+            ratios.append(rates[0] / rates[1])
+    return ratios
+
+
+# --- is it lossless? --------------------------------------------------------------------------------------------------
 
 
 class LosslessCheck:
-    """Looks at every setting once; sampled settings are put to a short audit."""
+    """Checks every setting once; sampled settings go through a short audit."""
 
-    def __init__(self, subject: Subject, effort: Effort | None = None) -> None:
-        self._subject, self._effort = subject, effort or Effort(draws=400, seconds=6.0)
-        self._laboratory: SamplingAudit | None = None
-        self._known: dict[Setting, Lossless] = {}
+    def __init__(self, candidates: Candidates, limit: SampleLimit | None = None) -> None:
+        self._candidates, self._limit = candidates, limit or SampleLimit(draws=400, seconds=6.0)
+        self._audit: SamplingAudit | None = None
+        self._results: dict[DecodeSetting, LosslessResult] = {}
 
-    def __call__(self, collected: Collected, name: str) -> Lossless:
-        first = collected.by_name[name][0]
-        if first.setting.plain:
-            return Lossless(True, "plain decoding itself")
+    def __call__(self, measurements: Measurements, name: str) -> LosslessResult:
+        first = measurements.by_name[name][0]
+        if first.setting.is_plain:
+            return LosslessResult(True, "plain decoding itself")
         if first.setting.temperature == 0:
-            return self._greedy(collected, name)
-        if first.peer:
-            return Lossless(True, "sampled texts of a peer are not compared")
-        return self._sampled(first.setting, collected.plan.tasks[0].prompts[0])
+            return self._greedy(measurements, name)
+        if first.is_baseline:
+            return LosslessResult(True, "sampled outputs of a baseline are not compared")
+        return self._sampled(first.setting, measurements.plan.batches[0].prompts[0])
 
-    def _greedy(self, collected: Collected, name: str) -> Lossless:
-        found: list[Comparison] = []
-        plain = {one.task: one.written for one in collected.by_name.get(str(Setting("none")), []) if one.repeat == 0}
-        for one in collected.by_name[name]:
-            if one.repeat == 0 and one.task in plain:
-                prompts = collected.plan.tasks[one.task].prompts
-                for ids, ours, theirs in zip(prompts, plain[one.task].answers, one.written.answers):
-                    found.append(compare(self._subject.target, ids, ours, theirs))
-        return _summed(found)
+    def _greedy(self, measurements: Measurements, name: str) -> LosslessResult:
+        plain = measurements.by_name.get(str(DecodeSetting("none")), [])
+        reference = {item.batch: item.run.outputs for item in plain if item.repeat == 0}
+        comparisons: list[GreedyComparison] = []
+        for item in measurements.by_name[name]:
+            if item.repeat == 0 and item.batch in reference:
+                prompts = measurements.plan.batches[item.batch].prompts
+                outputs = zip(prompts, reference[item.batch], item.run.outputs)
+                comparisons += [compare(self._candidates.target, *row) for row in outputs]
+        return LosslessResult(not bugs_in(comparisons), summary(comparisons))
 
-    def _sampled(self, setting: Setting, prompt: list[int]) -> Lossless:
-        if self._laboratory is None:
-            self._laboratory = SamplingAudit(self._subject)
-        context = repeating(prompt[-12:])
-        # The texts drawn are short: more guesses than that are never asked for.
-        k = min(setting.num_draft_tokens, LENGTH - 1) if isinstance(setting.num_draft_tokens, int) else LENGTH - 1
-        tried = Setting(setting.method, k, setting.temperature, setting.acceptance)
-        if tried not in self._known:
-            fit = self._laboratory.fit(tried, context, self._effort).fit
+    def _sampled(self, setting: DecodeSetting, prompt: list[int]) -> LosslessResult:
+        # The sequences drawn are short: more draft tokens than that are never made.
+        k = setting.num_draft_tokens
+        k = min(k, NUM_TOKENS - 1) if isinstance(k, int) else NUM_TOKENS - 1
+        short = DecodeSetting(setting.method, k, setting.temperature, setting.acceptance)
+        if short not in self._results:
+            self._audit = self._audit or SamplingAudit(self._candidates)
+            fit = self._audit.test(short, repeating(prompt[-CONTEXT_TOKENS:]), self._limit).fit
             detail = f"{fit.draws} draws against the exact distribution: p = {fit.p_value:.2g}"
-            self._known[tried] = Lossless(fit.p_value >= SAMPLED_ALPHA, detail)
-        return self._known[tried]
+            self._results[short] = LosslessResult(fit.p_value >= SAMPLED_ALPHA, detail)
+        return self._results[short]
 
 
-def repeating(ids: list[int]) -> list[int]:
-    """A context whose end stood before, so that methods that look back have something to find."""
-    return ids + ids[: max(2, min(4, len(ids) - 1))]
+def repeating(prompt: list[int]) -> list[int]:
+    """A context whose last tokens occurred before, so that lookup methods find something."""
+    return prompt + prompt[: max(2, min(4, len(prompt) - 1))]
 
 
-def _summed(found: list[Comparison]) -> Lossless:
-    kinds = [one.kind for one in found]
-    bugs = [one for one in found if one.kind is Kind.BUG]
-    detail = f"{kinds.count(Kind.SAME)} of {len(found)} texts equal"
-    detail += f", {kinds.count(Kind.NEAR_TIE)} part at a near-tie" if Kind.NEAR_TIE in kinds else ""
-    detail += f"; {bugs[0]}" if bugs else ""
-    return Lossless(not bugs, detail)
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 def setting_record(
-    collected: Collected, name: str, lossless: Callable[[Collected, str], Lossless], verify: CostCurve
+    measurements: Measurements, name: str, lossless: Callable[[Measurements, str], LosslessResult], verify: CostCurve
 ) -> dict[str, Any]:
     """One entry of `settings` in results.json."""
-    first, runs = collected.by_name[name][0], collected.writes(name)
-    setting, total, verified = first.setting, added(runs), lossless(collected, name)
-    baseline = collected.baseline(setting)
-    gains = [] if name == baseline or not verified.passed else speedups(collected, name, baseline)
-    rates = list(rates_by_repeat(collected, name).values())
+    first, runs = measurements.by_name[name][0], measurements.runs(name)
+    setting, result = first.setting, lossless(measurements, name)
+    plain = str(setting.plain)
+    gains = [] if name == plain or not result.passed else speedups(measurements, name, plain)
+    rates = rates_by_repeat(measurements, name)
     return {
         "name": name,
         "method": setting.method,
-        "peer": first.peer,
+        "is_baseline": first.is_baseline,
         "num_draft_tokens": setting.num_draft_tokens,
         "temperature": setting.temperature,
         "acceptance": setting.acceptance,
         "tokens_per_second": _spread(rates) | {"repeats": rates},
         "speedup": _spread(gains) if gains else None,
-        "lossless": {"passed": verified.passed, "detail": verified.detail},
-        "tally": total.as_dict(),
-        "by_domain": _by_domain(collected, name, baseline, verified.passed),
-        "running_acceptance": _running(runs),
-        "time": _time(runs, total),
-        "predicted_speedup": _predicted(collected, name, verify) if gains and not first.peer else None,
+        "lossless": {"passed": result.passed, "detail": result.detail},
+        "stats": total_stats(runs).as_dict(),
+        "by_domain": _by_domain(measurements, name, with_speedup=result.passed and name != plain),
+        "running_acceptance": _running_acceptance(runs),
+        "time": _time(runs),
+        "predicted_speedup": _predicted(measurements, name, verify) if gains and not first.is_baseline else None,
     }
 
 
@@ -164,64 +164,56 @@ def _spread(values: list[float]) -> dict[str, Any]:
     return {"median": spread.median, "low": spread.low, "high": spread.high}
 
 
-def _by_domain(collected: Collected, name: str, baseline: str, lossless: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for domain in dict.fromkeys(task.domain for task in collected.plan.tasks):
-        mine = [one.written for one in collected.by_name[name] if collected.plan.tasks[one.task].domain == domain]
-        if not mine:
-            continue
-        total = added(mine)
-        gains = speedups(collected, name, baseline, domain) if lossless and name != baseline else []
-        found[domain] = {
-            "tokens_per_second": total.tokens_per_second,
-            "acceptance_rate": total.acceptance_rate,
-            "tokens_per_step": total.tokens_per_step,
-            "speedup": Spread.of(gains).median if gains else None,
-        }
-    return found
+def _by_domain(measurements: Measurements, name: str, *, with_speedup: bool) -> dict[str, Any]:
+    plain = str(measurements.by_name[name][0].setting.plain)
+    records: dict[str, Any] = {}
+    for domain in dict.fromkeys(batch.domain for batch in measurements.plan.batches):
+        runs = measurements.runs(name, domain)
+        if runs:
+            gains = speedups(measurements, name, plain, domain) if with_speedup else []
+            records[domain] = _domain_record(total_stats(runs), gains)
+    return records
 
 
-def _running(runs: list[Written]) -> list[dict[str, Any]]:
-    """Acceptance over the course of an answer, in steps of a few tokens."""
-    offered: dict[int, int] = {}
-    accepted: dict[int, int] = {}
-    for mark in (mark for written in runs for mark in written.marks):
-        step = mark.position // RUNNING_STEP
-        offered[step] = offered.get(step, 0) + mark.offered
-        accepted[step] = accepted.get(step, 0) + mark.accepted
-    return [
-        {"position": step * RUNNING_STEP, "offered": offered[step], "accepted": accepted[step]}
-        for step in sorted(offered)
-    ]
-
-
-def _time(runs: list[Written], total: SpecStats) -> dict[str, float]:
-    """Where the seconds went: guessing, the target's passes with judging, and the rest (prompts, bookkeeping)."""
+def _domain_record(stats: SpecStats, gains: list[float]) -> dict[str, Any]:
     return {
-        "draft": sum(written.draft_seconds for written in runs),
-        "verify": sum(written.verify_seconds for written in runs),
-        "other": sum(written.other_seconds for written in runs),
-        "total": total.seconds,
+        "tokens_per_second": stats.tokens_per_second,
+        "acceptance_rate": stats.acceptance_rate,
+        "tokens_per_step": stats.tokens_per_step,
+        "speedup": Spread.of(gains).median if gains else None,
     }
 
 
-def _predicted(collected: Collected, name: str, verify: CostCurve) -> float | None:
-    """By the theory, from this setting's acceptance and the cost of passes measured beforehand; fixed k only."""
-    setting, runs = collected.by_name[name][0].setting, collected.writes(name)
-    k, plain = setting.num_draft_tokens, collected.writes(collected.baseline(setting))
+def _running_acceptance(runs: list[BatchRun]) -> list[dict[str, Any]]:
+    """Acceptance over the course of an output, in points of a few tokens."""
+    drafted: dict[int, int] = {}
+    accepted: dict[int, int] = {}
+    for step in (step for run in runs for step in run.steps):
+        point = step.position // POSITIONS_PER_POINT
+        drafted[point] = drafted.get(point, 0) + step.num_draft_tokens
+        accepted[point] = accepted.get(point, 0) + step.accepted
+    return [
+        {"position": point * POSITIONS_PER_POINT, "drafted": drafted[point], "accepted": accepted[point]}
+        for point in sorted(drafted)
+    ]
+
+
+def _time(runs: list[BatchRun]) -> dict[str, float]:
+    """Where the seconds went: drafting, the target's passes with verification, and the rest (prefill, scheduling)."""
+    return {
+        "draft": sum(run.draft_seconds for run in runs),
+        "verify": sum(run.verify_seconds for run in runs),
+        "other": sum(run.other_seconds for run in runs),
+        "total": total_stats(runs).seconds,
+    }
+
+
+def _predicted(measurements: Measurements, name: str, verify: CostCurve) -> float | None:
+    """By theory, from this setting's acceptance and the cost of passes measured beforehand; fixed k only."""
+    setting = measurements.by_name[name][0].setting
+    k = setting.num_draft_tokens
     if not isinstance(k, int) or not k:
         return None
-    answers = answers_of(plain, verify)
-    habits = habits_of(runs, k, answers.verify)
-    return answers.speedup(habits, k, CostCurve({k: habits.draft}))
-
-
-def answers_of(plain: list[Written], verify: CostCurve) -> Answers:
-    """What answers cost without guessing, from texts written plainly."""
-    texts = max(len(written.answers) for written in plain)
-    return Answers(
-        fmean(written.stats.new_tokens for written in plain),
-        fmean(written.other_seconds for written in plain),
-        observed_curve(verify, plain),
-        texts,
-    )
+    plain = plain_cost(measurements.runs(str(setting.plain)), verify)
+    behaviour = behaviour_of(measurements.runs(name), k, plain.verify)
+    return plain.speedup(behaviour, k, CostCurve({k: behaviour.draft_seconds}))

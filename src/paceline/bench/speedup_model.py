@@ -1,7 +1,7 @@
-"""What the theory says about a setting, from what was counted and what passes cost.
+"""What theory predicts for a setting, from what was counted and what passes cost.
 
-Tokens per step come from acceptance by position (plan.predict holds the formula). Lookup methods do not always have a
-guess, and trees spend several guesses on one depth; predictions weigh both by how the method was seen to behave.
+Tokens per step come from acceptance by position (plan.predict holds the formula). Lookup methods do not draft in every
+step, and trees spend several draft tokens on one depth; predictions weigh both by the measured behaviour of the method.
 """
 
 from __future__ import annotations
@@ -10,138 +10,153 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from paceline.bench.measure import Mark, Written
+from paceline.bench.measure import BatchRun, StepRecord
 from paceline.core.cost_model import CostCurve, StepTiming
 from paceline.plan.predict import tokens_per_step_by_position
 
+LEAST_TIMINGS = 5  # of one width, before their median replaces a measurement
+
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """How a method behaves on a workload when it is asked for `k` guesses.
+class DraftBehaviour:
+    """How a method behaves on a workload when `k` draft tokens are asked for.
 
-    rates   of each depth: how often a guess there stood, of the rounds in which all before it stood
-    offers  the share of rounds in which it had a guess at all
-    filled  guesses offered of those asked for, in rounds with a guess
-    depth   depths a guess adds: 1 in a chain, less in a tree
-    draft   seconds of drafting a round
-    once    seconds of drafting spent once a text, before anything can be guessed
+    rates          by depth: how often a draft token is accepted, of the steps in which all before it were
+    draft_share    the share of steps in which it drafts at all
+    fill           draft tokens made of those asked for, in steps with a draft
+    depth          depths that a draft token adds: 1 in a chain, less in a tree
+    draft_seconds  of drafting per step
+    start_seconds  of drafting once per sequence, before its first draft token
     """
 
     k: int
     rates: list[float]
-    offers: float
-    filled: float
+    draft_share: float
+    fill: float
     depth: float
-    draft: float
-    once: float = 0.0
+    draft_seconds: float
+    start_seconds: float = 0.0
 
     def tokens_per_step(self, k: int) -> float:
-        """Expected tokens of a round that asks for k guesses; a part of a depth counts in part."""
-        reach = k * self.filled * self.depth
+        """Expected tokens of a step that asks for k draft tokens; a part of a depth counts in part."""
+        reach = k * self.fill * self.depth
         whole = int(reach)
         rates = [self.rates[min(depth, len(self.rates) - 1)] if self.rates else 0.0 for depth in range(whole + 1)]
         low, high = tokens_per_step_by_position(rates[:whole]), tokens_per_step_by_position(rates)
-        return 1.0 + self.offers * (low + (reach - whole) * (high - low) - 1.0)
+        return 1.0 + self.draft_share * (low + (reach - whole) * (high - low) - 1.0)
 
-    def verify_seconds(self, k: int, verify: CostCurve, texts: int = 1) -> float:
-        """The target's pass of an average round; `verify` is by the tokens in a pass."""
-        guessing = verify.at(texts * (1 + max(1, round(k * self.filled))))
-        return self.offers * guessing + (1 - self.offers) * verify.at(texts)
+    def verify_seconds(self, k: int, verify: CostCurve, num_seqs: int = 1) -> float:
+        """The target's pass of an average step; `verify` is by the tokens in a pass."""
+        with_drafts = verify.at(num_seqs * (1 + max(1, round(k * self.fill))))
+        return self.draft_share * with_drafts + (1 - self.draft_share) * verify.at(num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What answering costs without guessing: tokens of an answer, seconds around its rounds, the pass by its width."""
+class PlainCost:
+    """What plain decoding costs: tokens of an output, seconds around its steps, the pass by its width."""
 
-    tokens: float
-    around: float
+    num_tokens: float
+    other_seconds: float
     verify: CostCurve
-    texts: int = 1
+    num_seqs: int = 1
 
     @property
     def plain_seconds(self) -> float:
-        return self.around + self.tokens / self.texts * self.verify.at(self.texts)
+        return self.other_seconds + self.num_tokens / self.num_seqs * self.verify.at(self.num_seqs)
 
-    def seconds(self, habits: Habits, k: int, draft: CostCurve) -> float:
-        """Seconds of an answer written with k guesses a round."""
-        rounds = self.tokens / self.texts / habits.tokens_per_step(k)
-        return self.around + habits.once + rounds * (habits.verify_seconds(k, self.verify, self.texts) + draft.at(k))
+    def seconds(self, behaviour: DraftBehaviour, k: int, draft: CostCurve) -> float:
+        """Seconds of an output generated with k draft tokens a step."""
+        steps = self.num_tokens / self.num_seqs / behaviour.tokens_per_step(k)
+        step_seconds = behaviour.verify_seconds(k, self.verify, self.num_seqs) + draft.at(k)
+        return self.other_seconds + behaviour.start_seconds + steps * step_seconds
 
-    def speedup(self, habits: Habits, k: int, draft: CostCurve) -> float:
-        return self.plain_seconds / self.seconds(habits, k, draft)
+    def speedup(self, behaviour: DraftBehaviour, k: int, draft: CostCurve) -> float:
+        return self.plain_seconds / self.seconds(behaviour, k, draft)
 
-    def shortest_worth_it(self, habits: Habits, k: int, draft: CostCurve) -> int:
-        """Tokens an answer must have before what the draft costs once is earned; 0 where it costs nothing once."""
-        step = habits.tokens_per_step(k)
-        round_seconds = habits.verify_seconds(k, self.verify, self.texts) + draft.at(k)
-        saved = (self.verify.at(self.texts) - round_seconds / step) / self.texts  # a token
-        return int(habits.once / saved) + 1 if saved > 0 and habits.once > 0 else 0
+    def shortest_output(self, behaviour: DraftBehaviour, k: int, draft: CostCurve) -> int:
+        """Tokens an output needs before it pays for what drafting costs once; 0 where it costs nothing once."""
+        step_seconds = behaviour.verify_seconds(k, self.verify, self.num_seqs) + draft.at(k)
+        saved = self.verify.at(self.num_seqs) - step_seconds / behaviour.tokens_per_step(k)
+        saved_per_token = saved / self.num_seqs
+        if saved_per_token <= 0 or behaviour.start_seconds <= 0:
+            return 0
+        return int(behaviour.start_seconds / saved_per_token) + 1
 
 
-def habits_of(runs: list[Written], k: int, verify: CostCurve) -> Habits:
-    """Learn a method's habits from texts written with a fixed k; `verify` is what plain passes cost."""
-    marks = [mark for written in runs for mark in written.marks]
-    offering = [mark for mark in marks if mark.offered]
-    offered = sum(mark.offered for mark in offering)
-    return Habits(
-        k,
-        conditional_rates(offering),
-        len(offering) / len(marks) if marks else 0.0,
-        offered / (k * len(offering)) if offering and k else 1.0,
-        sum(mark.reach for mark in offering) / offered if offered else 1.0,
-        _draft_round(runs, verify),
-        _once(runs, verify),
+def plain_cost(plain: list[BatchRun], verify: CostCurve) -> PlainCost:
+    """What plain decoding costs, from outputs generated without drafts."""
+    return PlainCost(
+        fmean(run.stats.new_tokens for run in plain),
+        fmean(run.other_seconds for run in plain),
+        observed_curve(verify, plain),
+        max(len(run.outputs) for run in plain),
     )
 
 
-def conditional_rates(marks: Iterable[Mark]) -> list[float]:
-    """Of each depth: stood there, of the rounds that reached it with a guess to judge."""
+def behaviour_of(runs: list[BatchRun], k: int, verify: CostCurve) -> DraftBehaviour:
+    """How a method behaves, from runs with a fixed k; `verify` is what plain passes cost."""
+    steps = [step for run in runs for step in run.steps]
+    drafting = [step for step in steps if step.num_draft_tokens]
+    drafted = sum(step.num_draft_tokens for step in drafting)
+    return DraftBehaviour(
+        k,
+        conditional_rates(drafting),
+        len(drafting) / len(steps) if steps else 0.0,
+        drafted / (k * len(drafting)) if drafting and k else 1.0,
+        sum(step.depth for step in drafting) / drafted if drafted else 1.0,
+        _step_draft_seconds(runs, verify),
+        _start_draft_seconds(runs, verify),
+    )
+
+
+def conditional_rates(steps: Iterable[StepRecord]) -> list[float]:
+    """By depth: accepted there, of the steps that reached it with a draft token to verify."""
     tried: list[int] = []
-    stood: list[int] = []
-    for mark in marks:
-        for depth in range(min(mark.reach, mark.accepted + 1)):
+    accepted: list[int] = []
+    for step in steps:
+        for depth in range(min(step.depth, step.accepted + 1)):
             if depth == len(tried):
                 tried.append(0)
-                stood.append(0)
+                accepted.append(0)
             tried[depth] += 1
-            stood[depth] += depth < mark.accepted
-    return [good / all_ for good, all_ in zip(stood, tried)]
+            accepted[depth] += depth < step.accepted
+    return [good / total for good, total in zip(accepted, tried)]
 
 
-def observed_curve(measured: CostCurve, runs: list[Written]) -> CostCurve:
-    """A curve measured on an empty machine, put right by what passes of real texts took.
+def observed_curve(measured: CostCurve, runs: list[BatchRun]) -> CostCurve:
+    """A cost curve measured on an idle machine, corrected by the passes of real sequences.
 
-    Real texts are longer, so their passes cost a little more. Widths that were seen often take the median seen; the
-    others are moved as the nearest seen one is.
+    Real sequences are longer, so their passes cost a little more. Widths with enough timings take their median; the
+    others are scaled as the nearest of these is.
     """
-    seen: dict[int, list[float]] = {}
-    for timing in (timing for written in runs for timing in written.timings):
-        seen.setdefault(timing.nodes, []).append(timing.verify_seconds)
-    known = {nodes: median(taken) for nodes, taken in seen.items() if len(taken) >= 5}
-    if not known:
+    seconds_by_width: dict[int, list[float]] = {}
+    for timing in (timing for run in runs for timing in run.timings):
+        seconds_by_width.setdefault(timing.nodes, []).append(timing.verify_seconds)
+    observed = {width: median(times) for width, times in seconds_by_width.items() if len(times) >= LEAST_TIMINGS}
+    if not observed:
         return measured
-    moved = {
-        nodes: seconds * known[nearest] / measured.at(nearest)
-        for nodes, seconds in measured.as_dict().items()
-        for nearest in [min(known, key=lambda other: abs(other - nodes))]
+    scaled = {
+        width: seconds * observed[nearest] / measured.at(nearest)
+        for width, seconds in measured.as_dict().items()
+        for nearest in [min(observed, key=lambda other: abs(other - width))]
     }
-    return CostCurve({**moved, **known})
+    return CostCurve({**scaled, **observed})
 
 
-def _draft_round(runs: list[Written], verify: CostCurve) -> float:
-    """Seconds of drafting a round, without each text's first, in which the prompt is read too."""
-    later = [_drafting(written, timing, verify) for written in runs for timing in written.timings[1:]]
+def _step_draft_seconds(runs: list[BatchRun], verify: CostCurve) -> float:
+    """Seconds of drafting per step, without each sequence's first, in which the prompt is read too."""
+    later = [_draft_seconds(run, timing, verify) for run in runs for timing in run.timings[1:]]
     return fmean(later) if later else 0.0
 
 
-def _once(runs: list[Written], verify: CostCurve) -> float:
-    """What the first round of a text costs beyond the others."""
-    first = [_drafting(written, written.timings[0], verify) for written in runs if written.timings]
-    return max(0.0, fmean(first) - _draft_round(runs, verify)) if first else 0.0
+def _start_draft_seconds(runs: list[BatchRun], verify: CostCurve) -> float:
+    """What drafting in the first step of a sequence costs beyond the others."""
+    first = [_draft_seconds(run, run.timings[0], verify) for run in runs if run.timings]
+    return max(0.0, fmean(first) - _step_draft_seconds(runs, verify)) if first else 0.0
 
 
-def _drafting(written: Written, timing: StepTiming, verify: CostCurve) -> float:
-    """Seconds of a round spent on guessing. Where the host does not see them, what the round took beyond a pass."""
-    if not written.drafts_unseen:
+def _draft_seconds(run: BatchRun, timing: StepTiming, verify: CostCurve) -> float:
+    """Seconds of a step spent on drafting. Where the host does not see them: what the step took beyond a pass."""
+    if not run.drafts_unseen:
         return timing.draft_seconds
     return max(timing.draft_seconds, timing.seconds - verify.at(timing.nodes))

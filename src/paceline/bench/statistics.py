@@ -1,4 +1,4 @@
-"""Tests of counts against exact probabilities, with what they can and cannot see.
+"""Tests of counts against exact probabilities, and how large a deviation they find.
 
 The tails come from torch's incomplete gamma function, so nothing beyond torch is needed.
 """
@@ -14,32 +14,32 @@ from typing import TypeVar
 
 import torch
 
-Outcome = TypeVar("Outcome", bound=Hashable)
-LEAST_EXPECTED = 5.0  # cells that should hold fewer draws than this are pooled: the chi² tail is not exact there
+Event = TypeVar("Event", bound=Hashable)
+LEAST_EXPECTED = 5.0  # cells that expect fewer draws than this are pooled: the chi² tail is not exact there
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """How well draws agree with what they should be.
+class GoodnessOfFit:
+    """How well draws agree with an expected distribution.
 
-    p_value   the chance of a deviation at least this large if nothing is wrong
+    p_value   the probability of a deviation at least this large if nothing is wrong
     distance  total variation between the draws and the exact distribution, noise included
     """
 
     draws: int
     chi2: float
-    cells: int
+    num_cells: int
     p_value: float
     distance: float
 
     @property
-    def freedom(self) -> int:
-        return max(self.cells - 1, 1)
+    def degrees_of_freedom(self) -> int:
+        return max(self.num_cells - 1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median with the least and the greatest."""
+    """A median with the least and the greatest value."""
 
     median: float
     low: float
@@ -50,103 +50,110 @@ class Spread:
         return cls(median(values), min(values), max(values))
 
 
-def chi2_tail(x: float, freedom: int) -> float:
+def chi2_tail(x: float, degrees_of_freedom: int) -> float:
     """P(chi² >= x)."""
     if x <= 0:
         return 1.0
-    half = torch.tensor([freedom / 2, x / 2], dtype=torch.float64)
+    half = torch.tensor([degrees_of_freedom / 2, x / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def chi2_quantile(alpha: float, freedom: int) -> float:
+def chi2_quantile(alpha: float, degrees_of_freedom: int) -> float:
     """The x with P(chi² >= x) = alpha."""
     low, high = 0.0, 10.0
-    while chi2_tail(high, freedom) > alpha:
+    while chi2_tail(high, degrees_of_freedom) > alpha:
         high *= 2
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if chi2_tail(middle, freedom) > alpha else (low, middle)
+        low, high = (middle, high) if chi2_tail(middle, degrees_of_freedom) > alpha else (low, middle)
     return (low + high) / 2
 
 
-def power(distance: float, draws: int, freedom: int, alpha: float) -> float:
-    """At least this likely is it to be found when the output is `distance` (total variation) away from the target's.
+def power(distance: float, draws: int, degrees_of_freedom: int, alpha: float) -> float:
+    """A lower bound on the probability that an output `distance` (total variation) away from the target's is found.
 
     A deviation d of total variation t has Σ d²/p >= (Σ|d|)² = 4t², so the test statistic's non-centrality is at least
-    4·draws·t²: a bound that holds for every way of being wrong.
+    4·draws·t²: a bound that holds for every kind of error.
     """
-    return _beyond(chi2_quantile(alpha, freedom), 2 * draws * distance * distance, freedom)
+    threshold = chi2_quantile(alpha, degrees_of_freedom)
+    return _noncentral_tail(threshold, 2 * draws * distance * distance, degrees_of_freedom)
 
 
-def _beyond(edge: float, shift: float, freedom: int) -> float:
-    """P(non-central chi² >= edge); `shift` is half the non-centrality."""
+def _noncentral_tail(threshold: float, shift: float, degrees_of_freedom: int) -> float:
+    """P(non-central chi² >= threshold); `shift` is half the non-centrality."""
     steps = torch.arange(int(shift + 10 * math.sqrt(shift + 1) + 10), dtype=torch.float64)
     # The non-central distribution is a Poisson mixture of central ones.
     weights = torch.exp(torch.xlogy(steps, torch.tensor(shift)) - shift - torch.lgamma(steps + 1))
-    tails = torch.special.gammaincc(freedom / 2 + steps, torch.full_like(steps, edge / 2))
+    tails = torch.special.gammaincc(degrees_of_freedom / 2 + steps, torch.full_like(steps, threshold / 2))
     return min(float((weights * tails).sum()), 1.0)
 
 
-def visible_distance(draws: int, freedom: int, alpha: float, wanted: float = 0.95) -> float:
-    """The least total variation that would be found with probability `wanted`."""
-    low, high, edge = 0.0, 1.0, chi2_quantile(alpha, freedom)
+def detectable_distance(draws: int, degrees_of_freedom: int, alpha: float, certainty: float = 0.95) -> float:
+    """The least total variation that is found with probability `certainty`."""
+    low, high, threshold = 0.0, 1.0, chi2_quantile(alpha, degrees_of_freedom)
     for _ in range(12):
         middle = (low + high) / 2
-        low, high = (middle, high) if _beyond(edge, 2 * draws * middle**2, freedom) < wanted else (low, middle)
+        found = _noncentral_tail(threshold, 2 * draws * middle**2, degrees_of_freedom)
+        low, high = (middle, high) if found < certainty else (low, middle)
     return high
 
 
-def against_exact(counts: Counter[Outcome], exact: Mapping[Outcome, float]) -> Fit:
-    """Pearson's chi² of counts against exact probabilities. A draw of probability 0 settles the matter: p = 0."""
+def against_exact(counts: Counter[Event], exact: Mapping[Event, float]) -> GoodnessOfFit:
+    """Pearson's chi² of counts against exact probabilities. A draw of probability 0 is proof by itself: p = 0."""
     draws = sum(counts.values())
     distance = _distance(counts, exact, draws)
-    if any(exact.get(outcome, 0.0) <= 0.0 for outcome in counts):
-        return Fit(draws, math.inf, 2, 0.0, distance)
-    seen, expected = _pooled(counts, exact, draws)
-    chi2 = sum((found - wanted) ** 2 / wanted for found, wanted in zip(seen, expected))
-    p_value = chi2_tail(chi2, len(seen) - 1) if len(seen) > 1 else 1.0
-    return Fit(draws, chi2, len(seen), p_value, distance)
+    if any(exact.get(event, 0.0) <= 0.0 for event in counts):
+        return GoodnessOfFit(draws, math.inf, 2, 0.0, distance)
+    cells = _pooled(counts, exact, draws)
+    chi2 = sum((cell.observed - cell.expected) ** 2 / cell.expected for cell in cells)
+    p_value = chi2_tail(chi2, len(cells) - 1) if len(cells) > 1 else 1.0
+    return GoodnessOfFit(draws, chi2, len(cells), p_value, distance)
 
 
-def _pooled(
-    counts: Mapping[Outcome, int], exact: Mapping[Outcome, float], draws: int
-) -> tuple[list[float], list[float]]:
-    """Counts and expectations of cells that each expect enough draws; the rarest outcomes share cells."""
-    seen: list[float] = []
-    expected: list[float] = []
-    for outcome, uniforms in sorted(exact.items(), key=lambda pair: pair[1]):
-        if uniforms <= 0:
+@dataclass(slots=True)
+class _Cell:
+    """Draws that fell into one cell, and draws expected there."""
+
+    observed: float
+    expected: float
+
+
+def _pooled(counts: Mapping[Event, int], exact: Mapping[Event, float], draws: int) -> list[_Cell]:
+    """Cells that each expect enough draws; the rarest events share cells."""
+    cells: list[_Cell] = []
+    for event, probability in sorted(exact.items(), key=lambda pair: pair[1]):
+        if probability <= 0:
             continue
-        if expected and expected[-1] < LEAST_EXPECTED:
-            seen[-1] += counts.get(outcome, 0)
-            expected[-1] += uniforms * draws
+        if cells and cells[-1].expected < LEAST_EXPECTED:
+            cells[-1].observed += counts.get(event, 0)
+            cells[-1].expected += probability * draws
         else:
-            seen.append(counts.get(outcome, 0))
-            expected.append(uniforms * draws)
-    return seen, expected
+            cells.append(_Cell(counts.get(event, 0), probability * draws))
+    return cells
 
 
-def two_samples(one: Counter[Outcome], other: Counter[Outcome]) -> Fit:
-    """Homogeneity of two sets of draws, for when no exact distribution can be had."""
-    n, m = sum(one.values()), sum(other.values())
-    both = one + other
-    chi2, cells, left = 0.0, 0, [0, 0]
-    for outcome, together in both.items():
-        if together * min(n, m) / (n + m) < LEAST_EXPECTED:
-            left[0], left[1] = left[0] + one[outcome], left[1] + other[outcome]
+def two_samples(first: Counter[Event], second: Counter[Event]) -> GoodnessOfFit:
+    """Homogeneity of two sets of draws, where the exact distribution is not available."""
+    n, m = sum(first.values()), sum(second.values())
+    both = first + second
+    chi2, num_cells, rare_first, rare_second = 0.0, 0, 0, 0
+    for event, total in both.items():
+        if total * min(n, m) / (n + m) < LEAST_EXPECTED:
+            rare_first, rare_second = rare_first + first[event], rare_second + second[event]
             continue
-        chi2, cells = chi2 + _cell(one[outcome], other[outcome], n, m), cells + 1
-    if sum(left):
-        chi2, cells = chi2 + _cell(left[0], left[1], n, m), cells + 1
-    distance = sum(abs(one[outcome] / n - other[outcome] / m) for outcome in both) / 2
-    return Fit(min(n, m), chi2, cells, chi2_tail(chi2, cells - 1) if cells > 1 else 1.0, distance)
+        chi2, num_cells = chi2 + _two_sample_term(first[event], second[event], n, m), num_cells + 1
+    if rare_first + rare_second:
+        chi2, num_cells = chi2 + _two_sample_term(rare_first, rare_second, n, m), num_cells + 1
+    distance = sum(abs(first[event] / n - second[event] / m) for event in both) / 2
+    p_value = chi2_tail(chi2, num_cells - 1) if num_cells > 1 else 1.0
+    return GoodnessOfFit(min(n, m), chi2, num_cells, p_value, distance)
 
 
-def _cell(a: int, b: int, n: int, m: int) -> float:
+def _two_sample_term(a: int, b: int, n: int, m: int) -> float:
     share = (a + b) / (n + m)
     return (a - n * share) ** 2 / (n * share) + (b - m * share) ** 2 / (m * share)
 
 
-def _distance(counts: Mapping[Outcome, int], exact: Mapping[Outcome, float], draws: int) -> float:
-    outcomes = set(counts) | set(exact)
-    return sum(abs(counts.get(outcome, 0) / draws - exact.get(outcome, 0.0)) for outcome in outcomes) / 2
+def _distance(counts: Mapping[Event, int], exact: Mapping[Event, float], draws: int) -> float:
+    events = set(counts) | set(exact)
+    return sum(abs(counts.get(event, 0) / draws - exact.get(event, 0.0)) for event in events) / 2

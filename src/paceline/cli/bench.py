@@ -1,13 +1,13 @@
-"""Measure methods against each other, and against plain decoding, on your models and your prompts.
+"""Measure methods against each other, and against plain decoding, on your model and your prompts.
 
-    paceline bench                                           the default model, methods that need no draft
-    paceline bench --target T --draft D --draft-tokens 2..8  a pair, seven values of k
+    paceline bench                                             the default model, methods that need no draft model
+    paceline bench MODEL --draft-model SMALL -k 2..8           a pair, seven values of k
     paceline bench --methods ngram,suffix --temperatures 0,0.7 --prompts builtin:code,chat
-    paceline bench --prompts humaneval.jsonl --peers hf      beside transformers' own generate
+    paceline bench --prompts humaneval.jsonl --baselines hf    beside transformers' own generate
 
 Settings take turns on every prompt, so that a machine that slows down slows all of them. Results are appended to
-results.json, and a report with plots is written beside it. A setting whose output is not the target's gets no
-speed-up. Ctrl-C keeps what has been measured. The last line on stdout is one JSON document.
+results.json, and a report with plots is written beside it. A setting whose output is not the target's gets no speed-up.
+Ctrl-C keeps what has been measured. The last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -15,228 +15,249 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import add_running_arguments, quiet_transformers, running_options
-from paceline.config import DecoderOptions
-from paceline.errors import MissingExtra, OptionError, PacelineError
+from paceline.cli.flags import add_config_flags, config_from_args
+from paceline.cli.terminal import quiet_transformers
+from paceline.config import NONE, EngineConfig
+from paceline.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from paceline.bench.candidates import Subject
-    from paceline.bench.results import Collected
+    from paceline.bench.candidates import Candidates, EngineBuilder
+    from paceline.bench.results import Measurements
     from paceline.bench.sweep import SweepPlan
-    from paceline.bench.workloads import Prompt
-    from paceline.core.cost_model import CostCurve
-    from paceline.core.draft_length import DraftLengthPolicy
+    from paceline.bench.workloads import WorkloadPrompt
+    from paceline.build import OpenModel
     from paceline.core.protocols import Runner
 
+ALL = "all"
 INTERRUPTED = 130
+# Fields of the configuration for which these commands have flags of their own, or no use.
+OWN_FLAGS = ("method", "num_draft_tokens", "acceptance", "max_num_seqs", "engine", "prefix_cache_tokens")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_subject_arguments(parser)
-    parser.add_argument("--draft-tokens", "-k", default="2,4,auto", metavar="K", help="4, 2,4,8, 2..8, auto")
-    parser.add_argument("--temperatures", default="0", metavar="T", help="0,0.7: separated by commas")
-    parser.add_argument("--acceptance", default="token", metavar="R", help="token, block, coupled or lossy-typical")
-    parser.add_argument("--prompts", default="builtin", metavar="FILE", help="builtin, builtin:code,chat, or a file")
-    parser.add_argument("--limit", type=int, default=12, metavar="N", help="prompts, spread over the domains")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--ignore-end", action="store_true", help="answers of exactly --max-new-tokens")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts answered together")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
+    add_candidate_flags(parser)
+    settings = parser.add_argument_group("settings to measure")
+    settings.add_argument("-k", "--num-draft-tokens", default="2,4,auto", metavar="K", help="4, 2,4,8, 2..8, auto")
+    settings.add_argument("--temperatures", default="0", metavar="T", help="0,0.7: separated by commas")
+    settings.add_argument("--acceptance", default="token", metavar="R", help="token, block, coupled or lossy-typical")
+    settings.add_argument("--baselines", default="", metavar="B", help="hf: transformers' generate in the same run")
+    add_workload_flags(parser, limit=12, repeats=3)
+    parser.add_argument("--ignore-eos", action="store_true", help="outputs of exactly --max-new-tokens")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--peers", default="", metavar="P", help="hf: transformers' generate in the same run")
     parser.add_argument("--out", default="results.json", metavar="FILE", help="results are appended to it")
     parser.add_argument("--report", metavar="FILE", help="default: report.html beside the results; none: no report")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line on stdout")
 
 
-def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which models and methods; shared by bench, audit and tune."""
-    models = parser.add_argument_group("models")
-    add_running_arguments(models)
-    models.add_argument("--draft", metavar="MODEL", help="a smaller model that guesses, or the head of a method named")
-    models.add_argument("--methods", default="all", metavar="M", help="all that work here, or words with commas")
+def add_candidate_flags(parser: argparse.ArgumentParser) -> None:
+    """Which model and which methods; shared by bench, audit and tune."""
+    add_config_flags(parser, positional_model=True, skip=OWN_FLAGS)
+    parser.add_argument(
+        "--methods", default=ALL, metavar="M", help="separated by commas; all: those that work here. {methods}"
+    )
+
+
+def add_workload_flags(parser: argparse.ArgumentParser, *, limit: int, repeats: int) -> None:
+    """Which prompts, and how long and how often; shared by bench and tune."""
+    workload = parser.add_argument_group("workload")
+    workload.add_argument("--prompts", default="builtin", metavar="FILE", help="builtin, builtin:code,chat, or a file")
+    workload.add_argument("--limit", type=int, default=limit, metavar="N", help="prompts, spread over the domains")
+    workload.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    workload.add_argument("--max-num-seqs", type=int, default=1, metavar="N", help="prompts run together; default: 1")
+    workload.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"default: {repeats}")
 
 
 def main(args: argparse.Namespace) -> int:
     from paceline.bench.workloads import load_prompts
 
     prompts = load_prompts(args.prompts, args.limit)
-    checked_counts(args)
-    subject = open_subject(args)
-    plan = _plan(args, subject, prompts)
-    status, run = _measured(args, subject, plan)
+    check_counts(args)
+    candidates = open_candidates(args, acceptance=args.acceptance)
+    plan = _plan(args, candidates, prompts)
+    run = _measure(args, candidates, plan)
     run["workload"] = _workload(args, prompts)
     _save(args, run)
     if not args.json:
-        _print(run, subject)
+        _print(run, candidates)
     print(json.dumps(_summary(run)))
-    return status
+    return 0 if run["complete"] else INTERRUPTED
 
 
-def checked_counts(args: argparse.Namespace) -> None:
-    """Numbers that must be at least 1."""
-    for name in ("max_new_tokens", "repeats", "batch"):
-        if getattr(args, name, 1) < 1:
-            raise OptionError(f"--{name.replace('_', '-')} must be 1 or more, not {getattr(args, name)}")
+def check_counts(args: argparse.Namespace) -> None:
+    """Raise OptionError for numbers below 1."""
+    for name, value in (("max-new-tokens", args.max_new_tokens), ("repeats", args.repeats)):
+        if value < 1:
+            raise OptionError(f"--{name} must be 1 or more, not {value}")
 
 
-# --- the subject ------------------------------------------------------------------------------------------------------
+# --- candidates -------------------------------------------------------------------------------------------------------
 
 
-def open_subject(args: argparse.Namespace) -> Subject:
-    """EngineStats the target once and make every method that works with it. The command's only way to assembly."""
-    from paceline.bench.candidates import PLAIN, Subject
-    from paceline.build import DRAFTERS, chosen_device, open_runner, open_tokenizer
-    from paceline.engines.local.step import check_capabilities
-    from paceline.hub.tokenizer import Tokenizer
+def open_candidates(args: argparse.Namespace, **overrides: Any) -> Candidates:
+    """Load the model once and build the drafter of every method that works with it."""
+    from paceline.bench import candidates
+    from paceline.build import open_model
 
-    wanted = _wanted(args, list(DRAFTERS))
+    methods = chosen_methods(args.methods)
+    config = base_config(args, **overrides)
     quiet_transformers()
-    options = DecoderOptions(**running_options(args))
-    device = chosen_device(options.device)
-    target = open_runner(options.target, options, device)
-    tokenizer = Tokenizer(open_tokenizer(options.target, None, options))
-    drafters: dict[str, Any] = {}
-    missing: dict[str, str] = {}
-    for method in dict.fromkeys([PLAIN, *wanted]):
-        try:
-            mine = options_for(options, method, args.draft, wanted)
-            drafters[method] = DRAFTERS[method](mine, target, tokenizer, device)
-            check_capabilities(target, drafters[method])
-        except PacelineError as error:
-            drafters.pop(method, None)
-            missing[method] = str(error)
-    if args.methods != "all" and missing:
-        raise OptionError("; ".join(f"method {method}: {why}" for method, why in missing.items()))
-
-    peers = {"target": target, "draft": getattr(drafters.get("draft"), "runner", None)}
-    names = {"target": args.target, "draft": args.draft}
-    peer = cache(lambda role: peer_model(peers[role], names[role], options, device))
-    return Subject(target, tokenizer, drafters, missing, _budgets(target, drafters), peer_model=peer)
+    opened = open_model(config)
+    configs = method_configs(config, methods, args.draft_model)
+    models = _HfModels(config, opened, args.draft_model)
+    built = candidates.open_candidates(opened.target, opened.tokenizer, configs, builder(opened), cache(models.open))
+    models.draft_runner = built.draft_runner
+    check_named(args.methods, built)
+    return built
 
 
-def peer_model(runner: Any, name: str, options: DecoderOptions, device: str) -> Any:
-    """The model behind a runner in transformers' own code: the one it runs, or else loaded from the same files.
+def base_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
+    """What the flags say, without a method. No profile: what is measured must not depend on an earlier measurement."""
+    decided = {"method": NONE, "draft_model": None, "num_draft_tokens": 0, "acceptance": "token", "max_num_seqs": 1}
+    return config_from_args(args, advised=False, **{**decided, **overrides}).with_options(tuned=None)
 
-    None where there is no runner, or where it computes in a type that transformers does not have.
+
+def builder(opened: OpenModel) -> EngineBuilder:
+    """build_engine for targets that take the place of the opened one."""
+    from paceline.build import build_engine
+
+    return lambda config, target: build_engine(config, replace(opened, target=target))
+
+
+def chosen_methods(names: str) -> list[str]:
+    """Methods of --methods. Raises OptionError for an unknown one."""
+    from paceline.drafting import registry
+    from paceline.drafting.router import PREDICTION
+
+    known = list(registry.names())
+    if names == ALL:
+        return [name for name in known if name != PREDICTION]  # its drafts come with the requests of a client
+    methods = [name.strip() for name in names.split(",") if name.strip()]
+    for name in methods:
+        if name not in known:
+            raise OptionError(f"there is no method {name!r}; there are {', '.join(known)}")
+    return methods
+
+
+def method_configs(config: EngineConfig, methods: list[str], draft_model: Any) -> dict[str, EngineConfig]:
+    """A configuration for each method, plain decoding first.
+
+    What --draft-model names goes to the methods that need a model; where none of them is chosen, it is a head.
     """
-    from paceline.hub import locate
-    from paceline.runners.loading import DTYPES, load_model
+    from paceline.drafting.registry import WeightsNeeded, spec
 
-    if runner is None or runner.info.dtype not in DTYPES:
-        return None
-    if hasattr(getattr(runner, "model", None), "generate"):
-        return runner.model
-    files, dtype = locate(str(name)), DTYPES[runner.info.dtype]
-    return load_model(files.folder, files.name, dtype, device, trust_remote_code=options.trust_remote_code)
-
-
-def _budgets(target: Runner, drafters: dict[str, Any]) -> Callable[[str, int | str], DraftLengthPolicy]:
-    """Makes budgets; the target's passes are measured when the first `auto` asks for their cost, and only then."""
-    from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
-    from paceline.engines.local.warmup import measure_costs, measure_pass
-
-    known: list[CostCurve] = []
-
-    def make(method: str, num_draft_tokens: int | str) -> DraftLengthPolicy:
-        if isinstance(num_draft_tokens, int):
-            return FixedDraftLength(num_draft_tokens)
-        if not known:
-            known.append(measure_pass(target))
-        return AdaptiveDraftLength(measure_costs(target, getattr(drafters[method], "runner", None), known[0]))
-
-    return make
+    takers = [name for name in methods if spec(name).weights is WeightsNeeded.MODEL] or methods
+    configs = {NONE: config.with_options(method=NONE, draft_options={})}
+    for name in methods:
+        own = draft_model if name in takers else None
+        configs.setdefault(name, config.with_options(method=name, draft_model=own))
+    return configs
 
 
-def _wanted(args: argparse.Namespace, known: list[str]) -> list[str]:
-    if args.methods == "all":
-        return known
-    found = [word.strip() for word in args.methods.split(",") if word.strip()]
-    for word in found:
-        if word not in known:
-            raise OptionError(f"there is no method {word!r}; there are {', '.join(known)}")
-    return found
+def check_named(names: str, candidates: Candidates) -> None:
+    """Raise OptionError where a method that the user named cannot be used."""
+    if names != ALL and candidates.unavailable:
+        raise OptionError("; ".join(f"method {name}: {why}" for name, why in candidates.unavailable.items()))
 
 
-def options_for(options: DecoderOptions, method: str, draft: str | None, wanted: list[str]) -> DecoderOptions:
-    """Who gets what --draft names: methods that take a model; where none of them is wanted, those that take a head."""
-    takers = ("draft", "foreign") if {"draft", "foreign"} & set(wanted) else ("eagle", "medusa", "layerskip")
-    return replace(options, method=method, draft=draft if method in takers else None)
+@dataclass(slots=True, eq=False)
+class _HfModels:
+    """The models under test as transformers runs them."""
+
+    config: EngineConfig
+    opened: OpenModel
+    draft_model: Any
+    draft_runner: Runner | None = None
+
+    def open(self, role: str) -> Any | None:
+        """The "target" or the "draft". None where there is none, or in a dtype that transformers does not have."""
+        if role == "target":
+            return self._load(self.opened.target, str(self.config.model.model))
+        return None if self.draft_runner is None else self._load(self.draft_runner, str(self.draft_model))
+
+    def _load(self, runner: Runner, name: str) -> Any | None:
+        """The model that a runner runs, or else one loaded from the same files."""
+        from paceline.hub import locate
+        from paceline.runners.huggingface import HuggingFaceRunner
+        from paceline.runners.loading import DTYPES, load_model
+
+        if isinstance(runner, HuggingFaceRunner):
+            return runner.model
+        if runner.info.dtype not in DTYPES:
+            return None
+        files, trust = locate(name), self.config.model.trust_remote_code
+        dtype = DTYPES[runner.info.dtype]
+        return load_model(files.folder, files.name, dtype, self.opened.device, trust_remote_code=trust)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _plan(args: argparse.Namespace, subject: Subject, prompts: list[Prompt]) -> SweepPlan:
-    from paceline.bench.baselines import peers_of
-    from paceline.bench.measure import Length
-    from paceline.bench.sweep import SweepPlan, grid, parse_draft_tokens, parse_numbers, tasks_of
-    from paceline.engines.local.verifier import Verifier
+def _plan(args: argparse.Namespace, candidates: Candidates, prompts: list[WorkloadPrompt]) -> SweepPlan:
+    from paceline.bench.baselines import open_baselines
+    from paceline.bench.measure import OutputLength
+    from paceline.bench.sweep import SweepPlan, grid, parse_num_draft_tokens, parse_numbers, prompt_batches
 
-    assert subject.tokenizer is not None
-    Verifier(args.acceptance)
-    ks = parse_draft_tokens(args.num_draft_tokens)
-    settings = grid(subject.guessing_methods, ks, parse_numbers(args.temperatures, "--temperatures"), args.acceptance)
-    ids = [prompt.encode(subject.tokenizer) for prompt in prompts]
-    fixed = [k for k in ks if isinstance(k, int)]
+    ks = parse_num_draft_tokens(args.num_draft_tokens)
+    temperatures = parse_numbers(args.temperatures, "--temperatures")
+    ids = [prompt.encode(candidates.tokenizer) for prompt in prompts]
+    longest = max((k for k in ks if isinstance(k, int)), default=5)
     return SweepPlan(
-        settings,
-        tasks_of([prompt.domain for prompt in prompts], ids, args.batch),
-        Length(args.max_new_tokens, args.ignore_eos),
+        grid(candidates.drafting_methods, ks, temperatures, args.acceptance),
+        prompt_batches([prompt.domain for prompt in prompts], ids, args.max_num_seqs),
+        OutputLength(args.max_new_tokens, args.ignore_eos),
         args.repeats,
-        peers_of(subject, [word for word in args.peers.split(",") if word], max(fixed, default=5)),
+        open_baselines(candidates, [name for name in args.baselines.split(",") if name], longest),
         args.seed,
     )
 
 
-def _measured(args: argparse.Namespace, subject: Subject, plan: SweepPlan) -> tuple[int, dict[str, Any]]:
+def _measure(args: argparse.Namespace, candidates: Candidates, plan: SweepPlan) -> dict[str, Any]:
     """Run the sweep; Ctrl-C ends it early and loses nothing."""
     from paceline.bench.environment import new_run
-    from paceline.bench.results import Collected, LosslessCheck, setting_record
+    from paceline.bench.results import LosslessCheck, Measurements, setting_record
     from paceline.engines.local.warmup import measure_pass
 
-    draft = getattr(subject.drafters.get("draft"), "runner", None)
-    run = new_run(["paceline", *sys.argv[1:]], subject.target.info, None if draft is None else draft.info)
-    verify = measure_pass(subject.target, num_seqs=args.batch)
-    collected = Collected(plan)
-    status = _collect(subject, plan, collected)
-    if not collected.by_name:
+    draft = candidates.draft_runner
+    run = new_run(["paceline", *sys.argv[1:]], candidates.target.info, None if draft is None else draft.info)
+    verify = measure_pass(candidates.target, num_seqs=args.max_num_seqs)
+    measurements = Measurements(plan)
+    run["complete"] = _fill(measurements, candidates)
+    if not measurements.by_name:
         raise KeyboardInterrupt
-    check = LosslessCheck(subject)
-    run["complete"] = status == 0
-    run["pass_seconds"] = {str(nodes): seconds for nodes, seconds in verify.as_dict().items()}
-    run["settings"] = [setting_record(collected, name, check, verify) for name in collected.by_name]
-    return status, run
+    check = LosslessCheck(candidates)
+    run["pass_seconds"] = {str(width): seconds for width, seconds in verify.as_dict().items()}
+    run["settings"] = [setting_record(measurements, name, check, verify) for name in measurements.by_name]
+    return run
 
 
-def _collect(subject: Subject, plan: SweepPlan, collected: Collected) -> int:
+def _fill(measurements: Measurements, candidates: Candidates) -> bool:
+    """Whether the sweep came to its end."""
     from paceline.bench.sweep import sweep
     from paceline.hub.progress import track
 
+    plan = measurements.plan
     try:
-        for measured in track(sweep(subject, plan), f"measuring {len(plan.settings)} settings", plan.total):
-            collected.add(measured)
+        for setting_run in track(sweep(candidates, plan), f"measuring {len(plan.settings)} settings", plan.total):
+            measurements.add(setting_run)
     except KeyboardInterrupt:
         print("paceline: interrupted; keeping what has been measured", file=sys.stderr)
-        return INTERRUPTED
-    return 0
+        return False
+    return True
 
 
-def _workload(args: argparse.Namespace, prompts: list[Prompt]) -> dict[str, Any]:
+def _workload(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> dict[str, Any]:
     return {
         "source": args.prompts,
         "prompts": len(prompts),
         "domains": list(dict.fromkeys(prompt.domain for prompt in prompts)),
         "max_new_tokens": args.max_new_tokens,
         "ignore_eos": args.ignore_eos,
-        "batch": args.batch,
+        "max_num_seqs": args.max_num_seqs,
         "repeats": args.repeats,
         "seed": args.seed,
     }
@@ -260,46 +281,36 @@ def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
         print(f"paceline: wrote {out}; no report: {error}", file=sys.stderr)
 
 
-# --- showing ----------------------------------------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _print(run: dict[str, Any], subject: Subject) -> None:
+def _print(run: dict[str, Any], candidates: Candidates) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.bench.report import headline
+    from paceline.bench.report import COLUMNS, cells, headline
 
     console = Console()
     table = Table(box=None, pad_edge=False)
-    for name in ("setting", "tokens/s", "spread", "speed-up", "predicted", "τ", "accepted", "lossless"):
+    for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("setting", "lossless") else "right")
-    for one in run["settings"]:
-        speed, gain, stats = one["tokens_per_second"], one["speedup"], one["tally"]
-        table.add_row(
-            one["name"],
-            f"{speed['median']:.1f}",
-            f"{speed['low']:.1f}-{speed['high']:.1f}",
-            f"{gain['median']:.2f}x" if gain else "-",
-            f"{one['predicted_speedup']:.2f}x" if one["predicted_speedup"] else "-",
-            f"{stats['tokens_per_step']:.2f}" if stats["steps"] else "-",
-            f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else "-",
-            _lossless_word(one["lossless"]),
-        )
+    for setting in run["settings"]:
+        table.add_row(*cells(setting), _lossless_cell(setting["lossless"]))
     console.print(table)
-    for method, why in subject.missing.items():
+    for method, why in candidates.unavailable.items():
         console.print(f"not measured: {method} ({why})", markup=False, highlight=False, style="dim")
     console.print(headline(run), markup=False, highlight=False)
 
 
-def _lossless_word(found: dict[str, Any]) -> str:
-    """Short where all is well; the details stand in the report."""
-    if not found["passed"]:
-        return f"NO: {found['detail']}"
-    return "near-tie" if "near-tie" in found["detail"] else "yes"
+def _lossless_cell(lossless: dict[str, Any]) -> str:
+    """Short where the check passed; the report has the details."""
+    if not lossless["passed"]:
+        return f"NO: {lossless['detail']}"
+    return "near-tie" if "near-tie" in lossless["detail"] else "yes"
 
 
 def _summary(run: dict[str, Any]) -> dict[str, Any]:
-    """The JSON line: what a script wants to know without opening results.json."""
+    """The JSON line: what a script needs without opening results.json."""
     from paceline.bench.report import best_setting, headline
 
     best = best_setting(run)
@@ -309,15 +320,16 @@ def _summary(run: dict[str, Any]) -> dict[str, Any]:
         "headline": headline(run),
         "best": best["name"] if best else None,
         "speedup": best["speedup"]["median"] if best else None,
-        "settings": [
-            {
-                "name": one["name"],
-                "tokens_per_second": one["tokens_per_second"]["median"],
-                "speedup": one["speedup"]["median"] if one["speedup"] else None,
-                "acceptance_rate": one["tally"]["acceptance_rate"],
-                "tokens_per_step": one["tally"]["tokens_per_step"],
-                "lossless": one["lossless"]["passed"],
-            }
-            for one in run["settings"]
-        ],
+        "settings": [_setting_summary(setting) for setting in run["settings"]],
+    }
+
+
+def _setting_summary(setting: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": setting["name"],
+        "tokens_per_second": setting["tokens_per_second"]["median"],
+        "speedup": setting["speedup"]["median"] if setting["speedup"] else None,
+        "acceptance_rate": setting["stats"]["acceptance_rate"],
+        "tokens_per_step": setting["stats"]["tokens_per_step"],
+        "lossless": setting["lossless"]["passed"],
     }

@@ -1,13 +1,13 @@
 """Find the method and the k that pay on this machine, or learn that none does.
 
-    paceline tune                                    the default model, methods that need no draft
-    paceline tune --target T --draft D               a pair
-    paceline tune --prompts my-prompts.txt           on the texts you really have
-    paceline tune --batch 8                          for eight texts at a time
+    paceline tune                                  the default model, methods that need no draft model
+    paceline tune MODEL --draft-model SMALL        a pair
+    paceline tune --prompts my-prompts.txt         on the prompts you really have
+    paceline tune --max-num-seqs 8                 for eight sequences at a time
 
-Measures what a pass costs by its width, what guessing costs and which guesses stand; predicts every method and k;
-runs the best of them against plain decoding; writes paceline.toml, which generate, chat and serve pick up; and says in
-one sentence what to do. Takes a few minutes. With --json the last line on stdout is one JSON document.
+Measures what a pass costs by its width, what drafting costs and how much is accepted; predicts every method and k; runs
+the best of them against plain decoding; writes paceline.toml, which generate, chat and serve use; and ends with one
+sentence of advice. Takes a few minutes. With --json the last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -19,110 +19,122 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench import add_subject_arguments, checked_counts, open_subject
+from paceline.cli.bench import add_candidate_flags, add_workload_flags, check_counts, open_candidates
 
 if TYPE_CHECKING:
-    from paceline.bench.candidates import Subject
-    from paceline.bench.tune import Tuning
-    from paceline.tuned import Profile
+    from rich.table import Table
 
-SHOWN = 8  # predictions in the table
+    from paceline.bench.candidates import Candidates
+    from paceline.bench.tune import SpeedupEstimate, TunePlan, TuneResult
+    from paceline.bench.workloads import WorkloadPrompt
+    from paceline.tuned import TunedProfile
+
+MAX_ROWS = 8  # predictions in the table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_subject_arguments(parser)
-    parser.add_argument("--prompts", default="builtin", metavar="FILE", help="builtin, builtin:code,chat, or a file")
-    parser.add_argument("--limit", type=int, default=6, metavar="N", help="prompts, spread over the domains")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="texts written together")
-    parser.add_argument("--repeats", type=int, default=2, metavar="N", help="of the runs that confirm the prediction")
+    add_candidate_flags(parser)
+    add_workload_flags(parser, limit=6, repeats=2)
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     parser.add_argument("--out", default="paceline.toml", metavar="FILE", help="the profile; none: write nothing")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
 
 
 def main(args: argparse.Namespace) -> int:
-    from paceline.bench.measure import Length
-    from paceline.bench.tune import TunePlan, tune
+    from paceline.bench.tune import tune
     from paceline.bench.workloads import load_prompts
     from paceline.core.sampling import SamplingParams
     from paceline.hub.progress import stage
     from paceline.tuned import write_profile
 
     prompts = load_prompts(args.prompts, args.limit)
-    checked_counts(args)
+    check_counts(args)
     SamplingParams(temperature=args.temperature)
-    subject = open_subject(args)
-    assert subject.tokenizer is not None
-    ids = [prompt.encode(subject.tokenizer) for prompt in prompts]
-    plan = TunePlan(ids, Length(args.max_new_tokens), args.temperature, args.batch, args.repeats)
-    with stage("measuring passes, guesses and the best settings; a few minutes"):
-        tuning = tune(subject, plan)
-    profile = _profile(args, subject, tuning)
+    candidates = open_candidates(args, max_num_seqs=args.max_num_seqs)
+    with stage("measuring passes, drafts and the best settings; a few minutes"):
+        result = tune(candidates, _plan(args, candidates, prompts))
     if not args.json:
-        _print(tuning, subject)
+        _print(result, candidates)
     if args.out != "none":
-        write_profile(profile, Path(args.out).expanduser())
+        write_profile(_profile(args, candidates, result), Path(args.out).expanduser())
         print(f"paceline: wrote {args.out}", file=sys.stderr)
-    print(json.dumps(_document(tuning)) if args.json else tuning.advice.sentence)
+    print(json.dumps(_document(result)) if args.json else result.advice.sentence)
     return 0
 
 
-def _profile(args: argparse.Namespace, subject: Subject, tuning: Tuning) -> Profile:
-    from paceline.tuned import Profile
+def _plan(args: argparse.Namespace, candidates: Candidates, prompts: list[WorkloadPrompt]) -> TunePlan:
+    from paceline.bench.measure import OutputLength
+    from paceline.bench.tune import TunePlan
 
-    advice, info = tuning.advice, subject.target.info
-    return Profile(
-        target=args.target,
-        device=info.device,
+    ids = [prompt.encode(candidates.tokenizer) for prompt in prompts]
+    return TunePlan(ids, OutputLength(args.max_new_tokens), args.temperature, args.max_num_seqs, args.repeats)
+
+
+def _profile(args: argparse.Namespace, candidates: Candidates, result: TuneResult) -> TunedProfile:
+    from paceline.tuned import TunedProfile
+
+    advice = result.advice
+    return TunedProfile(
+        target=args.model,
+        device=candidates.target.info.device,
         method=advice.method,
         num_draft_tokens=advice.num_draft_tokens,
-        draft=args.draft if advice.method in ("draft", "foreign") else None,
+        draft_model=candidates.candidate(advice.method).config.speculative.draft_model,
         dtype=args.dtype,
         draft_dtype=args.draft_dtype,
         advice=advice.sentence,
         predicted=advice.predicted,
         measured=advice.measured,
-        shortest_answer=advice.shortest_answer,
-        pass_seconds=tuning.verify.as_dict(),
-        draft_seconds=tuning.draft.as_dict(),
+        shortest_output=advice.shortest_output,
+        pass_seconds=result.verify.as_dict(),
+        draft_seconds=result.draft.as_dict(),
     )
 
 
-def _print(tuning: Tuning, subject: Subject) -> None:
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _print(result: TuneResult, candidates: Candidates) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    plain = next(iter(tuning.verify.as_dict().values()))
-    widths = "  ".join(f"{size}: {seconds / plain:.2f}" for size, seconds in tuning.verify.as_dict().items())
-    console.print(
-        f"a pass of the target takes {1000 * plain:.1f} ms; by tokens in it, relative: {widths}", highlight=False
-    )
-    table = Table(box=None, pad_edge=False)
-    for name in ("method", "k", "tokens a step", "predicted", "measured"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    measured = {(one.method, one.num_draft_tokens): one.measured for one in tuning.confirmed}
-    shown = [one for one in tuning.predictions if (one.method, one.k) in measured]
-    shown += [one for one in tuning.predictions if one not in shown][: SHOWN - len(shown)]
-    for one in shown:
-        ran = measured.get((one.method, one.k))
-        table.add_row(
-            one.method, str(one.k), f"{one.tokens_per_step:.2f}", f"{one.speedup:.2f}x", f"{ran:.2f}x" if ran else ""
-        )
-    for found in tuning.confirmed:
-        if found.predicted is None:
-            table.add_row(found.method, str(found.num_draft_tokens), "", "", f"{found.measured:.2f}x")
-    console.print(table)
-    for method, why in subject.missing.items():
+    costs = result.verify.as_dict()
+    plain = next(iter(costs.values()))
+    relative = "  ".join(f"{width}: {seconds / plain:.2f}" for width, seconds in costs.items())
+    console.print(f"a pass takes {1000 * plain:.1f} ms; by tokens in it, relative: {relative}", highlight=False)
+    console.print(_table(result))
+    for method, why in candidates.unavailable.items():
         console.print(f"not tried: {method} ({why})", markup=False, highlight=False, style="dim")
 
 
-def _document(tuning: Tuning) -> dict[str, Any]:
+def _table(result: TuneResult) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("method", "k", "tokens per step", "predicted", "measured"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    measured = {(item.method, item.num_draft_tokens): f"{item.measured:.2f}x" for item in result.confirmed}
+    for item in _shown(result):
+        cells = (f"{item.tokens_per_step:.2f}", f"{item.speedup:.2f}x", measured.get((item.method, item.k), ""))
+        table.add_row(item.method, str(item.k), *cells)
+    for confirmed in result.confirmed:
+        if confirmed.predicted is None:
+            table.add_row(confirmed.method, str(confirmed.num_draft_tokens), "", "", f"{confirmed.measured:.2f}x")
+    return table
+
+
+def _shown(result: TuneResult) -> list[SpeedupEstimate]:
+    """The predictions that were run, then the best of the others."""
+    was_run = {(item.method, item.num_draft_tokens) for item in result.confirmed}
+    rows = [item for item in result.estimates if (item.method, item.k) in was_run]
+    return rows + [item for item in result.estimates if item not in rows][: MAX_ROWS - len(rows)]
+
+
+def _document(result: TuneResult) -> dict[str, Any]:
     return {
-        **asdict(tuning.advice),
-        "predictions": [asdict(one) for one in tuning.predictions],
-        "confirmed": [asdict(one) for one in tuning.confirmed],
-        "pass_seconds": tuning.verify.as_dict(),
-        "draft_seconds": tuning.draft.as_dict(),
+        **asdict(result.advice),
+        "predictions": [asdict(item) for item in result.estimates],
+        "confirmed": [asdict(item) for item in result.confirmed],
+        "pass_seconds": result.verify.as_dict(),
+        "draft_seconds": result.draft.as_dict(),
     }

@@ -1,0 +1,73 @@
+"""What becomes of measurements: counts, speed-ups, the lossless check, the record and its schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from torch import Tensor
+
+from paceline.bench.sweep import grid
+from paceline.core.draft_tree import DraftTree
+from paceline.core.types import VerifyResult
+from paceline.core.verify import RULES, AcceptanceRule, verify_tokens
+from tests.support.bench_toys import VOCAB_SIZE, toy_candidates, toy_plan, toy_run
+from tests.support.wrong_rules import resample_from_target, wrong_rule
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "results.schema.json"
+
+
+def setting_of(run: dict[str, Any], method: str) -> dict[str, Any]:
+    (setting,) = [setting for setting in run["settings"] if setting["method"] == method]
+    return dict(setting)
+
+
+def validate(run: dict[str, Any]) -> None:
+    jsonschema.validate({"format": "paceline results", "runs": [run]}, json.loads(SCHEMA.read_text()))
+
+
+@pytest.mark.slow
+def test_a_run_fits_the_schema() -> None:
+    run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model", "ngram"], [2], [0.0, 1.0])))
+    validate(run)
+    by_name = {setting["name"]: setting for setting in run["settings"]}
+    assert by_name["plain"]["speedup"] is None
+    assert by_name["draft_model k=2"]["speedup"]["median"] > 0
+    assert by_name["draft_model k=2"]["lossless"] == {"passed": True, "detail": "3 of 3 outputs equal"}
+    assert set(by_name["draft_model k=2"]["by_domain"]) == {"code", "chat"}
+    assert "exact distribution" in by_name["draft_model k=2 T=1"]["lossless"]["detail"]
+
+
+def off_by_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
+    """Another token than the target's whenever there are draft tokens."""
+    result = verify_tokens(tree, target, uniforms)
+    return VerifyResult([], (result.next_token + 1) % VOCAB_SIZE) if len(tree) else result
+
+
+def test_no_speedup_is_stated_when_the_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A rule that calls itself lossless is not asked about greedy sequences: there the argmax decides.
+    monkeypatch.setitem(RULES, "token", AcceptanceRule("token", off_by_one, lossless=False))
+    run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model"], [2], [0.0])))
+    setting = setting_of(run, "draft_model")
+    assert not setting["lossless"]["passed"]
+    assert setting["speedup"] is None
+    assert setting["predicted_speedup"] is None
+    assert all(part["speedup"] is None for part in setting["by_domain"].values())
+    validate(run)
+
+
+def test_no_speedup_is_stated_when_the_distribution_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "token", wrong_rule(resample_from_target))
+    run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model"], [2], [1.0])))
+    setting = setting_of(run, "draft_model")
+    assert (setting["lossless"]["passed"], setting["speedup"]) == (False, None)
+
+
+def test_an_interrupted_sweep_compares_only_what_both_sides_generated() -> None:
+    run = toy_run(toy_candidates(), toy_plan(repeats=3), limit=19)  # the first repeat is 15 runs
+    validate(run)
+    speeds = {setting["name"]: setting["tokens_per_second"]["repeats"] for setting in run["settings"]}
+    assert all(len(repeats) == 1 for repeats in speeds.values())

@@ -12,9 +12,7 @@ import torch
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import Capability, RowOutput, StepResult, VerifyResult
 from paceline.drafting.auto import LOOKUP, RETRY_STEPS, AutoDrafter, ForecastCalibration
 from paceline.drafting.draft_model import DraftModel
@@ -24,6 +22,7 @@ from paceline.drafting.suffix_automaton import Forecast
 from paceline.errors import OptionError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
+from tests.support.build import sequence
 from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, context_for
 
 
@@ -61,7 +60,7 @@ class Stub(Drafter):
 
 
 def sequence_of() -> Sequence:
-    return Sequence([1], SamplingParams(), StopRules(1000))
+    return sequence([1], 1000)
 
 
 def play(drafter: AutoDrafter, clock: Clock, seq: Sequence, accepted_by_token: dict[int, int]) -> str:

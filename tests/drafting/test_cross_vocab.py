@@ -11,8 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import Row
 from paceline.drafting.cross_vocab import CrossVocab, TokenizerBridge
 from paceline.drafting.registry import build_drafter
@@ -20,13 +18,14 @@ from paceline.errors import OptionError, PairError
 from paceline.hub.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens, spellings
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
+from tests.support.build import sequence
 from tests.support.drafter_exactness import (
     assert_unchanged,
     check_greedy,
     check_sampled,
     context_for,
+    engine_of,
     generated,
-    parts_of,
 )
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
 
@@ -98,7 +97,7 @@ def test_text_is_tokenised_from_where_the_sequence_ends() -> None:
 
 
 def test_draft_tokens_by_text_are_the_characters_of_the_draft_model() -> None:
-    drafter, seq = cross_vocab(TEXT), Sequence([2, 0, 1], SamplingParams(), StopRules(50))
+    drafter, seq = cross_vocab(TEXT), sequence([2, 0, 1], 50)
     draft_tokens = drafter.propose([seq], [3])[0]
     runner, expected = drafter.runner, theirs()
     seq_cache, output = runner.new_cache(), [0, 3, 1]
@@ -113,13 +112,13 @@ def test_draft_tokens_by_text_are_the_characters_of_the_draft_model() -> None:
 
 
 def test_the_draft_cache_follows_the_sequence_through_rejections() -> None:
-    drafter, seq = cross_vocab(SHARED), Sequence([2, 0, 1], SamplingParams(1.0, seed=1), StopRules(50))
+    drafter, seq = cross_vocab(SHARED), sequence([2, 0, 1], 50, SamplingParams(1.0, seed=1))
     for tokens in ([0], [3, 3], [1, 2, 0], [2]):
         drafter.propose([seq], [3])
         seq_cache = drafter._states[seq.seq_id].seq_cache
         assert seq_cache.length == len(drafter._states[seq.seq_id].cached)
         seq.ids += tokens
-    fresh, twin = cross_vocab(SHARED), Sequence(seq.ids, SamplingParams(1.0, seed=1), StopRules(50))
+    fresh, twin = cross_vocab(SHARED), sequence(seq.ids, 50, SamplingParams(1.0, seed=1))
     twin.rng.set_state(seq.rng.get_state())
     assert fresh.propose([twin], [3])[0].tokens.tolist() == drafter.propose([seq], [3])[0].tokens.tolist()
 
@@ -128,11 +127,11 @@ def test_nothing_is_drafted_inside_a_character() -> None:
     tokenizer, runner = byte_tokenizer(), TableRunner(259, order=1, seed=0)
     drafter = CrossVocab(runner, tokenizer, byte_tokenizer(40), 259)
     half = tokenizer("né").input_ids[:-1]
-    assert len(drafter.propose([Sequence(half, SamplingParams(), StopRules(50))], [3])[0]) == 0
+    assert len(drafter.propose([sequence(half, 50)], [3])[0]) == 0
 
 
 def test_shared_draft_tokens_carry_the_distribution_they_were_drawn_from() -> None:
-    drafter, seq = cross_vocab(), Sequence([2, 0, 1], SamplingParams(1.0, seed=4), StopRules(50))
+    drafter, seq = cross_vocab(), sequence([2, 0, 1], 50, SamplingParams(1.0, seed=4))
     draft_tokens = drafter.propose([seq], [3])[0]
     assert draft_tokens.probs is not None and draft_tokens.probs.shape == (3, 4)
     assert torch.allclose(draft_tokens.probs.sum(-1), torch.ones(3))
@@ -183,8 +182,8 @@ def test_the_same_model_under_other_numbers_is_always_right(tiny_model: Any, ren
     no_half_characters = {token: -100.0 for token, letter in alphabet if ord(letter) > 126}
     target = HuggingFaceRunner(tiny_model, "tiny")
     drafter = build_drafter("cross_vocab", context_for(target, str(renumbered)))
-    seq = Sequence(prompt_ids(), SamplingParams(0.8, seed=3, logit_bias=no_half_characters), StopRules(40))
-    generated([seq], parts_of(target, drafter))
+    seq = sequence(prompt_ids(), 40, SamplingParams(0.8, seed=3, logit_bias=no_half_characters))
+    generated([seq], engine_of(target, drafter))
     assert seq.stats.acceptance_rate > 0.9
 
 
@@ -201,9 +200,9 @@ def prompt_ids() -> list[int]:
 
 
 def test_a_failed_pass_leaves_the_cache_consistent(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, seq = cross_vocab(TEXT), Sequence([2, 0, 1], SamplingParams(), StopRules(50))
+    drafter, seq = cross_vocab(TEXT), sequence([2, 0, 1], 50)
     expected = drafter.propose([seq], [3])[0].tokens.tolist()
-    other = Sequence([0, 0, 1], SamplingParams(), StopRules(50))
+    other = sequence([0, 0, 1], 50)
     other.seq_id = seq.seq_id  # the same cache, read with other tokens until the pass fails
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of luck"):
         patch.setattr(drafter, "_choose", _fail)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.drafting import draft_kv
 from paceline.drafting.draft_kv import DraftKV
@@ -14,7 +11,8 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.kv.block_manager import BLOCK_SIZE
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import generated, parts_of
+from tests.support.build import sequence
+from tests.support.drafter_exactness import engine_of, generated
 
 LONG = [number % 3 for number in range(4 * BLOCK_SIZE)]
 
@@ -90,8 +88,8 @@ def test_kept_caches_make_room() -> None:
 
 
 def ids_after(drafter: DraftModel, ids: list[int], *, keep: bool) -> list[int]:
-    seq = Sequence(ids, SamplingParams(), StopRules(12))
-    generated([seq], parts_of(TableRunner(vocab_size=4, order=2, seed=5), drafter), keep_caches=keep)
+    seq = sequence(ids, 12)
+    generated([seq], engine_of(TableRunner(vocab_size=4, order=2, seed=5), drafter), keep_caches=keep)
     return seq.ids
 
 

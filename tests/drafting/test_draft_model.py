@@ -11,22 +11,22 @@ from paceline.engines.local.step import EngineParts, prefill, step
 
 from paceline.core.sampling import SamplingParams, distribution, draw
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter
 from paceline.errors import OptionError, PairError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import context_for, parts_of
+from tests.support.build import sequence
+from tests.support.drafter_exactness import context_for, engine_of
 from tests.support.tiny import write_tiny_model
 
 
 def setting(temperature: float, blur: float = 0.4) -> tuple[Sequence, DraftModel, EngineParts]:
     target = TableRunner(vocab_size=5, seed=2)
     drafter = DraftModel(TableRunner(vocab_size=5, seed=2, blur=blur), 5)
-    seq = Sequence([1, 2, 3], SamplingParams(temperature, seed=1), StopRules(60))
-    parts = parts_of(target, drafter)
+    seq = sequence([1, 2, 3], 60, SamplingParams(temperature, seed=1))
+    parts = engine_of(target, drafter)
     prefill([seq], parts)
     return seq, drafter, parts
 
@@ -72,7 +72,7 @@ def test_a_sequence_without_draft_tokens_costs_the_draft_model_nothing() -> None
 @pytest.mark.parametrize("size", [4, 9])
 def test_another_vocabulary_size_is_cut_or_padded(size: int) -> None:
     drafter = DraftModel(TableRunner(vocab_size=size, seed=3), 5)
-    seq = Sequence([1, 2, 3], SamplingParams(5.0, seed=0), StopRules(60))
+    seq = sequence([1, 2, 3], 60, SamplingParams(5.0, seed=0))
     for _ in range(20):
         tree = drafter.propose([seq], [3])[0]
         assert tree.probs is not None and tree.probs.shape == (3, 5)
@@ -105,7 +105,7 @@ def test_a_device_loop_draws_what_single_steps_draw_and_no_more_numbers() -> Non
     """The random numbers of a sequence depend neither on the way it drafts nor on the draft length of its neighbour."""
     drafts = []
     for runner in (TableRunner(5, seed=2), DeviceRunner(5, seed=2)):
-        seqs = [Sequence([1, 2, 3], SamplingParams(1.0, seed=1), StopRules(60)) for _ in range(2)]
+        seqs = [sequence([1, 2, 3], 60, SamplingParams(1.0, seed=1)) for _ in range(2)]
         trees = DraftModel(runner, 5).propose(seqs, [2, 4])
         drafts.append(([tree.tokens.tolist() for tree in trees], [seq.rng.get_state().tolist() for seq in seqs]))
         assert [len(tree) for tree in trees] == [2, 4]
@@ -122,7 +122,7 @@ def test_a_failed_pass_leaves_no_draft_token_behind() -> None:
                 raise RuntimeError("out of luck")
             return super().forward(rows, last_only=last_only)
 
-    drafter, seq = DraftModel(Failing(5, seed=2), 5), Sequence([1, 2, 3], SamplingParams(), StopRules(60))
+    drafter, seq = DraftModel(Failing(5, seed=2), 5), sequence([1, 2, 3], 60)
     with pytest.raises(RuntimeError, match="out of luck"):
         drafter.propose([seq], [4])
     seq.ids.append(4)
@@ -145,6 +145,6 @@ def test_a_wrapped_runner_drafts_in_place_of_the_first() -> None:
     drafter = DraftModel(TableRunner(5, seed=2), 7)
     twin = drafter.with_runner(lambda runner: TableRunner(5, seed=3))
     assert twin.draft_runner is not drafter.draft_runner
-    seq = Sequence([1, 2, 3], SamplingParams(1.0, seed=0), StopRules(60))
+    seq = sequence([1, 2, 3], 60, SamplingParams(1.0, seed=0))
     tree = twin.propose([seq], [2])[0]
     assert tree.probs is not None and tree.probs.shape == (2, 7) and not drafter._seq_caches

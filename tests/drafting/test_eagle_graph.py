@@ -7,7 +7,7 @@ import torch
 from paceline.engines.local.generate import run
 from paceline.engines.local.step import EngineParts
 
-from paceline.core import FixedDraftLength, SamplingParams, Sequence, StopRules
+from paceline.core import FixedDraftLength, Sequence
 from paceline.core.protocols import Drafter
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
@@ -21,7 +21,7 @@ DEVICE = "cuda"
 
 
 def written(target: NativeRunner, drafter: Drafter, prompts: list[list[int]], k: int) -> list[Sequence]:
-    seqs = [Sequence(list(prompt), SamplingParams(), StopRules(300)) for prompt in prompts]
+    seqs = [sequence(list(prompt), 300) for prompt in prompts]
     for _ in run(seqs, EngineParts(target, drafter, FixedDraftLength(k), Verifier())):
         pass
     return seqs

@@ -8,18 +8,17 @@ import pytest
 from paceline.engines.local.generate import run
 
 from paceline.core.draft_tree import path_to
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.drafting.lookahead import Lookahead, NgramPool
 from paceline.errors import OptionError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, generated, parts_of
+from tests.support.build import sequence
+from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, engine_of, generated
 
 
 def sequence_of(ids: list[int], room: int = 200) -> Sequence:
-    return Sequence(ids, SamplingParams(), StopRules(room))
+    return sequence(ids, room)
 
 
 def test_the_window_is_a_chain_of_heads_from_which_columns_hang() -> None:
@@ -47,7 +46,7 @@ def test_the_targets_token_below_a_column_is_learnt() -> None:
     """Every added token is the target's argmax after exactly the tokens of that column's path: a wrong parent or row
     would break this."""
     target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), sequence_of([1, 2, 3])
-    parts = parts_of(target, drafter, 4)
+    parts = engine_of(target, drafter, 4)
     learnt: list[list[int]] = []
     for progress in run([seq], parts):
         tree, ahead = progress.round.tree, drafter._windows.get(seq.seq_id)
@@ -70,7 +69,7 @@ def test_the_window_finds_what_the_sequence_does_not_hold_yet() -> None:
         for seed in range(8):
             target, seq = TableRunner(1000, order=1, seed=seed), sequence_of([1, 2, 3, 4], 60)
             drafter = Lookahead(columns=8, run=4, window=window)
-            generated([seq], parts_of(target, drafter, 6))
+            generated([seq], engine_of(target, drafter, 6))
             taus[window] += seq.stats.tokens_per_step / 8
     assert taus[True] > taus[False] + 0.15
 
@@ -91,7 +90,7 @@ def test_near_the_end_there_is_no_window() -> None:
 def test_steps_without_the_window_advance_it() -> None:
     """num_draft_tokens 0 in between: the columns keep their positions, so the first ones fall off."""
     target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), sequence_of([1, 2, 3])
-    for seq_id, _ in enumerate(run([seq], parts_of(target, drafter, 3))):
+    for seq_id, _ in enumerate(run([seq], engine_of(target, drafter, 3))):
         seq.num_draft_tokens = 0 if seq_id % 3 == 1 else 3
         if seq_id == 1:
             assert len(drafter._windows[seq.seq_id].columns) <= 5

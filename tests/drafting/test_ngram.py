@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.draft_tree import DraftTree
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.drafting.ngram import Ngram
 from paceline.errors import OptionError
+from tests.support.build import sequence
 
 
 def sequence_of(ids: list[int]) -> Sequence:
-    return Sequence(ids, SamplingParams(), StopRules(100))
+    return sequence(ids, 100)
 
 
 def drafted(ids: list[int], num_draft_tokens: int, **options: int) -> DraftTree:

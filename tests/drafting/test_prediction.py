@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.drafting.prediction import Prediction, PredictionCount, prediction_count
 from paceline.errors import OptionError
+from tests.support.build import sequence
 from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_batch
 
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
-    seq = Sequence([1, 2], SamplingParams(), StopRules(100))
+    seq = sequence([1, 2], 100)
     seq.params.prediction = prediction
     drafter.begin(seq, None)
     return seq

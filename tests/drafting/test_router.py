@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.core.types import Capability
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.ngram import Ngram
@@ -16,6 +14,7 @@ from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
 from paceline.runners.table import TableRunner
+from tests.support.build import sequence
 from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_batch
 
 
@@ -32,7 +31,7 @@ def every_method(blur: float = 0.3) -> DrafterRouter:
 
 
 def sequence_of(method: str | None, prediction: list[int] | None = None) -> Sequence:
-    seq = Sequence([1, 2, 3, 1, 2], SamplingParams(), StopRules(100))
+    seq = sequence([1, 2, 3, 1, 2], 100)
     seq.params.method, seq.params.prediction = method, prediction
     return seq
 

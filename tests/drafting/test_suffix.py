@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
-from paceline.core.stopping import StopRules
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.suffix import MEGABYTE, OutputStore, Suffix
 from paceline.drafting.suffix_automaton import Context, SuffixAutomaton
 from paceline.errors import OptionError
 from paceline.runners.huggingface import HuggingFaceRunner
+from tests.support.build import sequence
 from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled
 
 
@@ -38,7 +37,7 @@ def occurrences(seq: list[int], run: list[int]) -> int:
 
 
 def sequence_of(ids: list[int]) -> Sequence:
-    return Sequence(ids, SamplingParams(), StopRules(1000))
+    return sequence(ids, 1000)
 
 
 @pytest.mark.parametrize("alphabet", [1, 2, 3, 8])

@@ -9,12 +9,11 @@ a step verified at once, which makes fifty thousand samples a matter of seconds.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
 from scipy.stats import chi2
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -25,16 +24,15 @@ from paceline.core.protocols import Drafter, Runner
 from paceline.core.sampling import SamplingParams, distribution
 from paceline.core.sequence import Sequence
 from paceline.core.stats import SpecStats
-from paceline.core.stopping import StopRules
-from paceline.core.types import RowOutput, StepResult, VerifyResult
+from paceline.core.types import Row, RowOutput, StepResult, VerifyResult
 from paceline.core.verify import verify_trees
 from paceline.drafting.no_draft import NoDraft
 from paceline.drafting.registry import DrafterContext
-from paceline.engines.local.verifier import Verifier
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner, TableSequenceCache
+from tests.support.build import sequence, toy_engine
 from tests.support.tiny import byte_tokenizer
 
 NUM_DRAFT_TOKENS = (3, 0, 2)
@@ -47,8 +45,8 @@ def toy(order: int = 2) -> TableRunner:
     return TableRunner(vocab_size=4, order=order, seed=5)
 
 
-def sequences(prompts: list[list[int]], length: int, **sampling: Any) -> list[Sequence]:
-    return [Sequence(list(prompt), SamplingParams(**sampling), StopRules(length)) for prompt in prompts]
+def sequences(prompts: list[list[int]], length: int, *, rule: str = "token", **sampling: Any) -> list[Sequence]:
+    return [sequence(list(prompt), length, SamplingParams(**sampling), rule=rule) for prompt in prompts]
 
 
 def batch(
@@ -63,9 +61,9 @@ def batch(
     seqs = []
     for number, (place, k) in enumerate([*enumerate(NUM_DRAFT_TOKENS)] * copies):
         own = SamplingParams(sampling.temperature, seed=None if sampling.seed is None else sampling.seed + number)
-        seq = Sequence(PROMPT[place:], own, StopRules(length if k else length // 4))
-        seq.num_draft_tokens, seq.params.prediction, seq.params.method = k, prediction, methods[place]
-        seqs.append(seq)
+        new_tokens = length if k else length // 4
+        params = {"num_draft_tokens": k, "prediction": prediction, "method": methods[place]}
+        seqs.append(sequence(PROMPT[place:], new_tokens, own, **params))
     return seqs
 
 
@@ -93,20 +91,66 @@ def context_for(target: Runner, draft_model: Any = None, **options: Any) -> Draf
 # --- through the engine -----------------------------------------------------------------------------------------------
 
 
-def parts_of(target: Runner, drafter: Drafter, num_draft_tokens: int = 3, rule: str = "token") -> EngineParts:
-    return EngineParts(target, drafter, FixedDraftLength(num_draft_tokens), Verifier(rule))
+def engine_of(target: Runner, drafter: Drafter, num_draft_tokens: int = 3, **options: Any) -> LocalEngine:
+    """An engine whose drafter is tested; nothing is reused between its sequences unless options say so."""
+    return toy_engine(target, drafter, FixedDraftLength(num_draft_tokens), **{"prefix_cache_tokens": 0, **options})
 
 
-def generated(seqs: list[Sequence], parts: EngineParts, **options: Any) -> list[list[int]]:
+def generated(seqs: list[Sequence], engine: LocalEngine) -> list[list[int]]:
     """The outputs of these sequences, generated together."""
-    for _ in run(seqs, parts, **options):
-        pass
-    return [seq.generated for seq in seqs]
+    return [seq.generated for seq in engine.run(seqs)]
+
+
+class Recorder(Drafter):
+    """Passes everything on to a drafter, and keeps the trees and results of the last step."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.needs, self.draft_runner = drafter, drafter.needs, drafter.draft_runner
+        self.trees: list[DraftTree] = []
+        self.results: list[StepResult] = []
+
+    def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
+        self.drafter.begin(seq, prompt)
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        self.trees = self.drafter.propose(seqs, num_draft_tokens)
+        assert all(tree.num_draft_tokens <= k for tree, k in zip(self.trees, num_draft_tokens, strict=True))
+        return self.trees
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
+        self.results = results
+        self.drafter.observe(seqs, results)
+
+    def end(self, seq: Sequence) -> None:
+        self.drafter.end(seq)
+
+
+def steps(
+    seqs: list[Sequence], target: Runner, drafter: Drafter, num_draft_tokens: int = 3
+) -> Iterator[list[StepResult]]:
+    """Generate these sequences together; yields the results of each step, in the order of those still running."""
+    recorder = Recorder(drafter)
+    engine = engine_of(target, recorder, num_draft_tokens)
+    for seq in seqs:
+        engine.add(seq)
+    while engine.has_work:
+        engine.step()
+        yield recorder.results
+
+
+def prefill(seqs: list[Sequence], target: Runner, drafter: Drafter) -> None:
+    """Read every prompt but its last token, and start the drafter on it."""
+    for seq in seqs:
+        seq.start(target.new_cache())
+        assert seq.seq_cache is not None
+        output = target.forward([Row.chain(seq.seq_cache, seq.ids[:-1])], last_only=True)
+        target.commit(seq.seq_cache, list(range(len(seq.ids) - 1)))
+        drafter.begin(seq, output[0])
 
 
 def greedy_run(target: Runner, drafter: Drafter, prompts: list[list[int]], length: int, k: int) -> list[Sequence]:
     seqs = sequences(prompts, length)
-    generated(seqs, parts_of(target, drafter, k))
+    generated(seqs, engine_of(target, drafter, k))
     return seqs
 
 
@@ -128,7 +172,7 @@ def total_of(seqs: list[Sequence]) -> SpecStats:
 def greedy_batch(drafter: Drafter, **options: Any) -> list[Sequence]:
     """The batch generated greedily."""
     seqs = batch(SamplingParams(), 60, **options)
-    generated(seqs, parts_of(toy(), drafter))
+    generated(seqs, engine_of(toy(), drafter))
     return seqs
 
 
@@ -237,7 +281,7 @@ def check_sampled(
         seqs = batch(SamplingParams(1.0, seed=seed), length, copies=copies, **options)
         seed += len(seqs)
         generate_steps(list(seqs), drafter, target, rng)
-        for seq in (seq for seq in seqs if seq.num_draft_tokens):
+        for seq in (seq for seq in seqs if seq.params.num_draft_tokens):
             total.add(seq.stats)
             for at in range(seq.prompt_length, len(seq.ids)):
                 counts[target._context(seq.ids[at - 2 : at]), seq.ids[at]] += 1

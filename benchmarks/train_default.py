@@ -129,8 +129,9 @@ class Run:
     # --- stages -------------------------------------------------------------------------------------------------------
 
     def collect(self) -> Any:
-        from paceline.train.batch_generator import BatchGenerators
+        from paceline.build import build_engine
         from paceline.train.collect import CollectOptions, collect
+        from paceline.train.engine_writer import EngineWriters
 
         args, folder = self.args, self.work / "sequences"
         folder.mkdir()
@@ -138,7 +139,9 @@ class Run:
             shutil.copy(path, folder / path.name)
         seconds = max(1.0, args.data_share * args.minutes * 60 - (time.monotonic() - BEGAN))
         options = CollectOptions(10**12, seconds / 60, args.max_seq_len, args.max_num_seqs, args.seed)
-        corpus = collect(BatchGenerators(self.model), self.tokenizer, folder, options, self.on_collect)
+        writers = EngineWriters(build_engine, self.model, self.tokenizer, options)
+        corpus = collect(writers, self.tokenizer, folder, options, self.on_collect)
+        del writers  # with its engine, whose memory training needs
         say(f"{len(corpus)} sequences, {corpus.tokens.size} tokens, {corpus.answer_tokens} of them in answers")
         self.result |= {"num_seqs": len(corpus), "tokens": int(corpus.tokens.size), "answers": corpus.answer_tokens}
         if self.device == "cuda":

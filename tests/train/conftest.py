@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from paceline import cli
-from paceline.train.batch_generator import BatchGenerator
+from paceline.build import build_engine
+from paceline.train.collect import CollectOptions
 from paceline.train.corpus import SHARD, Corpus, TrainingSequence
+from paceline.train.engine_writer import EngineWriters
 from paceline.train.sequence_writer import WriterLimits, answer_plan
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
@@ -65,10 +67,15 @@ def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
     return torch.randint(0, USED_TOKENS, (count, PROMPT_LEN), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def engine_writers(model: Any, num_seqs: int = 0) -> EngineWriters:
+    """Writers over an engine of this model, for so many sequences of at most 96 tokens at a time."""
+    return EngineWriters(build_engine, model, byte_tokenizer(), CollectOptions(max_num_seqs=num_seqs, max_seq_len=96))
+
+
 def greedy_sequences(model: Any, prompts: list[list[int]], max_len: int) -> list[TrainingSequence]:
     """The target's greedy continuations of these prompts."""
     plans = [answer_plan(prompt, 0.0, max_len, tag) for tag, prompt in enumerate(prompts)]
-    writer = BatchGenerator(model, WriterLimits(len(plans), max_len))
+    writer = engine_writers(model, len(plans)).open(WriterLimits(len(plans), max_len))
     generated = sorted(writer.write(iter(plans), lambda: False), key=lambda seq: seq.plan.tag)
     return [TrainingSequence(seq.tokens, seq.start, greedy=True) for seq in generated]
 

@@ -8,26 +8,31 @@ from typing import Any
 
 import pytest
 
+from paceline.config import EngineConfig
+from paceline.engines.local.engine import LocalEngine
 from paceline.errors import OptionError
 from paceline.train import data
-from paceline.train.batch_generator import BatchGenerators
 from paceline.train.collect import CollectOptions, collect, template_parts
 from paceline.train.corpus import Corpus, TrainingSequence, shards
 from paceline.train.data import DataLine, DataReader, collect_from, read_lines
+from paceline.train.engine_writer import EngineWriters
 from paceline.train.prefetch import prefetched
 from paceline.train.seeds import LibraryTexts
-from paceline.train.sequence_writer import GenerationPlan, WriterLimits, answer_plan
+from paceline.train.sequence_writer import GenerationPlan, answer_plan
 from tests.support.tiny import byte_tokenizer
+from tests.train.conftest import engine_writers
 
 OPTIONS = CollectOptions(answer_tokens=400, max_num_seqs=4, max_seq_len=96, seed=1)
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "so"}]
 
 
-class NoWriters(BatchGenerators):
-    """For data that is complete: opening a writer is an error."""
+def no_writers(model: Any) -> EngineWriters:
+    """For data that is complete: building an engine is an error."""
 
-    def open(self, limits: WriterLimits) -> Any:
+    def build(config: EngineConfig) -> LocalEngine:
         raise AssertionError("nothing is left to generate")
+
+    return EngineWriters(build, model, byte_tokenizer(), OPTIONS)
 
 
 def write(path: Path, *records: object) -> Path:
@@ -70,7 +75,7 @@ def test_a_bad_line_is_named(line: str, message: str, tmp_path: Path, target_mod
     path = tmp_path / "my.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(OptionError, match=message):
-        collect_from(path, BatchGenerators(target_model), byte_tokenizer(), tmp_path / "sequences", OPTIONS)
+        collect_from(path, engine_writers(target_model), byte_tokenizer(), tmp_path / "sequences", OPTIONS)
 
 
 def test_a_missing_or_empty_file_is_refused(tmp_path: Path) -> None:
@@ -87,14 +92,14 @@ def test_a_file_is_read_once_and_an_interrupted_run_continues_after_the_last_sha
     monkeypatch.setattr(data, "LINES_PER_SHARD", 2)
     path = write(tmp_path / "my.jsonl", {"text": "abcd"}, {"prompt": "a"}, {"prompt": "b"}, {"text": "efgh"})
     folder = tmp_path / "sequences"
-    whole = collect_from(path, BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS)
+    whole = collect_from(path, engine_writers(target_model), byte_tokenizer(), folder, OPTIONS)
     assert len(shards(folder)) == 2 and len(whole) == 4
     shards(folder)[1].unlink()
-    assert sorted(sequences(collect_from(path, BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS))) != []
-    again = collect_from(path, NoWriters(target_model), byte_tokenizer(), folder, OPTIONS)
+    assert sorted(sequences(collect_from(path, engine_writers(target_model), byte_tokenizer(), folder, OPTIONS))) != []
+    again = collect_from(path, no_writers(target_model), byte_tokenizer(), folder, OPTIONS)
     assert len(again) == 4 and sequences(again)[:2] == sequences(whole)[:2]
     with pytest.raises(OptionError, match="other data"):
-        collect_from(write(path, {"text": "else"}), BatchGenerators(target_model), byte_tokenizer(), folder, OPTIONS)
+        collect_from(write(path, {"text": "else"}), engine_writers(target_model), byte_tokenizer(), folder, OPTIONS)
 
 
 # --- generated data -------------------------------------------------------------------------------------------------
@@ -113,28 +118,28 @@ def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_target_generates_the_tokens_asked_for_and_a_second_run_only_the_rest(
     tmp_path: Path, target_model: Any
 ) -> None:
-    first = collect(BatchGenerators(target_model), byte_tokenizer(), tmp_path, OPTIONS)
+    first = collect(engine_writers(target_model), byte_tokenizer(), tmp_path, OPTIONS)
     assert first.answer_tokens >= 0.9 * OPTIONS.answer_tokens
     assert len({tuple(seq) for seq in sequences(first)}) == len(first)
     assert first.lengths.max() <= 96
     more = collect(
-        BatchGenerators(target_model),
+        engine_writers(target_model),
         byte_tokenizer(),
         tmp_path,
         CollectOptions(800, max_num_seqs=4, max_seq_len=96, seed=1),
     )
     assert sequences(more)[: len(first)] == sequences(first) and more.answer_tokens > first.answer_tokens
-    again = collect(NoWriters(target_model), byte_tokenizer(), tmp_path, OPTIONS)
+    again = collect(no_writers(target_model), byte_tokenizer(), tmp_path, OPTIONS)
     assert sequences(again) == sequences(more)
 
 
 @pytest.mark.usefixtures("small_library")
 @pytest.mark.slow
 def test_data_of_two_targets_is_not_mixed(tmp_path: Path, target_model: Any, tiny_model: Any) -> None:
-    collect(BatchGenerators(target_model), byte_tokenizer(), tmp_path, OPTIONS)
+    collect(engine_writers(target_model), byte_tokenizer(), tmp_path, OPTIONS)
     with pytest.raises(OptionError, match="another target"):
         collect(
-            BatchGenerators(tiny_model),
+            engine_writers(tiny_model),
             byte_tokenizer(),
             tmp_path,
             CollectOptions(100_000, max_num_seqs=4, max_seq_len=96),

@@ -119,7 +119,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
-    from paceline.build import chosen_device
+    from paceline.build import build_engine, chosen_device
     from paceline.cli.arguments import quiet_transformers
     from paceline.train import distributed
     from paceline.train.run import train
@@ -127,7 +127,7 @@ def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
     quiet_transformers()
     with TrainingDisplay() as display:
         try:
-            result = train(options, chosen_device(options.run.device), display, resume=resume)
+            result = train(options, chosen_device(options.run.device), display, build_engine, resume=resume)
             return result if distributed.process_rank().first else None
         except KeyboardInterrupt:
             note(f"\nstopped; continue with: paceline train {options.kind} --out {options.run.out} --resume")

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.core.rng import SequenceRng
@@ -19,13 +20,29 @@ _seq_ids = itertools.count()
 
 
 class Constraint(Protocol):
-    """A grammar over one sequence. Asking never changes it: the same path gives the same mask."""
+    """What may follow in one sequence: a grammar, or a least length. Asking never changes it: the same path gives the same mask."""
 
     def allowed(self, path: list[int]) -> Tensor:
         """bool [vocab]: which tokens may follow the sequence and then `path`."""
 
     def advance(self, tokens: list[int]) -> None:
         """These tokens are now part of the sequence."""
+
+
+class MinNewTokens(Constraint):
+    """No end-of-sequence token before so many new tokens. Drafts stay exact: every node has the mask of its depth."""
+
+    def __init__(self, count: int, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._missing = count
+        self._all = torch.ones(vocab_size, dtype=torch.bool)
+        self._all_but_eos = self._all.clone()
+        self._all_but_eos[sorted(eos_token_ids)] = False
+
+    def allowed(self, path: list[int]) -> Tensor:
+        return self._all_but_eos if len(path) < self._missing else self._all
+
+    def advance(self, tokens: list[int]) -> None:
+        self._missing -= len(tokens)
 
 
 @dataclass(frozen=True, slots=True)

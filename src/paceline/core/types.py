@@ -213,6 +213,7 @@ class Request:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_new_tokens: int = 0  # no end-of-sequence token before this many; stop strings still end the sequence
     method: str | None = None  # which drafter; None: the engine's default
     num_draft_tokens: int | None = None  # None: the engine's draft-length policy
     prediction: list[int] | None = None  # a draft the client brings

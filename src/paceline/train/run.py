@@ -21,10 +21,10 @@ from paceline.hub.tokenizer import load_tokenizer
 from paceline.runners.loading import load_model
 from paceline.train import distributed
 from paceline.train.atomic import write_text
-from paceline.train.batch_generator import BatchGenerators
 from paceline.train.collect import CollectOptions, CollectProgress, collect, load_shards
 from paceline.train.corpus import BatchSampler, Corpus, CorpusSplit, split
 from paceline.train.data import collect_from
+from paceline.train.engine_writer import BuildEngine, EngineWriters
 from paceline.train.loop import CHECKPOINT, LoopOptions, TrainingHistory, TrainingLoop, TrainingProgress
 from paceline.train.options import from_values, setting
 from paceline.train.placement import on_gpu, target_dtype
@@ -143,14 +143,18 @@ class TrainingResult:
     files: list[str] = field(default_factory=list)
 
 
-def train(options: TrainOptions, device: str, observer: TrainingObserver, *, resume: bool = False) -> TrainingResult:
-    """Train one drafter to the end and write it. Raises PacelineError for everything the user can correct."""
+def train(
+    options: TrainOptions, device: str, observer: TrainingObserver, build: BuildEngine, *, resume: bool = False
+) -> TrainingResult:
+    """Train one drafter to the end and write it. build: makes the engine that generates data. Raises PacelineError for everything the user can correct."""
     device = distributed.join(device)
     options = options.resolved(device)
     _record(options, resume)
     observer.stage(f"loading {options.run.model}")
     target = open_target(options, device)
-    corpus = training_data(options, target, observer, resume and options.started)
+    if not (resume and options.started) and distributed.process_rank().first:
+        collect_data(options, target, observer, build)
+    corpus = training_data(options)
     parts = split(corpus, options.loop.seed)
     task = started_task(options, target, parts)
     observer.stage(f"training {options.kind} on {len(parts.train)} sequences, {len(parts.held_out)} held out")
@@ -179,17 +183,19 @@ def open_target(options: TrainOptions, device: str) -> TrainingTarget:
     return TrainingTarget(name, model, load_tokenizer(files.folder, files.name), Teacher(model))
 
 
-def training_data(options: TrainOptions, target: TrainingTarget, observer: TrainingObserver, resume: bool) -> Corpus:
-    """The sequences to train on. A resumed training uses exactly those it started with."""
-    if not resume and distributed.process_rank().first:
-        _collect(options, target, observer)
+def training_data(options: TrainOptions) -> Corpus:
+    """The sequences to train on, once they are collected. A resumed training uses exactly those it started with."""
     distributed.wait_for_all()
     corpus = Corpus.joined(load_shards(options.run.sequences_folder))
     return corpus.cut(options.collect.max_seq_len).without_repeats()
 
 
-def _collect(options: TrainOptions, target: TrainingTarget, observer: TrainingObserver) -> None:
-    folder, writers, data = options.run.sequences_folder, BatchGenerators(target.model), options.run.data
+def collect_data(
+    options: TrainOptions, target: TrainingTarget, observer: TrainingObserver, build: BuildEngine
+) -> None:
+    """Let the target generate what is missing. The engine, and its copy of the weights, ends with this."""
+    folder, data = options.run.sequences_folder, options.run.data
+    writers = EngineWriters(build, target.model, target.tokenizer, options.collect)
     if data is None:
         observer.stage(f"{target.name} generates its training data")
         collect(writers, target.tokenizer, folder, options.collect, observer.collecting)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config import NONE, EngineConfig, as_int, checked_k
-from paceline.core.sequence import Constraint, Sequence, SequenceParams
+from paceline.core.sequence import Constraint, MinNewTokens, Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request
 from paceline.core.verify import RULES, AcceptanceRule
@@ -75,11 +75,21 @@ class SequenceBuilder:
         return number
 
     def _constraint(self, request: Request) -> Constraint | None:
+        if request.min_new_tokens:
+            return self._min_new_tokens(request)
         if request.structured_output is None:
             return None
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
         return self._grammars.compile(request.structured_output)
+
+    def _min_new_tokens(self, request: Request) -> Constraint:
+        number = as_int(request.min_new_tokens)
+        if number is None or number < 0:
+            raise OptionError(f"min_new_tokens must be 0 or more, not {request.min_new_tokens!r}")
+        if request.structured_output is not None:
+            raise OptionError("min_new_tokens and structured output exclude each other: a grammar says when it ends")
+        return MinNewTokens(number, self._info.eos_token_ids, self._info.vocab_size)
 
     def _stop_rules(self, request: Request) -> StopRules:
         room = self._room(request.prompt)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paceline.core.sampling import SamplingParams
-from paceline.core.sequence import Sequence, group_by_sampling
+from paceline.core.sequence import MinNewTokens, Sequence, group_by_sampling
 from paceline.core.stopping import StopRules
 from paceline.core.types import SequenceCache
 from tests.support.build import sequence
@@ -53,6 +53,18 @@ def test_a_seeded_rule_gives_drafter_and_target_the_same_numbers_by_position() -
     assert torch.equal(coupled.draft_uniforms(1, 2), coupled.verify_uniforms(3)[1:])
     token = sequence([0], 9, sampling)
     assert not torch.equal(token.draft_uniforms(0, 3), token.verify_uniforms(3))
+
+
+def test_end_of_sequence_tokens_are_masked_until_enough_tokens_are_new_along_each_path() -> None:
+    constraint = MinNewTokens(3, frozenset({1, 4}), vocab_size=5)
+    assert constraint.allowed([0, 0]).tolist() == [True, False, True, True, False]
+    assert constraint.allowed([0, 0, 0]).all(), "a token after three new ones may end the sequence"
+    seq = sequence([0], 9, constraint=constraint)
+    seq.extend([2, 3], accepted=1)
+    assert constraint.allowed([]).tolist() == [True, False, True, True, False]
+    assert constraint.allowed([2]).all()
+    seq.extend([2], accepted=0)
+    assert constraint.allowed([]).all()
 
 
 def test_a_released_cache_is_handed_over_once() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 
 from paceline.engines.local.engine import LocalEngine
 from paceline.errors import OutOfMemory
@@ -21,6 +21,7 @@ from tests.train.conftest import engine_writers, random_prompts
 
 MAX_LEN = 48
 EOS = 257
+FALSE_ALARM = 1e-6
 
 
 def stop_after(calls: int) -> Callable[[], bool]:
@@ -105,7 +106,7 @@ def test_the_same_seed_generates_the_same_sequences(target_model: Any) -> None:
 
 
 def test_sampled_tokens_have_the_models_distribution_without_its_tail(target_model: Any) -> None:
-    """2000 first tokens against softmax(logits / temperature) cut at MIN_P of the best: chi², p = 1e-4."""
+    """2000 first tokens against softmax(logits / temperature) cut at MIN_P of the best."""
     temperature, count = 0.8, 2000
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
@@ -118,11 +119,11 @@ def test_sampled_tokens_have_the_models_distribution_without_its_tail(target_mod
     inside = expected > 0
     assert set(tokens) <= set(inside.nonzero().flatten().tolist()) and int(inside.sum()) > 1
     observed = torch.tensor([tokens[token] for token in range(len(probs))], dtype=torch.float64)
-    chi2 = float(((observed - expected)[inside] ** 2 / expected[inside]).sum())
+    statistic = float(((observed - expected)[inside] ** 2 / expected[inside]).sum())
     freedom = int(inside.sum()) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    print(f"chi² {chi2:.1f}, limit {limit:.1f} at {freedom} degrees of freedom (Wilson-Hilferty, p = 1e-4)")
-    assert chi2 < limit
+    limit = float(chi2.isf(FALSE_ALARM, freedom))
+    print(f"chi² {statistic:.1f}, limit {limit:.1f}; correct code fails this with probability {FALSE_ALARM:g}")
+    assert statistic < limit
 
 
 def test_answers_under_way_are_yielded_when_the_writer_is_stopped(target_model: Any) -> None:

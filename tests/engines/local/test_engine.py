@@ -198,3 +198,17 @@ def test_greedy_output_is_the_same_with_trees_chains_and_none() -> None:
     assert outputs == {tuple(plain_tokens(PROMPT, 12))}
     seq = toy_engine(drafter=TwoBranches()).run([sequence(PROMPT, 12)])[0]
     assert seq.stats.tokens_per_step > 1.5
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_min_new_tokens_give_the_same_greedy_output_with_and_without_drafts(k: int) -> None:
+    """The drafter proposes end-of-sequence tokens that are not allowed yet: its model does not know the least length."""
+    least, eos = 7, frozenset({plain_tokens(PROMPT, 3)[-1]})
+    request = Request(PROMPT, SamplingParams(), 20, min_new_tokens=least)
+    [plain] = toy_engine(ToyRunner(eos_token_ids=eos), draft_length=FixedDraftLength(0)).run([request])
+    assert plain.num_new_tokens > least and not eos & set(plain.generated[:least])
+    [early] = toy_engine(ToyRunner(eos_token_ids=eos)).run([Request(PROMPT, SamplingParams(), 20)])
+    assert early.num_new_tokens < least, "without it the sequence ends early"
+    for drafter in (perfect_drafter(), Ngram()):
+        [drafted] = toy_engine(ToyRunner(eos_token_ids=eos), drafter, FixedDraftLength(k)).run([request])
+        assert (drafted.generated, drafted.finish_reason) == (plain.generated, plain.finish_reason)

@@ -11,7 +11,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import ModelInfo, Request
+from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.engines.local.sequences import MAX_LOGPROBS, SequenceBuilder, stop_strings
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from tests.support.toy import letter_tokenizer
@@ -45,6 +45,9 @@ def request(**settings: Any) -> Request:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"max_new_tokens": None}, "max_new_tokens"),
+        ({"min_new_tokens": -1}, "min_new_tokens must be 0 or more"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens must be 0 or more"),
+        ({"min_new_tokens": 2, "structured_output": StructuredOutput("json_object")}, "exclude each other"),
     ],
     ids=str,
 )

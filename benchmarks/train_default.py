@@ -228,10 +228,14 @@ class Run:
         return plans
 
     def answers(self, plans: list[Any]) -> list[Any]:
-        from paceline.train.batch_generator import BatchGenerator
+        from paceline.build import build_engine
+        from paceline.train.collect import CollectOptions
+        from paceline.train.engine_writer import EngineWriters
         from paceline.train.sequence_writer import WriterLimits
 
-        writer = BatchGenerator(self.model, WriterLimits(len(plans), max(plan.max_len for plan in plans)))
+        limits = WriterLimits(len(plans), max(plan.max_len for plan in plans))
+        options = CollectOptions(max_num_seqs=limits.num_seqs, max_seq_len=max(64, limits.max_len))
+        writer = EngineWriters(build_engine, self.model, self.tokenizer, options).open(limits)
         return list(writer.write(iter(plans), lambda: self.left() < 6))
 
     # --- progress -------------------------------------------------------------------------------------------------

@@ -158,9 +158,7 @@ def test_no_more_sequences_run_than_fit_the_blocks(target_model: Any) -> None:
     assert writers.engine.stats().preemptions == 0
 
 
-def test_memory_that_runs_out_names_the_option_to_change(
-    target_model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_names_the_option_to_change(target_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     writers = engine_writers(target_model, 1)
 
     def forward(*args: Any, **options: Any) -> Any:

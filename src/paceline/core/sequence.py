@@ -20,7 +20,10 @@ _seq_ids = itertools.count()
 
 
 class Constraint(Protocol):
-    """What may follow in one sequence: a grammar, or a least length. Asking never changes it: the same path gives the same mask."""
+    """What may follow in one sequence: a grammar, or a least length.
+
+    Asking never changes it: the same path gives the same mask.
+    """
 
     def allowed(self, path: list[int]) -> Tensor:
         """bool [vocab]: which tokens may follow the sequence and then `path`."""

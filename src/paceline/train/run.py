@@ -146,7 +146,10 @@ class TrainingResult:
 def train(
     options: TrainOptions, device: str, observer: TrainingObserver, build: BuildEngine, *, resume: bool = False
 ) -> TrainingResult:
-    """Train one drafter to the end and write it. build: makes the engine that generates data. Raises PacelineError for everything the user can correct."""
+    """Train one drafter to the end and write it. Raises PacelineError for everything the user can correct.
+
+    build: makes the engine that generates the data
+    """
     device = distributed.join(device)
     options = options.resolved(device)
     _record(options, resume)
@@ -190,9 +193,7 @@ def training_data(options: TrainOptions) -> Corpus:
     return corpus.cut(options.collect.max_seq_len).without_repeats()
 
 
-def collect_data(
-    options: TrainOptions, target: TrainingTarget, observer: TrainingObserver, build: BuildEngine
-) -> None:
+def collect_data(options: TrainOptions, target: TrainingTarget, observer: TrainingObserver, build: BuildEngine) -> None:
     """Let the target generate what is missing. The engine, and its copy of the weights, ends with this."""
     folder, data = options.run.sequences_folder, options.run.data
     writers = EngineWriters(build, target.model, target.tokenizer, options.collect)

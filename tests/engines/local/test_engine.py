@@ -202,7 +202,7 @@ def test_greedy_output_is_the_same_with_trees_chains_and_none() -> None:
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_min_new_tokens_give_the_same_greedy_output_with_and_without_drafts(k: int) -> None:
-    """The drafter proposes end-of-sequence tokens that are not allowed yet: its model does not know the least length."""
+    """The drafter proposes end-of-sequence tokens that are not allowed yet: it does not know the least length."""
     least, eos = 7, frozenset({plain_tokens(PROMPT, 3)[-1]})
     request = Request(PROMPT, SamplingParams(), 20, min_new_tokens=least)
     [plain] = toy_engine(ToyRunner(eos_token_ids=eos), draft_length=FixedDraftLength(0)).run([request])

@@ -33,7 +33,8 @@ BuildEngine = Callable[[EngineConfig], LocalEngine]
 MIN_P = math.exp(-3.5)  # of the best token's probability: small models ramble when they draw less likely tokens
 SHORTEST_CUT_ANSWER = 16
 NUM_SEQS_ON_CPU = 32
-FEWEST_NUM_SEQS, MOST_NUM_SEQS = 16, 4096
+FEWEST_NUM_SEQS = 16
+MOST_NUM_SEQS = 256  # the host's work per sequence is least up to here; more sequences generate fewer tokens a second
 
 
 class EngineWriters:

@@ -55,7 +55,7 @@ def test_the_prompt_comes_from_an_argument_an_option_a_file_or_stdin(generate_js
 
 
 def test_a_seed_makes_sampling_repeatable(generate_json: Any) -> None:
-    sampling = ("abc", "--temperature", "1", "--top-p", "0.9", "--top-k", "20", "--method", "ngram", "-k", "2", "--seed")
+    sampling = ("abc", "--temperature", "1", "--top-p", "0.9", "--top-k", "20", "--method", "ngram", "--seed")
     assert generate_json(*sampling, "7")["token_ids"] == generate_json(*sampling, "7")["token_ids"]
     assert generate_json(*sampling, "7")["token_ids"] != generate_json(*sampling, "8")["token_ids"]
 

@@ -11,6 +11,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ RULES = [
     Rule("texts", "seqs", (NAME,), SEQUENCE_ROOMS),
     Rule("texts|(each|every|another) text", "sequence", (PROSE,), SEQUENCE_ROOMS),
     # In layers and runners a slot is the place of one token in the KV tensors, as in vLLM's slot mapping.
-    Rule("slots?", "sequence cache", other_rooms=("layers", "runners"), unless="__slots__|slots=True|^slots$|slot mapping"),
+    Rule("slots?", "sequence cache", other_rooms=("layers", "runners"), unless="__slots__|slots=True|^slots$"),
     Rule("pages?|paged_out", "block, block table", BOTH, SEQUENCE_ROOMS, unless="pageable|page.locked|huge pages"),
     Rule("residents?|beginnings", "prefix cache"),
     Rule("sights", "tree_mask"),
@@ -96,7 +97,7 @@ RULES = [
     Rule("longest texts?|head sizes?", "max_seq_len, head_dim", (PROSE,)),
     Rule("longest_text|head_size|mlp_width|end_tokens?", "max_seq_len, head_dim, …", (NAME,)),
     Rule("kv_heads", "num_kv_heads", (NAME,), unless="num_kv_heads"),
-    Rule("tickets?|letters?|desks?|offices?|doors?|gates?", "RequestState, auth, admission control", BOTH, REQUEST_ROOMS),
+    Rule("tickets?|letters?|desks?|offices?|doors?|gates?", "RequestState, AdmissionControl, …", BOTH, REQUEST_ROOMS),
     Rule("words?", "command, name", (NAME,), ("cli",)),
     Rule("(a|the|every|each|this|which|no) words?", "command", (PROSE,), ("cli",)),
     Rule("nobody|anew|whoever|seldom|oftener|for ever|dearer|dear|henceforth|thereof", "plain words", (PROSE,)),
@@ -121,7 +122,7 @@ def name_parts(name: str) -> list[str]:
     """`num_DraftTokens` -> the whole in lower case, then num, draft, tokens, and neighbours joined: draft_tokens."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     parts = [part for part in spaced.split("_") if part]
-    return [spaced, *parts, *(f"{first}_{second}" for first, second in zip(parts, parts[1:]))]
+    return [spaced, *parts, *(f"{first}_{second}" for first, second in pairwise(parts))]
 
 
 def read_source(path: Path) -> Iterator[Piece]:

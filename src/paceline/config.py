@@ -22,6 +22,7 @@ from paceline.errors import OptionError
 AUTO = "auto"
 NONE = "none"
 DRAFT_MODEL = "draft_model"  # the method of a draft model that is named without a method
+CUSTOM = "custom"  # the method of a drafter object that is passed without a name
 DEFAULT_MODEL = "default"
 RUNNERS = ("auto", "native", "hf")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
@@ -91,13 +92,18 @@ class SpeculativeConfig:
             draft_model=None if self.draft_model is None else _path_or_model(self.draft_model),
             draft_dtype=_dtype_name(self.draft_dtype),
             num_draft_tokens=checked_num_draft_tokens(self.num_draft_tokens),
-            method=self.method or (NONE if self.draft_model is None else DRAFT_MODEL),
+            method=self.method or self._default_method(),
             draft_options=dict(self.draft_options),
         )
         if not isinstance(self.method, str):
             raise OptionError(f"method must be a name, not {self.method!r}")
         if self.acceptance is not None:
             _one_of("acceptance", self.acceptance, ACCEPTANCE)
+
+    def _default_method(self) -> str:
+        if self.drafter is not None:
+            return CUSTOM
+        return NONE if self.draft_model is None else DRAFT_MODEL
 
     @property
     def is_adaptive(self) -> bool:

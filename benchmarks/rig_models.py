@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
-from paceline.core import ModelInfo
 from paceline.heads.eagle import EagleHead
 from paceline.heads.files import load_eagle
-from paceline.runners.native.config import shape_of
+from paceline.models import llama
+from paceline.models.checkpoint import Checkpoint
+from paceline.runners.native.kv_cache import block_manager
+from paceline.runners.native.loading import model_info
 from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.weights import gather
 
 LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
 GROUP = 64  # weights that share a scale in the low-bit copy
@@ -88,11 +89,9 @@ def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> EagleHead
 def native(
     state: dict[str, Tensor], config: Any, name: str, kv_cache_tokens: int, *, batch_invariant: bool = False
 ) -> NativeRunner:
-    shape = shape_of(config)
-    weights = gather(state.get, shape, torch.bfloat16, "cuda")
-    ends = frozenset([config.eos_token_id])
-    info = ModelInfo(name, shape.vocab, ends, shape.max_seq_len, shape.layers, shape.width, "cuda", "bfloat16")
-    return NativeRunner(shape, weights, config, info, kv_cache_tokens, batch_invariant=batch_invariant)
+    model = llama.load(Checkpoint(state.get, state, torch.bfloat16, "cuda"), llama.config_from_hf(config))
+    info = model_info(name, model.config, frozenset([config.eos_token_id]), "cuda", "bfloat16")
+    return NativeRunner(model, info, block_manager(kv_cache_tokens), batch_invariant=batch_invariant)
 
 
 def in_transformers(state: dict[str, Tensor], config: Any) -> Any:

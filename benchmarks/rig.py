@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.engines.local.generate import Progress, run
+from paceline.engines.local.step import EngineParts
 from rig_models import in_transformers, inflated, inflated_head, large_config, native, rounded, write_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
@@ -39,8 +41,6 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.generate import Progress, run
-from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import measure_costs
 from paceline.heads.shipped import shipped_head

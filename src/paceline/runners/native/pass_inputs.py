@@ -64,8 +64,9 @@ class PassInputs:
             name: view.numpy() for name, view in self._views(self._host).items()
         }
         views = self._views(self._device)
-        self.token_ids = views.pop("tokens")
-        self.batch = TritonBatch(num_seqs=num_seqs, nodes=nodes, chunks=size.chunks, **views)
+        self.token_ids = views["tokens"]
+        tensors = (views[name] for name in ("lengths", "counts", "depths", "tree_mask", "blocks"))
+        self.batch = TritonBatch(num_seqs, nodes, *tensors, chunks=size.chunks)
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])

@@ -65,8 +65,16 @@ class PassInputs:
         }
         views = self._views(self._device)
         self.token_ids = views["tokens"]
-        tensors = (views[name] for name in ("lengths", "counts", "depths", "tree_mask", "blocks"))
-        self.batch = TritonBatch(num_seqs, nodes, *tensors, chunks=size.chunks)
+        self.batch = TritonBatch(
+            num_seqs,
+            nodes,
+            views["lengths"],
+            views["counts"],
+            views["depths"],
+            views["tree_mask"],
+            views["blocks"],
+            size.chunks,
+        )
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])

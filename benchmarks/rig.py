@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.engines.local.generate import Progress, run
+from paceline.engines.local.step import EngineParts
 from rig_models import in_transformers, inflated, inflated_head, large_config, native, rounded, write_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
@@ -39,13 +41,10 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.generate import Progress, run
-from paceline.engines.local.step import EngineParts
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import measure_costs
 from paceline.heads.shipped import shipped_head
 from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.weights import matrices
 
 COPY_BANDWIDTH = 4.3e12  # bytes a second this card copies at
 SMALL = "SmolLM2-135M-Instruct"
@@ -135,26 +134,26 @@ def pass_times(target: NativeRunner, widths: tuple[int, ...]) -> dict[int, float
     seq_cache = target.new_cache()
     target.forward([Row.chain(seq_cache, list(range(100, 400)))], last_only=True)
     found = {}
-    assert target.narrow is not None
+    assert target.decode_graphs is not None
     for width in widths:
         target.truncate(seq_cache, 300)
         target.forward([Row.chain(seq_cache, [5] * width)])
-        size = target.narrow.fits(1, width, 300 + width)
+        size = target.decode_graphs.fits(1, width, 300 + width)
         assert size is not None
-        found[width] = replay_ms(target.narrow.check(size).run)
+        found[width] = replay_ms(target.decode_graphs.forward_graph(size).run)
     target.free(seq_cache)
     return found
 
 
 def loop_times(draft: NativeRunner, steps: tuple[int, ...], sampled: bool = False) -> dict[int, float]:
     seq_cache, found = draft.new_cache(), {}
-    assert draft.narrow is not None
+    assert draft.decode_graphs is not None
     for k in steps:
         lead = DraftInput(seq_cache, list(range(100, 400)), 0.7 if sampled else 0.0, [0.5] * k if sampled else None)
-        draft.loop([lead], k)
-        size = draft.narrow.fits(1, 2, 300 + k)
+        draft.draft([lead], k)
+        size = draft.decode_graphs.fits(1, 2, 300 + k)
         assert size is not None
-        found[k] = replay_ms(draft.narrow.loop(size, k, sampled).run)
+        found[k] = replay_ms(draft.decode_graphs.draft_graph(size, k, sampled).run)
     draft.free(seq_cache)
     return found
 
@@ -182,7 +181,7 @@ class Rig:
         self.small_state, self.small_config = rounded(state, 4), small
         before = torch.cuda.memory_allocated()
         self.target = native(self.large, self.config, "rig", args.kv_cache_tokens, batch_invariant=args.batch_invariant)
-        self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
+        self.facts["target_bytes"] = sum(linear.nbytes for linear in self.target.model.linears())
         self.facts["target_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
         self.draft = native(self.small_state, small, "draft", args.kv_cache_tokens)
         self.loaded = torch.cuda.memory_allocated()

@@ -280,10 +280,10 @@ def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch:
     monkeypatch.setattr(eagle_graph, "ROOM_ROWS", 1)
     monkeypatch.setattr(eagle_graph, "ROOM_TOKENS", 1)
     target = TableRunner(vocab_size=4, order=2, seed=5)
-    seqs = [sequences([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
+    # Coupled: the random numbers depend on the position alone, so both draw the same.
+    seqs = sequences([[1, 2] * 60, [3, 0, 2]], 400, rule="coupled", temperature=temperature, seed=1)
     steps, whole = Eagle(toy_head(), target), with_graphs(Eagle(toy_head(), target))
     for seq in seqs:
-        seq.acceptance = "coupled"  # its random numbers depend on the position alone, so both draw the same
         for drafter in (steps, whole):
             begin(seq, drafter, target)
     from_draft = 0

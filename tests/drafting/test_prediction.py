@@ -12,8 +12,7 @@ from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_
 
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
-    seq = sequence([1, 2], 100)
-    seq.params.prediction = prediction
+    seq = sequence([1, 2], 100, prediction=prediction)
     drafter.begin(seq, None)
     return seq
 

@@ -32,7 +32,6 @@ SOURCES = [
     "integrations",
     "tuned.py",
     "cli/__init__.py",
-    "cli/arguments.py",
     "cli/chat.py",
     "cli/demo.py",
     "cli/flags.py",

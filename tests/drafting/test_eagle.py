@@ -332,8 +332,7 @@ def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
 def test_greedy_sampling_with_a_bias_gets_chosen_draft_tokens() -> None:
     """Greedy with a bias is not the head's argmax, and still chosen: q stays one-hot."""
     drafter = Eagle(toy_head(), toy())
-    seq = sequences([[0, 1, 2]], 10)[0]
-    seq.sampling = replace(seq.sampling, logit_bias={3: 100.0})
+    seq = sequences([[0, 1, 2]], 10, logit_bias={3: 100.0})[0]
     rows = torch.randn(2, 4)
     drafter.begin(seq, RowOutput(rows, rows, torch.cat([rows] * 3, dim=-1)))
     (tree,) = drafter.propose([seq], [3])

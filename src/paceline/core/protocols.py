@@ -169,6 +169,10 @@ class Drafter(Protocol):
         """
         return None
 
+    def with_runner(self, wrap: Callable[[Runner], Runner]) -> Drafter:
+        """The same drafter with its draft model's runner wrapped: audit counts and replays its passes."""
+        return self
+
 
 class Tokenizer(Protocol):
     """Token ids <-> characters, for one model. `hf_tokenizer` is the tokenizer of transformers behind it."""

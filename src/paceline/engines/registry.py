@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
-from paceline.core.protocols import Engine
 from paceline.errors import OptionError
+
+if TYPE_CHECKING:  # --help lists the engines and must not wait for torch
+    from paceline.core.protocols import Engine
 
 BuildLocal = Callable[[EngineConfig], Any]  # puts a LocalEngine together; engines that bring their own model ignore it
 

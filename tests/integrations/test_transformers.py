@@ -60,6 +60,7 @@ def test_an_end_token_pads_as_transformers_does(model: Any, prompts: Tensor) -> 
     assert torch.equal(theirs, ours) and (ours == 258).any()
 
 
+@pytest.mark.slow
 def test_torchs_seed_decides_a_sampled_sequence(model: Any, prompts: Tensor) -> None:
     def sampled(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -70,6 +71,7 @@ def test_torchs_seed_decides_a_sampled_sequence(model: Any, prompts: Tensor) -> 
     assert not torch.equal(sampled(1)[0], sampled(1)[1]), "two sequences of one prompt are drawn apart"
 
 
+@pytest.mark.slow
 def test_sampling_settings_are_those_of_the_call(model: Any, prompts: Tensor) -> None:
     """top_k = 1 leaves one token: sampling is greedy then, which shows that the setting arrived."""
     greedy, _ = both(model, prompts)

@@ -188,6 +188,7 @@ def test_the_twin_for_trees_equals_the_reference(one_hot: bool) -> None:
 # --- block ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_block_is_exact_for_two_tokens_by_enumeration() -> None:
     """Every chain the draft can make, weighed by its probability, with the random numbers on a fine grid."""
     p0, p1, p2 = torch.tensor([0.6, 0.4]), torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0.5, 0.5])
@@ -212,6 +213,7 @@ def test_block_is_exact_for_two_tokens_by_enumeration() -> None:
     assert torch.allclose(law, p0[:, None] * p1, atol=0.04)  # the grid's own coarseness
 
 
+@pytest.mark.slow
 def test_block_accepts_at_least_as_much_as_token() -> None:
     rng, total = torch.Generator().manual_seed(6), {"token": 0, "block": 0}
     for seed in range(3000):

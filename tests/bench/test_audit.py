@@ -24,7 +24,15 @@ pytestmark = pytest.mark.slow
 def plan(**changes: Any) -> AuditPlan:
     """600 draws detect a distance of 0.2 with 95% certainty; the planted bugs are twice as far off."""
     first = AuditPlan(
-        [CONTEXT], [CONTEXT], ["draft_model"], ("token",), (1.0,), length=OutputLength(12), draws=600, seconds=60, seed=1
+        [CONTEXT],
+        [CONTEXT],
+        ["draft_model"],
+        ("token",),
+        (1.0,),
+        length=OutputLength(12),
+        draws=600,
+        seconds=60,
+        seed=1,
     )
     return replace(first, **changes)
 

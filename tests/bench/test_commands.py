@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
-from paceline.heads.files import save_exit
+from paceline.heads.registry import save_head
 from paceline.tuned import read_profile
 from tests.bench.test_results import SCHEMA
 
@@ -107,7 +107,16 @@ def test_audit_proves_the_table_lossless_and_catches_the_lossy_rule(capsys: pyte
 
 @pytest.mark.slow
 def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--methods", "ngram,draft_model", "--draft-model", str(tiny_folder), "--acceptance", "token", "--draws", "60"]
+    arguments = [
+        "--methods",
+        "ngram,draft_model",
+        "--draft-model",
+        str(tiny_folder),
+        "--acceptance",
+        "token",
+        "--draws",
+        "60",
+    ]
     assert main(["audit", str(tiny_folder), *arguments, "--quick"]) == 0
     out = capsys.readouterr().out
     assert "plain = transformers: 2 of 2" in out
@@ -153,7 +162,9 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
 
 
 @pytest.mark.slow
-def test_a_head_is_named_like_a_draft_model(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_exit(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
+def test_a_head_is_named_like_a_draft_model(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_head(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
     assert bench(tiny_folder, "--draft-model", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
     assert [setting["name"] for setting in output(capsys)["settings"]] == ["plain", "layerskip k=2"]

@@ -4,8 +4,8 @@
     python benchmarks/equality.py --prompts DIR --limit 5 --methods draft_model   five of each file
 
 For every prompt: AutoModelForCausalLM.generate(do_sample=False) on the default model in float32, then the same by the
-methods none, ngram and draft_model (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference is
-a near-tie if the two best logits are closer than 1e-3 where the outputs differ: there, another order of additions
+methods none, ngram and draft_model (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference
+is a near-tie if the two best logits are closer than 1e-3 where the outputs differ: there, another order of additions
 decides. Any other difference is a bug, and the exit status is 1. The last line on stdout is one JSON document.
 """
 

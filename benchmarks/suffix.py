@@ -3,8 +3,8 @@
     python benchmarks/suffix.py                      # greedy, k = 8, the default model
     python benchmarks/suffix.py --k 4 --new-tokens 256
 
-Two kinds of built-in prompts: code to edit, and reports to summarize with quotations. Outputs are greedy, so each method
-drafts for the same output. The last line is one JSON document.
+Two kinds of built-in prompts: code to edit, and reports to summarize with quotations. Outputs are greedy, so each
+method drafts for the same output. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -169,7 +169,6 @@ def table_candidates(args: argparse.Namespace) -> Candidates:
     from paceline.bench import candidates
     from paceline.build import OpenModel
     from paceline.drafting.draft_model import DraftModel
-    from paceline.drafting.registry import WeightsNeeded, spec
     from paceline.hub.tokenizer import Tokenizer
     from paceline.runners.table import TableRunner
 

@@ -48,11 +48,9 @@ KNOWN: frozenset[str] = frozenset(
         "attributes: runners/native/runner.py NativeRunner",
         "methods: runners/native/runner.py NativeRunner",
         "name: Advice in bench/tune.py and plan/advise.py",
-        "name: Batch in engines/local/scheduler.py and train/corpus.py",
         "name: Check in bench/audit.py and runners/native/decode_graphs.py",
         "name: Comparison in bench/near_ties.py and hub/vocabulary.py",
         "name: Desk in bench/sampling_test.py and serve/requests.py",
-        "name: History in core/sampling.py and train/loop.py",
         "name: Outcome in bench/audit.py and plan/fit.py",
         "name: Pool in drafting/lookahead.py and train/collect.py",
         "name: Prediction in bench/tune.py and drafting/prediction.py and serve/schema.py",
@@ -149,7 +147,9 @@ def test_a_room_imports_only_from_lower_levels() -> None:
 
 @pytest.mark.parametrize("room", LIGHT_ROOMS)
 def test_light_rooms_do_without_heavy_packages(room: str) -> None:
-    packages = {module.split(".")[0] for path in sources() if room_of(path) == room for module in imported_modules(path)}
+    packages = {
+        module.split(".")[0] for path in sources() if room_of(path) == room for module in imported_modules(path)
+    }
     assert not packages & set(LIGHT_ROOMS[room])
 
 
@@ -162,7 +162,7 @@ def test_importing_paceline_loads_neither_torch_nor_web_nor_plotting() -> None:
 
 def test_no_module_imports_itself_through_others() -> None:
     """Types-only imports and imports inside functions count: a circle hides in them as well."""
-    graph = {module_name(path): {module for module in _targets(path)} for path in sources()}
+    graph = {module_name(path): _targets(path) for path in sources()}
     circles = [" -> ".join(circle) for circle in _circles(graph)]
     check([f"circle: {circle}" for circle in circles], "circle:")
 
@@ -241,7 +241,8 @@ def public_methods(node: ast.ClassDef) -> list[str]:
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Everything that methods assign to self. The declared fields of a record do not count: options and figures are many."""
+    """Everything that methods assign to self. The declared fields of a record do not count: options and figures are
+    many."""
     targets = [item for part in ast.walk(node) if isinstance(part, ast.Assign) for item in part.targets]
     targets += [part.target for part in ast.walk(node) if isinstance(part, ast.AnnAssign | ast.AugAssign)]
     flat = [item for target in targets for item in (target.elts if isinstance(target, ast.Tuple) else [target])]

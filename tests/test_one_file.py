@@ -1,5 +1,5 @@
-"""The one-file rule: an architecture, a weight format, a drafter and an engine each come from one file, and work through
-the library and the command line without a change anywhere else. This is that file, four times over."""
+"""The one-file rule: an architecture, a weight format, a drafter and an engine each come from one file, and work
+through the library and the command line without a change anywhere else. This is that file, four times over."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def parrot() -> Iterator[None]:
     def open_parrot(config: EngineConfig, build: BuildLocal) -> Engine:
         return Parrot(config)
 
-    with registered(engines, "parrot", lambda: engines.register(EngineSpec("parrot", "repeats the prompt", open_parrot))):
+    with registered(
+        engines, "parrot", lambda: engines.register(EngineSpec("parrot", "repeats the prompt", open_parrot))
+    ):
         yield
 
 
@@ -151,9 +153,8 @@ def test_an_engine_is_one_file(parrot: None, tiny_folder: Path, capsys: pytest.C
 def toy_architecture(tmp_path: Path) -> Iterator[Path]:
     """A model of a type that nobody knows: Llama under another name."""
     models = pytest.importorskip("paceline.models.registry", reason="models/ does not exist yet")
-    from transformers import AutoConfig, LlamaConfig
-
     from paceline.models import llama
+    from transformers import AutoConfig, LlamaConfig
 
     class ToyConfig(LlamaConfig):
         model_type = "toy_llama"

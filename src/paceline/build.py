@@ -1,7 +1,7 @@
 """EngineConfig -> runner + drafter + draft-length policy + verifier -> engine.
 
-The only file that knows every room, and the only road: the decoder, the server, bench, audit, tune and the benchmarks build
-through it. Rooms that only some configurations need are imported inside the functions that need them.
+The only file that knows every room, and the only road: the decoder, the server, bench, audit, tune and the benchmarks
+build through it. Rooms that only some configurations need are imported inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _build_apart(config: EngineConfig) -> LocalEngine:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A target that is loaded. Several engines may be built over it, one after another: bench and audit vary drafters."""
+    """A target that is loaded. Several engines may be built over it, as bench and audit do."""
 
     target: Runner
     tokenizer: Tokenizer

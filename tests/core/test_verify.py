@@ -240,7 +240,9 @@ def test_coupled_gives_the_same_tokens_whatever_was_drafted() -> None:
 def test_typical_acceptance_accepts_a_likely_draft_token_without_a_draw() -> None:
     target = torch.tensor([[0.45, 0.55], [0.5, 0.5]])
     for seed in range(50):
-        assert LossyTypical()(chain([0]), target, uniforms_for(chain([0]), torch.Generator().manual_seed(seed))).accepted == [0]
+        assert LossyTypical()(
+            chain([0]), target, uniforms_for(chain([0]), torch.Generator().manual_seed(seed))
+        ).accepted == [0]
     rare = torch.tensor([[0.01, 0.99], [0.5, 0.5]])
     assert LossyTypical()(chain([0]), rare, uniforms_for(chain([0]))).accepted == []
 

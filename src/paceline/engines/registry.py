@@ -44,5 +44,5 @@ def spec(name: str) -> EngineSpec:
         return _REGISTERED[name]
     if name not in _MODULES:
         raise OptionError(f"engine must be one of {', '.join(names())}; not {name!r}")
-    found: EngineSpec = importlib.import_module(_MODULES[name]).SPEC
-    return found
+    built_in: EngineSpec = importlib.import_module(_MODULES[name]).SPEC
+    return built_in

@@ -1,8 +1,8 @@
 """LocalEngine behind the Engine protocol: asynchronous at the edge, one worker thread that owns the model.
 
 Requests cross to the worker through a queue it empties before every step; outputs cross back through the event loop of
-the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is already
-in its next step.
+the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is
+already in its next step.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class AsyncEngine:
             self.engine.abort_all()
 
     def _take_commands(self, wait: bool) -> None:
-        """Do what was asked since the last step; without work, sleep until there is some."""
+        """Run the commands since the last step; without work, sleep until one comes."""
         while wait or not self._commands.empty():
             command = self._commands.get()
             wait = False

@@ -153,8 +153,9 @@ def test_an_engine_is_one_file(parrot: None, tiny_folder: Path, capsys: pytest.C
 def toy_architecture(tmp_path: Path) -> Iterator[Path]:
     """A model of a type that nobody knows: Llama under another name."""
     models = pytest.importorskip("paceline.models.registry", reason="models/ does not exist yet")
-    from paceline.models import llama
     from transformers import AutoConfig, LlamaConfig
+
+    from paceline.models import llama
 
     class ToyConfig(LlamaConfig):
         model_type = "toy_llama"

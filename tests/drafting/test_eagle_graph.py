@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.sequence import Sequence
 from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.no_draft import NoDraft

@@ -29,7 +29,7 @@ from paceline.train.corpus import BatchSampler, Corpus, split
 from paceline.train.measure import accepted_lengths, count_steps, measure
 from paceline.train.registry import trainer_names
 from paceline.train.run import TrainOptions, open_target, recorded_options
-from tests.support.drafter_states import assert_unchanged
+from tests.support.drafter_exactness import assert_unchanged
 from tests.train.conftest import PROMPT_LEN, SEQ_LEN, greedy_sequences, random_prompts, small_training
 
 STEPS = {"eagle": 40, "medusa": 40, "draft-model": 60, "exit-adapter": 40}

@@ -318,7 +318,7 @@ def test_impossible_options_are_option_errors(tiny_folder: Path, options: dict[s
         SpeculativeDecoder(tiny_folder, **options)
 
 
-@pytest.mark.parametrize("model", [None, 7, b"x", "", object()], ids=str)
+@pytest.mark.parametrize("model", [None, 7, b"x", "", object()], ids=["none", "int", "bytes", "empty", "object"])
 def test_what_is_no_model_is_a_typed_error(model: Any) -> None:
     with pytest.raises(PacelineError, match="model"):
         SpeculativeDecoder(model, tokenizer=byte_tokenizer())

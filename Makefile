@@ -1,6 +1,7 @@
-# make demo   see it work: one prompt, plain and speculative
-# make test   the whole test suite
-# make check  ruff and mypy
+# make demo       see it work: one prompt, plain and speculative
+# make test-fast  the tests to run between two edits: under a minute
+# make test       the whole test suite
+# make check      ruff and mypy
 # Each makes .venv if it is missing and installs exact versions (constraints.txt) into it.
 
 PYTHON ?= python3
@@ -8,13 +9,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check
+.PHONY: demo test test-fast check
 
 demo: $(VENV)/.installed
 	$(RUN) -m paceline demo
 
 test: $(VENV)/.installed-dev
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+
+test-fast: $(VENV)/.installed-dev
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile -m "not slow and not model and not browser"
 
 check: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

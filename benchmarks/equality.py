@@ -1,12 +1,12 @@
-"""Does greedy speculative decoding write token for token what transformers writes?
+"""Does greedy speculative decoding generate token for token what transformers generates?
 
     python benchmarks/equality.py --prompts DIR                 every *.jsonl of DIR, fields "id" and "prompt"
-    python benchmarks/equality.py --prompts DIR --limit 5 --methods draft      the first five of each file
+    python benchmarks/equality.py --prompts DIR --limit 5 --methods draft_model   five of each file
 
-For every prompt: AutoModelForCausalLM.generate(do_sample=False) on the default model in float32, then the same text by
-the methods none, ngram and draft (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference is
-a near-tie if the two best logits lie closer than 1e-3 where the texts part: there, another order of additions decides.
-Any other difference is a bug, and the exit status is 1. The last line on stdout is one JSON document.
+For every prompt: AutoModelForCausalLM.generate(do_sample=False) on the default model in float32, then the same by the
+methods none, ngram and draft_model (the model's own copy, rounded to 4 bits), alone and eight at a time. A difference
+is a near-tie if the two best logits are closer than 1e-3 where the outputs differ: there, another order of additions
+decides. Any other difference is a bug, and the exit status is 1. The last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from paceline import SpeculativeDecoder
+
 NEAR_TIE = 1e-3  # between the two best logits
-METHODS = ("none", "ngram", "draft")
+METHODS = ("none", "ngram", "draft_model")
 BATCHES = (1, 8)
-GUESSES = 4
+NUM_DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two texts part, and how far apart the target's two best tokens were there."""
+    """The index of the first different token, and the gap between the target's two best logits there."""
 
-    place: int
+    index: int
     gap: float
 
     @property
@@ -41,7 +44,7 @@ class Difference:
 
 
 def rounded_copy(model: Any, bits: int) -> Any:
-    """A draft made of the model itself: every matrix of its layers rounded, row by row, to 2^bits levels."""
+    """A draft model made of the model itself: every matrix of its layers rounded, row by row, to 2^bits levels."""
     twin = copy.deepcopy(model)
     levels = 2 ** (bits - 1) - 1
     with torch.no_grad():
@@ -52,15 +55,15 @@ def rounded_copy(model: Any, bits: int) -> Any:
     return twin
 
 
-def compared(model: Any, prompt: list[int], theirs: list[int], ours: list[int]) -> list[Difference]:
-    """No difference, or the first one: after it the texts are different texts."""
-    if theirs == ours:
+def compared(model: Any, prompt: list[int], expected: list[int], output: list[int]) -> list[Difference]:
+    """No difference, or the first one: after it the contexts differ."""
+    if expected == output:
         return []
-    place = next((n for n, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+    index = next((n for n, (a, b) in enumerate(zip(expected, output)) if a != b), min(len(expected), len(output)))
     with torch.no_grad():
-        row = model(torch.tensor([prompt + theirs[:place]])).logits[0, -1]
+        row = model(torch.tensor([prompt + expected[:index]])).logits[0, -1]
     best = row.topk(2).values
-    return [Difference(place, float(best[0] - best[1]))]
+    return [Difference(index, float(best[0] - best[1]))]
 
 
 def prompts_of(folder: Path, limit: int | None) -> Iterator[str]:
@@ -74,7 +77,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="a folder of .jsonl files")
     parser.add_argument("--limit", type=int, help="prompts a file")
     parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--target", default="default")
+    parser.add_argument("model", nargs="?", default="default", metavar="MODEL")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--runner", default="auto", help="auto, native or hf")
     args = parser.parse_args()
@@ -84,71 +87,76 @@ def main() -> int:
 
 
 def _report(args: argparse.Namespace) -> dict[str, Any]:
-    """Every method and batch size against transformers' texts."""
+    """Every method and batch size against transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from paceline import SpeculativeDecoder
     from paceline.hub import locate
     from paceline.hub.tokenizer import Tokenizer
 
-    folder = locate(args.target).folder
+    folder = locate(args.model).folder
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder))
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts_of(args.prompts, args.limit)]
     prompts = [tokenizer.encode(chat) for chat in chats]
-    theirs = [_their_text(model, prompt, args.new_tokens) for prompt in prompts]
+    expected = [_transformers_output(model, prompt, args.new_tokens) for prompt in prompts]
     draft = rounded_copy(model, bits=4)
-    ways: dict[str, dict[str, Any]] = {"none": {}, "ngram": {"draft": "ngram"}, "draft": {"draft": draft}}
+    options: dict[str, dict[str, Any]] = {
+        "none": {},
+        "ngram": {"method": "ngram"},
+        "draft_model": {"draft_model": draft},
+    }
     rows: list[dict[str, Any]] = []
-    print(f"{'method':<8}{'batch':>6}{'equal':>12}{'near-ties':>11}{'bugs':>6}{'accepted':>10}{'τ':>7}")
+    print(f"{'method':<12}{'batch':>6}{'equal':>12}{'near-ties':>11}{'bugs':>6}{'accepted':>10}{'τ':>7}")
     for method in args.methods:
         for batch in BATCHES:
-            decoder = SpeculativeDecoder(
+            with SpeculativeDecoder(
                 model,
-                num_draft_tokens=GUESSES,
+                num_draft_tokens=NUM_DRAFT_TOKENS,
                 tokenizer=tokenizer.hf_tokenizer,
                 max_num_seqs=batch,
                 runner=args.runner,
-                **ways[method],
-            )
-            rows.append(_row(decoder, model, prompts, theirs, args.new_tokens))
+                prefix_cache_tokens=0,
+                **options[method],
+            ) as decoder:
+                rows.append(_row(decoder, model, prompts, expected, args.new_tokens))
             print(_shown(rows[-1]), flush=True)
     near = sum(row["near_ties"] for row in rows)
     return {"prompts": len(prompts), "near_ties": near, "bugs": sum(row["bugs"] for row in rows), "rows": rows}
 
 
-def _their_text(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+def _transformers_output(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
     whole = model.generate(torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False)
-    output: list[int] = whole[0, len(prompt) :].tolist()
-    return output
+    tokens: list[int] = whole[0, len(prompt) :].tolist()
+    return tokens
 
 
 def _row(
-    decoder: Any, model: Any, prompts: list[list[int]], theirs: list[list[int]], new_tokens: int
+    decoder: SpeculativeDecoder, model: Any, prompts: list[list[int]], expected: list[list[int]], new_tokens: int
 ) -> dict[str, Any]:
     from paceline.core.stats import SpecStats
 
-    total, found = SpecStats(), []
-    for prompt, output, result in zip(prompts, theirs, decoder.generate(prompts, max_new_tokens=new_tokens)):
+    total, differences = SpecStats(), []
+    for prompt, tokens, result in zip(prompts, expected, decoder.generate(prompts, max_new_tokens=new_tokens)):
         total.add(result.stats)
-        found += compared(model, prompt, output, result.token_ids)
-    near = sum(difference.near_tie for difference in found)
+        differences += compared(model, prompt, tokens, result.token_ids)
+    near = sum(difference.near_tie for difference in differences)
     return {
-        "method": decoder.options.method,
-        "batch": decoder.options.max_num_seqs,
-        "texts": len(prompts),
-        "equal": len(prompts) - len(found),
+        "method": decoder.config.speculative.method,
+        "batch": decoder.config.max_num_seqs,
+        "outputs": len(prompts),
+        "equal": len(prompts) - len(differences),
         "near_ties": near,
-        "bugs": len(found) - near,
+        "bugs": len(differences) - near,
         "acceptance_rate": total.acceptance_rate,
         "tokens_per_step": total.tokens_per_step,
     }
 
 
 def _shown(row: dict[str, Any]) -> str:
-    equal = f"{row['equal']}/{row['texts']}"
+    equal = f"{row['equal']}/{row['outputs']}"
     rates = f"{row['acceptance_rate']:>10.1%}{row['tokens_per_step']:>7.2f}"
-    return f"{row['method']:<8}{row['batch']:>6}{equal:>12}{row['near_ties']:>11}{row['bugs']:>6}{rates}"
+    return f"{row['method']:<12}{row['batch']:>6}{equal:>12}{row['near_ties']:>11}{row['bugs']:>6}{rates}"
 
 
 if __name__ == "__main__":

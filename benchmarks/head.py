@@ -1,6 +1,6 @@
-"""How well a head drafts for its target: tokens a step by kind of prompt, as a chain and as a tree.
+"""How well a head drafts for its target: tokens per step by kind of prompt, as a chain and as a tree.
 
-    python benchmarks/head.py --prompts FOLDER [--method eagle] [--draft DIR] [--chain 5] [--tree 24] [--every 1]
+    python benchmarks/head.py --prompts FOLDER [MODEL] [--method eagle] [--draft-model DIR] [--chain 5] [--tree 24]
 
 Greedy, and only counted, not timed. The last line on stdout is one JSON document.
 """
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from paceline import SpeculativeDecoder
-from paceline.core import SpecStats
+from paceline.core.stats import SpecStats
 
 
 def by_category(
     decoder: SpeculativeDecoder, prompts: list[dict[str, str]], chat: bool, length: int
 ) -> dict[str, SpecStats]:
-    found: dict[str, SpecStats] = defaultdict(SpecStats)
-    given: Any = [[{"role": "user", "content": one["prompt"]}] if chat else one["prompt"] for one in prompts]
-    for one, result in zip(prompts, decoder.generate(given, max_new_tokens=length)):
-        found[one["category"]].add(result.stats)
-        found["all"].add(result.stats)
-    return dict(found)
+    stats: dict[str, SpecStats] = defaultdict(SpecStats)
+    inputs: Any = [[{"role": "user", "content": item["prompt"]}] if chat else item["prompt"] for item in prompts]
+    for item, result in zip(prompts, decoder.generate(inputs, max_new_tokens=length)):
+        stats[item["category"]].add(result.stats)
+        stats["all"].add(result.stats)
+    return dict(stats)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="default")
+    parser.add_argument("model", nargs="?", default="default", metavar="MODEL")
     parser.add_argument("--method", default="eagle")
-    parser.add_argument("--draft")
+    parser.add_argument("--draft-model", help="directory of the head; default: the shipped one")
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--chain", type=int, default=5)
     parser.add_argument("--tree", type=int, default=24, help="nodes; 0: no tree")
@@ -46,10 +46,17 @@ def main() -> int:
     record: dict[str, Any] = {"prompts": len(prompts), "length": args.length, "chat": args.chat}
     shapes = {"chain": (args.chain, {})} | ({"tree": (args.tree, {"nodes": args.tree})} if args.tree else {})
     for name, (k, options) in shapes.items():
-        decoder = SpeculativeDecoder(
-            args.target, args.draft, method=args.method, num_draft_tokens=k, method_options=options, max_num_seqs=8
-        )
-        for category, stats in by_category(decoder, prompts, args.chat, args.length).items():
+        with SpeculativeDecoder(
+            args.model,
+            args.draft_model,
+            method=args.method,
+            num_draft_tokens=k,
+            draft_options=options,
+            max_num_seqs=8,
+            prefix_cache_tokens=0,
+        ) as decoder:
+            counts = by_category(decoder, prompts, args.chat, args.length)
+        for category, stats in counts.items():
             positions = " ".join(f"{rate:.3f}" for rate in stats.acceptance_by_position)
             print(f"{name} {k:3} {category:10} tau {stats.tokens_per_step:.3f}  by position {positions}", flush=True)
             record[f"{name} {category}"] = stats.as_dict()

@@ -1,10 +1,10 @@
-"""How far the target gets by looking ahead of itself: no second model, no training.
+"""What lookahead decoding gains: no second model, no training.
 
     python benchmarks/lookahead.py --prompts code.jsonl            # one JSON object a line, with a field `prompt`
     python benchmarks/lookahead.py --prompts code.jsonl --columns 10 --run 4 --prompts-used 8
 
 Greedy, through the chat template where the model has one. The last line is one JSON document; `text_only` is the
-same pool without the window, which tells what the window itself brings.
+same pool without the window, which shows what the window itself gains.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ def read_prompts(path: Path | None, used: int) -> list[str]:
 
 
 def measure(prompts: list[str], model: str, k: int, new_tokens: int, options: dict[str, Any]) -> SpecStats:
-    """Write every answer; all counts added up."""
-    decoder = SpeculativeDecoder(model, method="lookahead", num_draft_tokens=k, method_options=options)
+    """Generate every output; all counts added up."""
     total = SpecStats()
-    for prompt in prompts:
-        output = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
-        total.add(output.stats)
+    with SpeculativeDecoder(
+        model, method="lookahead", num_draft_tokens=k, draft_options=options, prefix_cache_tokens=0
+    ) as decoder:
+        for prompt in prompts:
+            result = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
+            total.add(result.stats)
     return total
 
 
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=12)
     parser.add_argument("--run", type=int, default=5)
     parser.add_argument("--kept", type=int, default=8)
-    parser.add_argument("--k", type=int, default=12, help="guesses a round, over all runs tried")
+    parser.add_argument("--k", type=int, default=12, help="draft tokens a step, over all runs tried")
     parser.add_argument("--new-tokens", type=int, default=128)
     args = parser.parse_args()
     options = {"columns": args.columns, "run": args.run, "kept": args.kept}
@@ -59,7 +61,7 @@ def main() -> None:
     for name, window in (("lookahead", True), ("text_only", False)):
         stats = measure(prompts, args.model, args.k, args.new_tokens, {**options, "window": window})
         taus[name] = round(stats.tokens_per_step, 3)
-        print(f"{name:10} {taus[name]:.2f} tokens a step", flush=True)
+        print(f"{name:10} {taus[name]:.2f} tokens per step", flush=True)
     print(json.dumps({**options, "k": args.k, "prompts": len(prompts), "tokens_per_step": taus}))
 
 

@@ -1,11 +1,12 @@
 """The GPU rig: a small model inflated to the cost of a 7.5B one, drafted for by its own low-bit copy.
 
     PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER [--out FILE.json] [--parts single,passes]
+    PYTHONPATH=src python3 benchmarks/rig.py --small DIR --prompts FOLDER --dry-run       also without a GPU, in seconds
 
 The pair is built on the device (rig_models.py), nothing large is read. Everything is measured in one run, side by side:
-plain decoding, a draft with k = 1..8, n-grams, an EAGLE head, greedy and at temperature 0.7, one text and batches;
-transformers' generate and assisted generation on the same weights; a long prompt; memory. Whether the greedy texts are
-equal is checked for every prompt.
+plain decoding, a draft model with k = 1..8, n-grams, an EAGLE head, greedy and at temperature 0.7, one sequence and
+batches; transformers' generate and assisted generation on the same weights; a long prompt; memory. Greedy outputs are
+compared with plain decoding for every prompt. Engines have no prefix cache.
 
 Prints a table; the last line on stdout is one JSON document.
 """
@@ -18,42 +19,40 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rig_models import in_transformers, inflated, inflated_head, large_config, native, rounded, write_model
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from rig_models import build_pair, in_transformers, inflated_head, pass_bytes, read_prompts, write_model
+from rig_timing import allocated, draft_times, pass_times, prefill_ms
 
-from paceline.bench.candidates import Subject
-from paceline.bench.measure import Length
+from paceline.bench.candidates import Candidate, Candidates, DecodeSetting, open_candidates
+from paceline.bench.measure import OutputLength
 from paceline.bench.tune import TunePlan, tune
-from paceline.core import AdaptiveDraftLength, FixedDraftLength, Row, SamplingParams, Sequence, StopRules
-from paceline.core.draft_length import DraftLengthPolicy
-from paceline.core.types import DraftInput
+from paceline.build import OpenModel, build_engine, open_model, open_runner
+from paceline.config import AUTO, NONE, EngineConfig
+from paceline.core.protocols import Runner
+from paceline.core.sampling import SamplingParams
+from paceline.core.stats import SpecStats
+from paceline.core.types import Request, Row
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
-from paceline.drafting.ngram import Ngram
-from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.generate import Progress, run
-from paceline.engines.local.step import EngineParts
-from paceline.engines.local.verifier import Verifier
-from paceline.engines.local.warmup import measure_costs
+from paceline.engines.local.engine import LocalEngine
+from paceline.engines.local.request_state import RequestState
+from paceline.engines.local.warmup import synchronize
 from paceline.heads.shipped import shipped_head
-from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.weights import matrices
 
-COPY_BANDWIDTH = 4.3e12  # bytes a second this card copies at
+COPY_BANDWIDTH = 4.3e12  # bytes a second that this GPU copies at
 SMALL = "SmolLM2-135M-Instruct"
+DRAFT_MODEL, NGRAM, EAGLE = "draft_model", "ngram", "eagle"
+NAMES = {NONE: "plain", DRAFT_MODEL: "draft"}  # of methods in the table, where they differ
 BEGAN = time.perf_counter()
 
 
-def say(*words: object) -> None:
-    print(f"[{time.perf_counter() - BEGAN:6.1f} s]", *words, flush=True)
+def log(*parts: object) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f} s]", *parts, flush=True)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -61,107 +60,67 @@ def say(*words: object) -> None:
 
 @dataclass
 class Line:
-    """One row of the table."""
+    """One row of the table.
+
+    seqs_per_step  on average: 23 sequences do not keep a batch of 8 full to the end
+    equal          greedy outputs equal to those of plain decoding
+    """
 
     name: str
     batch: int
     temperature: float
     tokens_per_second: float
     tokens_per_step: float
-    round_ms: float
+    step_ms: float
     tokens: int
     seconds: float
-    places: float = 0.0  # texts in a round, on average: 23 texts do not keep 8 places busy to the end
-    equal: str = ""  # greedy texts equal to plain ones
-    texts: list[list[int]] = field(default_factory=list, repr=False)
+    seqs_per_step: float = 0.0
+    equal: str = ""
+    outputs: list[list[int]] = field(default_factory=list, repr=False)
 
 
-def texts_for(prompts: list[list[int]], ends: frozenset[int], temperature: float, length: int) -> list[Sequence]:
+def requests_for(prompts: list[list[int]], temperature: float, length: int, ignore_eos: bool = False) -> list[Request]:
     return [
-        Sequence(prompt, SamplingParams(temperature=temperature, seed=number), StopRules(length, ends))
-        for number, prompt in enumerate(prompts)
+        Request(prompt, SamplingParams(temperature=temperature, seed=index), length, ignore_eos=ignore_eos)
+        for index, prompt in enumerate(prompts)
     ]
 
 
-def measure(
-    name: str, make: Callable[[], EngineParts], prompts: list[list[int]], temperature: float, batch: int, length: int
-) -> Line:
-    """Decode all prompts, prefill included. The same run goes before: captures and compilations happen there."""
-    parts = make()
-    ends = parts.target.info.eos_token_ids
-    for _ in run(texts_for(prompts, ends, temperature, length), parts, max_num_seqs=batch):
-        pass
-    texts = texts_for(prompts, ends, temperature, length)
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    rounds = passes_of(run(texts, parts, max_num_seqs=batch))
-    torch.cuda.synchronize()
+def measure(name: str, engine: LocalEngine, prompts: list[list[int]], temperature: float, length: int) -> Line:
+    """Decode all prompts, prefill included. The same run goes before: it captures graphs and compiles kernels."""
+    engine.run(requests_for(prompts, temperature, length))
+    states = [engine.add(request) for request in requests_for(prompts, temperature, length)]
+    synchronize(engine.info.device)
+    started, passes = time.perf_counter(), 0
+    while engine.has_work:
+        passes += step(engine, states)
+    synchronize(engine.info.device)
     seconds = time.perf_counter() - started
-    tokens = sum(text.new_tokens for text in texts)
-    steps = sum(text.stats.steps for text in texts)
-    accepted = sum(text.stats.accepted for text in texts)
-    rate, tau = tokens / seconds, 1 + accepted / steps
-    line = Line(name, batch, temperature, rate, tau, 1e3 * seconds / rounds, tokens, seconds, steps / rounds)
-    line.texts = [text.written for text in texts]
+    stats = SpecStats()
+    for state in states:
+        if state.error is not None:
+            raise state.error
+        stats.add(state.seq.stats)
+    line = Line(
+        name,
+        engine.config.max_num_seqs,
+        temperature,
+        stats.new_tokens / seconds,
+        stats.tokens_per_step,
+        1e3 * seconds / passes,
+        stats.new_tokens,
+        seconds,
+        stats.steps / passes,
+    )
+    line.outputs = [state.seq.generated for state in states]
     return line
 
 
-def passes_of(rounds: Iterable[Progress]) -> int:
-    """Let the texts be written, and count the passes of the target: a stride of plain rounds is as many."""
-    count, longest = 0, 0
-    seen: set[int] = set()
-    for progress in rounds:
-        if progress.text.number in seen:  # it is this text's turn again: a new round
-            count, longest, seen = count + longest, 0, set()
-        seen.add(progress.text.number)
-        longest = max(longest, 1 if progress.round.tree.num_draft_tokens else len(progress.round.emitted))
-    return count + longest
-
-
-def replay_ms(work: Callable[[], Any], repeats: int = 20) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    taken = []
-    for _ in range(repeats):
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end))
-    return statistics.median(taken)
-
-
-def pass_times(target: NativeRunner, widths: tuple[int, ...]) -> dict[int, float]:
-    """Milliseconds of a captured pass of one text by width, at 300 tokens of context."""
-    seq_cache = target.new_cache()
-    target.forward([Row.chain(seq_cache, list(range(100, 400)))], last_only=True)
-    found = {}
-    assert target.narrow is not None
-    for width in widths:
-        target.truncate(seq_cache, 300)
-        target.forward([Row.chain(seq_cache, [5] * width)])
-        size = target.narrow.fits(1, width, 300 + width)
-        assert size is not None
-        found[width] = replay_ms(target.narrow.check(size).run)
-    target.free(seq_cache)
-    return found
-
-
-def loop_times(draft: NativeRunner, steps: tuple[int, ...], sampled: bool = False) -> dict[int, float]:
-    seq_cache, found = draft.new_cache(), {}
-    assert draft.narrow is not None
-    for k in steps:
-        lead = DraftInput(seq_cache, list(range(100, 400)), 0.7 if sampled else 0.0, [0.5] * k if sampled else None)
-        draft.loop([lead], k)
-        size = draft.narrow.fits(1, 2, 300 + k)
-        assert size is not None
-        found[k] = replay_ms(draft.narrow.loop(size, k, sampled).run)
-    draft.free(seq_cache)
-    return found
-
-
-def prefill_ms(work: Callable[[], Any]) -> float:
-    work()
-    return replay_ms(work, 3)
+def step(engine: LocalEngine, states: list[RequestState]) -> int:
+    """One step of the engine; returns the passes of the target in it: several plain steps in a row are as many."""
+    before = [state.seq.stats.steps for state in states]
+    engine.step()
+    return max(state.seq.stats.steps - steps for state, steps in zip(states, before))
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -170,266 +129,322 @@ def prefill_ms(work: Callable[[], Any]) -> float:
 class Rig:
     """Everything measured in one process."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, device: str) -> None:
+        self.args, self.device = args, device
         self.lines: list[Line] = []
-        self.facts: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-        small = AutoConfig.from_pretrained(args.small)
-        state = {k: v.cuda() for f in sorted(Path(args.small).glob("*.safetensors")) for k, v in load_file(f).items()}
-        self.tokenizer = AutoTokenizer.from_pretrained(args.small)
-        self.config = large_config(small)
-        self.large = inflated(state, small, self.config)
-        self.small_state, self.small_config = rounded(state, 4), small
-        before = torch.cuda.memory_allocated()
-        self.target = native(self.large, self.config, "rig", args.kv_cache_tokens, batch_invariant=args.batch_invariant)
-        self.facts["target_bytes"] = sum(m.numel() * m.element_size() for m in matrices(self.target.weights))
-        self.facts["target_gib"] = (torch.cuda.memory_allocated() - before) / 2**30
-        self.draft = native(self.small_state, small, "draft", args.kv_cache_tokens)
-        self.loaded = torch.cuda.memory_allocated()
-        self.prompts = self._prompts(Path(args.prompts))
-        say(f"built: {self.facts['target_bytes'] / 1e9:.2f} GB a pass; {len(self.prompts)} prompts")
+        name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+        self.facts: dict[str, Any] = {"device": name, "torch": torch.__version__}
+        self.pair = pair = build_pair(args.small, device, dry_run=args.dry_run)
+        config = self._config()
+        before = allocated(device)
+        opened = open_model(config)
+        self.target = opened.target
+        self.facts["target_bytes"] = pass_bytes(pair.large)
+        self.facts["target_gib"] = (allocated(device) - before) / 2**30
+        self.draft = self._open_draft(config)
+        self.loaded = allocated(device)
+        self.candidates = self._candidates(config, opened)
+        self.prompts = read_prompts(Path(args.prompts), pair.tokenizer, args.count)
+        log(f"built: {self.facts['target_bytes'] / 1e9:.2f} GB a pass; {len(self.prompts)} prompts")
 
-    def _prompts(self, folder: Path) -> list[list[int]]:
-        """Every sixth development prompt, through the chat template: 23 of four kinds."""
-        lines = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
-        chosen = lines[3::6][: self.args.count]
-        made = []
-        for one in chosen:
-            messages = [{"role": "user", "content": one["prompt"]}]
-            output = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            made.append([int(token) for token in output["input_ids"]])
-        return made
+    def _config(self) -> EngineConfig:
+        return EngineConfig.create(
+            in_transformers(self.pair.large, self.pair.large_config, self.device),
+            tokenizer=self.pair.tokenizer,
+            device=self.device,
+            runner="native",
+            kv_cache_tokens=self.args.kv_cache_tokens,
+            batch_invariant=self.args.batch_invariant,
+            prefix_cache_tokens=0,
+        )
 
-    def plain(self) -> EngineParts:
-        return EngineParts(self.target, NoDraft(), FixedDraftLength(0), Verifier())
+    def _open_draft(self, config: EngineConfig) -> Runner:
+        model = in_transformers(self.pair.small, self.pair.small_config, self.device)
+        draft_config = replace(config.model, model=model, batch_invariant=False)
+        return open_runner(draft_config, self.device, self.args.kv_cache_tokens)
 
-    def drafted(self, k: int) -> EngineParts:
-        return EngineParts(self.target, DraftModel(self.draft, self.target.info.vocab_size), FixedDraftLength(k), Verifier())
+    def _candidates(self, config: EngineConfig, opened: OpenModel) -> Candidates:
+        drafter = DraftModel(self.draft, self.target.info.vocab_size)
+        configs = {
+            NONE: config.with_options(method=NONE),
+            DRAFT_MODEL: config.with_options(method=DRAFT_MODEL, drafter=drafter),
+            NGRAM: config.with_options(method=NGRAM),
+        }
+        return open_candidates(
+            self.target,
+            opened.tokenizer,
+            configs,
+            lambda config, target: build_engine(config, replace(opened, target=target)),
+        )
 
-    def ngram(self, k: int) -> EngineParts:
-        return EngineParts(self.target, Ngram(), FixedDraftLength(k), Verifier())
+    def engine(self, method: str, k: int | str, batch: int = 1) -> LocalEngine:
+        return self.candidates.engine(DecodeSetting(method, k), batch)
+
+    def run(
+        self,
+        method: str,
+        k: int | str,
+        prompts: list[list[int]],
+        temperature: float = 0.0,
+        batch: int = 1,
+        reference: Line | None = None,
+    ) -> Line:
+        """Measure one setting and add its line. reference: the plain line whose outputs it is compared with."""
+        name = NAMES.get(method, method) + ("" if method == NONE else f" k={k}")
+        return self.add(measure(name, self.engine(method, k, batch), prompts, temperature, self.args.length), reference)
 
     def add(self, line: Line, reference: Line | None = None) -> Line:
         if reference is not None:
-            same = sum(a == b for a, b in zip(line.texts, reference.texts))
-            line.equal = f"{same}/{len(line.texts)}"
+            same = sum(output == plain for output, plain in zip(line.outputs, reference.outputs))
+            line.equal = f"{same}/{len(line.outputs)}"
         self.lines.append(line)
-        say(
+        log(
             f"{line.name:12} batch {line.batch:2} T {line.temperature:.1f}: {line.tokens_per_second:7.1f} tokens/s  "
-            f"tau {line.tokens_per_step:.3f}  round {line.round_ms:.2f} ms  texts a round {line.places:.2f}  "
+            f"tau {line.tokens_per_step:.3f}  step {line.step_ms:.2f} ms  sequences a step {line.seqs_per_step:.2f}  "
             f"equal {line.equal}"
         )
         return line
 
-    def section(self, name: str, work: Callable[[], None]) -> None:
-        """One part of the run; a failure is printed and the rest goes on."""
-        try:
-            work()
-        except Exception:
-            self.facts.setdefault("failed", []).append(name)
-            say(f"FAILED {name}")
-            traceback.print_exc()
-
-    def single(self) -> None:
-        length = self.args.length
-        plain = self.add(measure("plain", self.plain, self.prompts, 0.0, 1, length))
-        self.add(measure("draft k=5", lambda: self.drafted(5), self.prompts, 0.0, 1, length), plain)
-        self.add(measure("ngram k=5", lambda: self.ngram(5), self.prompts, 0.0, 1, length), plain)
-
-    def sampled(self) -> None:
-        self.add(measure("plain", self.plain, self.prompts[::2], 0.7, 1, self.args.length))
-        self.add(measure("ngram k=5", lambda: self.ngram(5), self.prompts[::2], 0.7, 1, self.args.length))
-        self.add(measure("draft k=5", lambda: self.drafted(5), self.prompts[::2], 0.7, 1, self.args.length))
-
-    def sweep(self) -> None:
-        few = self.prompts[::3]
-        for k in (1, 2, 3, 4, 5, 6, 7, 8):
-            self.add(measure(f"draft k={k}", partial(self.drafted, k), few, 0.0, 1, self.args.length))
-
-    def batches(self) -> None:
-        length = self.args.length
-        for batch in (8, 32):
-            prompts = (self.prompts * 2)[: max(batch, len(self.prompts))]
-            plain = self.add(measure("plain", self.plain, prompts, 0.0, batch, length))
-            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.0, batch, length), plain)
-            self.add(measure("ngram k=5", lambda: self.ngram(5), prompts, 0.0, batch, length), plain)
-            self.add(measure("plain", self.plain, prompts, 0.7, batch, length))
-            self.add(measure("draft k=5", lambda: self.drafted(5), prompts, 0.7, batch, length))
-
-    def eagle(self, *, captured: bool = True) -> EngineParts:
-        """The shipped EAGLE head; its chains captured whole, or launch by launch."""
-        small = self.small_state["model.embed_tokens.weight"]
-        drafter = Eagle(inflated_head(self.args.head, small, self.config.hidden_size), self.target)
-        drafter.loop = drafter.loop if captured else None
-        return EngineParts(self.target, drafter, FixedDraftLength(5), Verifier())
-
-    def head(self) -> None:
-        length = self.args.length
-        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 1, length), self.greedy_plain(1))
-        self.add(measure("eagle k=5", self.eagle, self.prompts[::3], 0.7, 1, length))
-        self.add(measure("eagle k=5", self.eagle, self.prompts, 0.0, 8, length), self.greedy_plain(8))
-
     def greedy_plain(self, batch: int) -> Line | None:
-        """The plain texts to compare with, if that part has run."""
-        alike = (line for line in self.lines if line.name == "plain" and line.batch == batch)
-        return next((line for line in alike if line.temperature == 0), None)
-
-    def launches(self) -> None:
-        """What capturing chains brings, on two prompts."""
-        for captured in (True, False):
-            name = "eagle, graph" if captured else "eagle, steps"
-            self.add(measure(name, partial(self.eagle, captured=captured), self.prompts[:6:3], 0.0, 1, 128))
-
-    def passes(self) -> None:
-        widths = pass_times(self.target, (1, 6, 16))
-        loops, drawn = loop_times(self.draft, (1, 5)), loop_times(self.draft, (5,), sampled=True)
-        self.facts["pass_ms"] = widths
-        self.facts["width_16_over_1"] = widths[16] / widths[1]
-        self.facts["bandwidth_share"] = self.facts["target_bytes"] / (widths[1] / 1e3) / COPY_BANDWIDTH
-        self.facts["loop_ms"], self.facts["loop_sampled_ms"] = loops, drawn
-        self.facts["draft_step_ms"] = loops[5] / 5
-        for line in self.lines:
-            if line.batch == 1 and line.temperature == 0 and line.name in ("plain", "draft k=5"):
-                busy = widths[1] if line.name == "plain" else widths[6] + loops[5]
-                self.facts[f"host_ms {line.name}"] = self.round_wall(line.name) - busy
-        say({name: value for name, value in self.facts.items() if "ms" in name or "share" in name or "over" in name})
-
-    def memory(self) -> None:
-        """What the runs so far took beyond weights and pages: graphs, activations, the allocator's and the driver's."""
-        free, total = torch.cuda.mem_get_info()
-        self.facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.facts["extra_gib"] = (torch.cuda.max_memory_reserved() - self.loaded) / 2**30
-        self.facts["extra_with_driver_gib"] = (total - free - self.loaded) / 2**30
-        say({name: value for name, value in self.facts.items() if name.endswith("gib")})
-
-    def round_wall(self, name: str) -> float:
-        """Median milliseconds of a round in the middle of a text, prefill not included."""
-        parts = self.plain() if name == "plain" else self.drafted(5)
-        text = texts_for([self.prompts[0]], frozenset(), 0.0, 256)[0]
-        taken, before = [], time.perf_counter()
-        for progress in run([text], parts):
-            now = time.perf_counter()
-            passes = 1 if name != "plain" else len(progress.round.emitted)
-            taken.append(1e3 * (now - before) / passes)
-            before = now
-        return statistics.median(taken[5:])
-
-    def long_prompt(self) -> None:
-        ids = torch.randint(100, 40000, (4096,))
-        seq_cache = self.target.new_cache()
-
-        def ours() -> None:
-            self.target.truncate(seq_cache, 0)
-            self.target.forward([Row.chain(seq_cache, ids)], last_only=True)
-
-        self.facts["prefill_4096_ms"] = prefill_ms(ours)
-        self.target.free(seq_cache)
-        model = in_transformers(self.large, self.config)
-        batch = ids[None].cuda()
-        with torch.inference_mode():
-            self.facts["prefill_4096_ms_hf"] = prefill_ms(lambda: model(batch, logits_to_keep=1, use_cache=True))
-        say("prefill of 4096 tokens, ms; ours, theirs:", [v for k, v in self.facts.items() if k.startswith("prefill")])
-
-    def peers(self) -> None:
-        target = in_transformers(self.large, self.config)
-        draft = in_transformers(self.small_state, self.small_config)
-        for name, extra in (("hf generate", {}), ("hf assistant", {"assistant_model": draft})):
-            tokens, started = 0, time.perf_counter()
-            for number, prompt in enumerate(self.prompts[:3]):
-                if number == 1:  # the first one warms up
-                    tokens, started = 0, time.perf_counter()
-                ids = torch.tensor([prompt], device="cuda")
-                if extra:
-                    draft.generation_config.num_assistant_tokens = 5
-                settings = {"max_new_tokens": 96 if number else 8, "do_sample": False, "pad_token_id": 2} | extra
-                output = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-                tokens += output.shape[1] - ids.shape[1]
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-            self.add(Line(name, 1, 0.0, tokens / seconds, 0.0, 0.0, tokens, seconds))
-
-    def auto(self) -> None:
-        """The never-lose budget with the same pair."""
-        costs = measure_costs(self.target, self.draft)
-        drafter = DraftModel(self.draft, self.target.info.vocab_size)
-        made = EngineParts(self.target, drafter, AdaptiveDraftLength(costs), Verifier())
-        self.add(measure("draft k=auto", lambda: made, self.prompts[::3], 0.0, 1, self.args.length))
-
-    def save(self, folder: Path) -> None:
-        """The pair as a user would have it: FOLDER/target and FOLDER/draft."""
-        write_model(folder / "target", self.large, self.config, self.tokenizer)
-        write_model(folder / "draft", self.small_state, self.small_config, self.tokenizer)
-        say(f"saved the pair in {folder}")
-
-    def tune(self) -> None:
-        """What `paceline tune` would advise here, predicted and measured."""
-        drafters = {"none": NoDraft(), "draft": self.drafted(1).drafter, "ngram": Ngram()}
-
-        def budget(method: str, k: int | str) -> DraftLengthPolicy:
-            if isinstance(k, int):
-                return FixedDraftLength(k)
-            return AdaptiveDraftLength(measure_costs(self.target, self.draft if method == "draft" else None))
-
-        subject = Subject(self.target, None, drafters, make_draft_length=budget)
-        found = tune(subject, TunePlan(self.prompts[::4], Length(128)))
-        self.facts["tune"] = [asdict(one) for one in found.confirmed]
-        for one in found.confirmed:
-            say(f"tune: {one.method} k={one.num_draft_tokens} predicted {one.predicted} measured {one.measured:.3f}")
-        say(found.advice.sentence)
+        """The plain outputs to compare with, if that part has run."""
+        plain = (line for line in self.lines if line.name == "plain" and line.batch == batch)
+        return next((line for line in plain if line.temperature == 0), None)
 
     def all(self) -> None:
+        names = self.args.parts.split(",") if self.args.parts else list(PARTS)
         if self.args.save:
-            self.section("save", lambda: self.save(Path(self.args.save)))
-        parts: dict[str, Callable[[], None]] = {
-            "single": self.single,
-            "passes": self.passes,
-            "sampled": self.sampled,
-            "batches": self.batches,
-            "memory": self.memory,
-            "tune": self.tune,
-            "prompt": self.long_prompt,
-            "peers": self.peers,
-            "sweep": self.sweep,
-            "auto": self.auto,
-            "head": self.head,  # last: a target that hands out its states has a little more to do
-            "launches": self.launches,
-        }
-        wanted = self.args.parts.split(",") if self.args.parts else list(parts)
-        for name in wanted:
-            self.section(name, parts[name])
+            self.section("save", save)
+        for name in names:
+            self.section(name, PARTS[name])
         self.report()
 
+    def section(self, name: str, part: Callable[[Rig], None]) -> None:
+        """One part of the run; a failure is printed and the rest goes on."""
+        try:
+            part(self)
+        except Exception:
+            self.facts.setdefault("failed", []).append(name)
+            log(f"FAILED {name}")
+            traceback.print_exc()
+
     def report(self) -> None:
-        print("\n| system | batch | T | tokens/s | tau | ms a round | equal to plain |\n|---|---|---|---|---|---|---|")
+        print("\n| system | batch | T | tokens/s | tau | ms a step | equal to plain |\n|---|---|---|---|---|---|---|")
         for line in self.lines:
             print(
                 f"| {line.name} | {line.batch} | {line.temperature} | {line.tokens_per_second:.1f} | "
-                f"{line.tokens_per_step:.3f} | {line.round_ms:.2f} | {line.equal} |"
+                f"{line.tokens_per_step:.3f} | {line.step_ms:.2f} | {line.equal} |"
             )
-        rows = [{name: value for name, value in asdict(line).items() if name != "texts"} for line in self.lines]
-        text = json.dumps(self.facts | {"lines": rows})
+        rows = [{name: value for name, value in asdict(line).items() if name != "outputs"} for line in self.lines]
+        document = json.dumps(self.facts | {"lines": rows})
         if self.args.out:
-            Path(self.args.out).write_text(text + "\n")
-        print(text)
+            Path(self.args.out).write_text(document + "\n")
+        print(document)
 
 
-def main() -> int:
+# --- parts of the run -------------------------------------------------------------------------------------------------
+
+
+def single(rig: Rig) -> None:
+    plain = rig.run(NONE, 0, rig.prompts)
+    rig.run(DRAFT_MODEL, 5, rig.prompts, reference=plain)
+    rig.run(NGRAM, 5, rig.prompts, reference=plain)
+
+
+def sampled(rig: Rig) -> None:
+    for method, k in ((NONE, 0), (NGRAM, 5), (DRAFT_MODEL, 5)):
+        rig.run(method, k, rig.prompts[::2], 0.7)
+
+
+def sweep(rig: Rig) -> None:
+    for k in range(1, 9):
+        rig.run(DRAFT_MODEL, k, rig.prompts[::3])
+
+
+def batches(rig: Rig) -> None:
+    for batch in (8, 32):
+        prompts = (rig.prompts * 2)[: max(batch, len(rig.prompts))]
+        plain = rig.run(NONE, 0, prompts, 0.0, batch)
+        rig.run(DRAFT_MODEL, 5, prompts, 0.0, batch, plain)
+        rig.run(NGRAM, 5, prompts, 0.0, batch, plain)
+        rig.run(NONE, 0, prompts, 0.7, batch)
+        rig.run(DRAFT_MODEL, 5, prompts, 0.7, batch)
+
+
+def auto(rig: Rig) -> None:
+    """The adaptive draft length with the same pair."""
+    rig.run(DRAFT_MODEL, AUTO, rig.prompts[::3])
+
+
+def head(rig: Rig) -> None:
+    _add_eagle(rig, captured=True)
+    rig.run(EAGLE, 5, rig.prompts, reference=rig.greedy_plain(1))
+    rig.run(EAGLE, 5, rig.prompts[::3], 0.7)
+    rig.run(EAGLE, 5, rig.prompts, 0.0, 8, rig.greedy_plain(8))
+
+
+def launches(rig: Rig) -> None:
+    """What capturing chains gains, on two prompts."""
+    for captured in (True, False):
+        _add_eagle(rig, captured=captured)
+        name = "eagle, graph" if captured else "eagle, eager"
+        rig.add(measure(name, rig.engine(EAGLE, 5), rig.prompts[:6:3], 0.0, 128))
+
+
+def _add_eagle(rig: Rig, *, captured: bool) -> None:
+    """The shipped EAGLE head as a candidate; its chains captured as graphs, or launch by launch."""
+    embedding = rig.pair.small["model.embed_tokens.weight"]
+    head = inflated_head(rig.args.head, embedding, rig.pair.large_config.hidden_size, rig.device)
+    drafter = Eagle(head, rig.target)
+    drafter.graphs = drafter.graphs if captured else None
+    config = rig.candidates.by_method[NONE].config.with_options(method=EAGLE, drafter=drafter)
+    by_method = {**rig.candidates.by_method, EAGLE: Candidate(config, drafter)}
+    rig.candidates = replace(rig.candidates, by_method=by_method)
+
+
+def passes(rig: Rig) -> None:
+    """Time of the graphs alone, without the host."""
+    if not rig.device.startswith("cuda"):
+        log("graphs are timed on a GPU only")
+        return
+    widths = pass_times(rig.target, (1, 6, 16))
+    drafts, sampled = draft_times(rig.draft, (1, 5)), draft_times(rig.draft, (5,), 0.7)
+    rig.facts["pass_ms"] = widths
+    rig.facts["width_16_over_1"] = widths[16] / widths[1]
+    rig.facts["bandwidth_share"] = rig.facts["target_bytes"] / (widths[1] / 1e3) / COPY_BANDWIDTH
+    rig.facts["loop_ms"], rig.facts["loop_sampled_ms"] = drafts, sampled
+    rig.facts["draft_step_ms"] = drafts[5] / 5
+    for name, method, k, device_ms in (
+        ("plain", NONE, 0, widths[1]),
+        ("draft k=5", DRAFT_MODEL, 5, widths[6] + drafts[5]),
+    ):
+        if any(line.name == name and line.batch == 1 and line.temperature == 0 for line in rig.lines):
+            rig.facts[f"host_ms {name}"] = step_wall_ms(rig, method, k) - device_ms
+    log({name: value for name, value in rig.facts.items() if "ms" in name or "share" in name or "over" in name})
+
+
+def step_wall_ms(rig: Rig, method: str, k: int) -> float:
+    """Median milliseconds of a pass in the middle of a sequence, prefill not included."""
+    engine = rig.engine(method, k)
+    states = [engine.add(request) for request in requests_for(rig.prompts[:1], 0.0, 256, ignore_eos=True)]
+    times = []
+    while engine.has_work:
+        started = time.perf_counter()
+        passes = step(engine, states)
+        times.append(1e3 * (time.perf_counter() - started) / passes)
+    return statistics.median(times[5:])
+
+
+def memory(rig: Rig) -> None:
+    """What the runs so far took beyond weights and KV cache: graphs, activations, the allocator's, the driver's."""
+    if not rig.device.startswith("cuda"):
+        log("memory is measured on a GPU only")
+        return
+    free, total = torch.cuda.mem_get_info()
+    rig.facts["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    rig.facts["extra_gib"] = (torch.cuda.max_memory_reserved() - rig.loaded) / 2**30
+    rig.facts["extra_with_driver_gib"] = (total - free - rig.loaded) / 2**30
+    log({name: value for name, value in rig.facts.items() if name.endswith("gib")})
+
+
+def long_prompt(rig: Rig) -> None:
+    length = min(4096, rig.target.info.max_seq_len - 1)
+    ids = torch.randint(100, min(40000, rig.target.info.vocab_size), (length,))
+    seq_cache = rig.target.new_cache()
+
+    def native() -> None:
+        rig.target.truncate(seq_cache, 0)
+        rig.target.forward([Row.chain(seq_cache, ids)], last_only=True)
+
+    rig.facts[f"prefill_{length}_ms"] = prefill_ms(native, rig.device)
+    rig.target.free(seq_cache)
+    model = in_transformers(rig.pair.large, rig.pair.large_config, rig.device)
+    batch = ids[None].to(rig.device)
+    with torch.inference_mode():
+        hf_ms = prefill_ms(lambda: model(batch, logits_to_keep=1, use_cache=True), rig.device)
+    rig.facts[f"prefill_{length}_ms_hf"] = hf_ms
+    times = [value for name, value in rig.facts.items() if name.startswith("prefill")]
+    log(f"prefill of {length} tokens, ms; paceline, transformers:", times)
+
+
+def baselines(rig: Rig) -> None:
+    """transformers on the same weights, plain and with the draft model as its assistant."""
+    target = in_transformers(rig.pair.large, rig.pair.large_config, rig.device)
+    draft = in_transformers(rig.pair.small, rig.pair.small_config, rig.device)
+    draft.generation_config.num_assistant_tokens = 5
+    for name, options in (("hf generate", {}), ("hf assistant", {"assistant_model": draft})):
+        _transformers_tokens(rig, target, rig.prompts[0], 8, options)  # warms up
+        tokens, started = 0, time.perf_counter()
+        for prompt in rig.prompts[1:3]:
+            draft.generation_config.num_assistant_tokens = 5
+            tokens += _transformers_tokens(rig, target, prompt, 96, options)
+        synchronize(rig.device)
+        seconds = time.perf_counter() - started
+        rig.add(Line(name, 1, 0.0, tokens / seconds, 0.0, 0.0, tokens, seconds))
+
+
+def _transformers_tokens(rig: Rig, model: Any, prompt: list[int], length: int, options: dict[str, Any]) -> int:
+    ids = torch.tensor([prompt], device=rig.device)
+    settings = {"max_new_tokens": length, "do_sample": False, "pad_token_id": 2, **options}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    return int(output.shape[1]) - len(prompt)
+
+
+def tune_pair(rig: Rig) -> None:
+    """What `paceline tune` would advise here, predicted and measured."""
+    result = tune(rig.candidates, TunePlan(rig.prompts[::4], OutputLength(min(128, rig.args.length))))
+    rig.facts["tune"] = [asdict(item) for item in result.confirmed]
+    for item in result.confirmed:
+        name = f"{item.method} k={item.num_draft_tokens}"
+        log(f"tune: {name} predicted {item.predicted} measured {item.measured:.3f}")
+    log(result.advice.sentence)
+
+
+def save(rig: Rig) -> None:
+    """The pair as a user would have it: FOLDER/target and FOLDER/draft."""
+    folder, pair = Path(rig.args.save), rig.pair
+    write_model(folder / "target", pair.large, pair.large_config, pair.tokenizer)
+    write_model(folder / "draft", pair.small, pair.small_config, pair.tokenizer)
+    log(f"saved the pair in {folder}")
+
+
+PARTS: dict[str, Callable[[Rig], None]] = {
+    "single": single,
+    "passes": passes,
+    "sampled": sampled,
+    "batches": batches,
+    "memory": memory,
+    "tune": tune_pair,
+    "prompt": long_prompt,
+    "baselines": baselines,
+    "sweep": sweep,
+    "auto": auto,
+    "head": head,  # last: a target that returns its hidden states has a little more to do
+    "launches": launches,
+}
+
+
+def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", required=True, help="directory of the small model")
     parser.add_argument("--prompts", required=True, help="folder of *.jsonl with a prompt a line")
     parser.add_argument("--head", default=shipped_head("eagle", SMALL), help="an EAGLE head of the small model")
-    parser.add_argument("--out", help="write the record here too")
-    parser.add_argument("--count", type=int, default=23)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--cache-tokens", type=int, default=65536)
-    parser.add_argument("--same-bits", action="store_true", help="batches write what their texts are alone")
+    parser.add_argument("--out", help="write the JSON document here too")
+    parser.add_argument("--count", type=int, default=23, help="prompts")
+    parser.add_argument("--length", type=int, default=256, help="tokens of an output")
+    parser.add_argument("--kv-cache-tokens", type=int, default=65536)
+    parser.add_argument("--batch-invariant", action="store_true", help="batches compute bit for bit what runs alone do")
     parser.add_argument("--save", help="write the pair here, as directories that the command line takes")
-    parser.add_argument("--parts", help="some of single, passes, sampled, batches, memory, tune, prompt, peers, …")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("the rig needs a CUDA device", file=sys.stderr)
+    parser.add_argument("--parts", help="some of single, passes, sampled, batches, memory, tune, prompt, baselines, …")
+    parser.add_argument("--dry-run", action="store_true", help="inflate to twice the small model only; also on a CPU")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_args()
+    if not torch.cuda.is_available() and not args.dry_run:
+        print("the rig needs a CUDA device; --dry-run does not", file=sys.stderr)
         return 2
-    Rig(args).all()
+    Rig(args, "cuda" if torch.cuda.is_available() else "cpu").all()
     return 0
 
 

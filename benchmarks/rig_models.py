@@ -1,116 +1,158 @@
-"""The models of the GPU rig, made on the device from one small model.
+"""The models of the rig, made on the device from one small model.
 
-The inflated model says what the small one says (its new widths, heads and layers contribute exactly zero) and costs
-what its shape costs; the draft is the small model with every projection rounded to 4 bits; a head of the small model
-reads the inflated one's states.
+The inflated model generates what the small one generates (its new dimensions, heads and layers contribute exactly zero)
+and costs what its sizes cost; the draft model is the small model with every projection rounded to 4 bits; a head of the
+small model reads the hidden states of the inflated one.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, LlamaForCausalLM
+from torch.nn import functional
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from paceline.core import ModelInfo
-from paceline.heads.eagle3 import Eagle3Head
+from paceline.heads.eagle import EagleHead
 from paceline.heads.registry import load_head
-from paceline.runners.native.config import shape_of
-from paceline.runners.native.runner import NativeRunner
-from paceline.runners.native.weights import gather
 
 LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
 GROUP = 64  # weights that share a scale in the low-bit copy
+DTYPE = torch.bfloat16
+State = dict[str, Tensor]
 
 
-def large_config(small: Any) -> Any:
+def doubled_sizes(small: Any) -> dict[str, int]:
+    """Sizes of a dry run: the small model's, each twice, so that every part of the rig runs on any machine."""
+    return {name: 2 * getattr(small, name) for name in LARGE}
+
+
+def large_config(small: Any, sizes: dict[str, int]) -> Any:
     large = AutoConfig.for_model(**small.to_dict())
-    heads = LARGE["num_key_value_heads"] * (small.num_attention_heads // small.num_key_value_heads)
-    for name, value in (LARGE | {"num_attention_heads": heads, "head_dim": small.head_dim}).items():
+    heads = sizes["num_key_value_heads"] * (small.num_attention_heads // small.num_key_value_heads)
+    for name, value in (sizes | {"num_attention_heads": heads, "head_dim": small.head_dim}).items():
         setattr(large, name, value)
     large.rms_norm_eps = small.rms_norm_eps * small.hidden_size / large.hidden_size
     return large
 
 
-def inflated(state: dict[str, Tensor], small: Any, large: Any) -> dict[str, Tensor]:
-    """The small model's weights in the corner of larger ones. What writes into the residual stream writes zeros there,
-    so whatever else is new meets only zeros; norms average over more entries and are scaled to make up for it."""
+def inflated(state: State, small: Any, large: Any, device: str) -> State:
+    """The small model's weights in the corner of larger ones.
+
+    What is new adds zeros to the residual stream, so nothing else that is new has an effect; norms average over more
+    entries and are scaled to make up for it.
+    """
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(large).state_dict().items()}
+    if large.tie_word_embeddings:
+        shapes.pop("lm_head.weight", None)
     shrink = math.sqrt(small.hidden_size / large.hidden_size)
-    made: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        if name == "lm_head.weight" and large.tie_word_embeddings:
-            continue
-        kind = name.split(".")[-2]
-        new = torch.zeros(shape, device="cuda", dtype=torch.bfloat16)
-        if "norm" in kind:
-            new.fill_(1.0)
-        elif kind not in ("embed_tokens", "o_proj", "down_proj"):
-            new.normal_(0.0, 0.02)
-        old = state.get(name)
-        if old is not None:
-            corner = tuple(slice(size) for size in old.shape)
-            new[corner] = (old.float() * shrink).bfloat16() if "norm" in kind else old
-        made[name] = new
-    return made
+    return {name: _inflated_weight(name, shape, state.get(name), shrink, device) for name, shape in shapes.items()}
 
 
-def rounded(state: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+def _inflated_weight(name: str, shape: torch.Size, old: Tensor | None, shrink: float, device: str) -> Tensor:
+    kind = name.split(".")[-2]
+    new = torch.zeros(shape, device=device, dtype=DTYPE)
+    if "norm" in kind:
+        new.fill_(1.0)
+    elif kind not in ("embed_tokens", "o_proj", "down_proj"):
+        new.normal_(0.0, 0.02)
+    if old is not None:
+        corner = tuple(slice(size) for size in old.shape)
+        new[corner] = (old.float() * shrink).to(DTYPE) if "norm" in kind else old
+    return new
+
+
+def rounded(state: State, bits: int) -> State:
     """Every projection rounded to 2**bits even steps between the ends of each group of a row."""
-    made = dict(state)
+    copy = dict(state)
     for name, weight in state.items():
         if name.endswith("_proj.weight"):
-            groups = weight.float().view(weight.shape[0], -1, GROUP)
+            groups = weight.float().view(weight.shape[0], -1, min(GROUP, weight.shape[1]))
             low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
             step = ((high - low) / (2**bits - 1)).clamp_min(1e-8)
-            made[name] = (((groups - low) / step).round() * step + low).view_as(weight).bfloat16()
-    return made
+            copy[name] = (((groups - low) / step).round() * step + low).view_as(weight).to(DTYPE)
+    return copy
 
 
-def inflated_head(folder: str | Path, embedding: Tensor, wide: int) -> Eagle3Head:
-    """A head of the small model that reads the inflated one's states: they are the small one's with zeros behind."""
-    head = load_head(folder, Eagle3Head, dtype=torch.bfloat16, device="cuda")
+def inflated_head(folder: str | Path, embedding: Tensor, hidden_size: int, device: str) -> EagleHead:
+    """A head of the small model that reads the inflated one's hidden states: they are the small one's, then zeros."""
+    head = load_head(folder, EagleHead, dtype=DTYPE, device=device)
     config, state = head.config, head.state_dict()
     narrow = state["fc.weight"].view(config.hidden_size, -1, config.target_hidden_size)
-    padded = torch.nn.functional.pad(narrow, (0, wide - config.target_hidden_size))
+    padded = functional.pad(narrow, (0, hidden_size - config.target_hidden_size))
     state |= {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
-    made = Eagle3Head(replace(config, target_hidden_size=wide, own_embeddings=True)).to("cuda", torch.bfloat16)
-    made.load_state_dict(state)
-    return made.eval().requires_grad_(False)
+    wide_config: Any = replace(config, target_hidden_size=hidden_size, own_embeddings=True)
+    wide = type(head)(wide_config).to(device, DTYPE)
+    wide.load_state_dict(state)
+    return wide.eval().requires_grad_(False)
 
 
-def native(
-    state: dict[str, Tensor], config: Any, name: str, kv_cache_tokens: int, *, batch_invariant: bool = False
-) -> NativeRunner:
-    shape = shape_of(config)
-    weights = gather(state.get, shape, torch.bfloat16, "cuda")
-    ends = frozenset([config.eos_token_id])
-    info = ModelInfo(name, shape.vocab, ends, shape.max_seq_len, shape.layers, shape.width, "cuda", "bfloat16")
-    return NativeRunner(shape, weights, config, info, kv_cache_tokens, batch_invariant=batch_invariant)
-
-
-def in_transformers(state: dict[str, Tensor], config: Any) -> Any:
-    """The same weights, not copied, as transformers runs them."""
+def in_transformers(state: State, config: Any, device: str) -> Any:
+    """The same weights, not copied, as a model of transformers."""
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    full = state | {"lm_head.weight": state["model.embed_tokens.weight"]}
+    full = {"lm_head.weight": state["model.embed_tokens.weight"], **state}
     model.load_state_dict(full, strict=False, assign=True)
     rotary = type(model.model.rotary_emb)(config)
-    model.model.rotary_emb = rotary.cuda()
+    model.model.rotary_emb = rotary.to(device)
     model.generation_config.eos_token_id = config.eos_token_id
     return model.eval()
 
 
-def write_model(place: Path, state: dict[str, Tensor], config: Any, tokenizer: Any) -> None:
+def pass_bytes(state: State) -> int:
+    """Bytes of every matrix that a pass reads from end to end: what the memory-bandwidth limit counts."""
+    head = state.get("lm_head.weight", state["model.embed_tokens.weight"])
+    matrices = [weight for name, weight in state.items() if name.endswith("_proj.weight")]
+    return sum(weight.numel() * weight.element_size() for weight in [*matrices, head])
+
+
+def write_model(folder: Path, state: State, config: Any, tokenizer: Any) -> None:
     """A directory that the command line takes."""
-    place.mkdir(parents=True, exist_ok=True)
-    save_file({key: value.contiguous() for key, value in state.items()}, place / "model.safetensors")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(place)
-    tokenizer.save_pretrained(place)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# --- the pair ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    """The weights of the inflated target and of its draft model."""
+
+    large: State
+    large_config: Any
+    small: State
+    small_config: Any
+    tokenizer: Any
+    device: str
+
+
+def build_pair(folder: str, device: str, *, dry_run: bool) -> Pair:
+    """dry_run: inflate to twice the small model only."""
+    small = AutoConfig.from_pretrained(folder)
+    files = sorted(Path(folder).glob("*.safetensors"))
+    state = {name: weight.to(device, DTYPE) for file in files for name, weight in load_file(file).items()}
+    config = large_config(small, doubled_sizes(small) if dry_run else LARGE)
+    large = inflated(state, small, config, device)
+    return Pair(large, config, rounded(state, 4), small, AutoTokenizer.from_pretrained(folder), device)
+
+
+def read_prompts(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:
+    """Every sixth development prompt, through the chat template: 23 of four kinds."""
+    lines = [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    prompts = []
+    for line in lines[3::6][:count]:
+        messages = [{"role": "user", "content": line["prompt"]}]
+        output = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        prompts.append([int(token) for token in output["input_ids"]])
+    return prompts

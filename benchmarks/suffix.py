@@ -1,10 +1,10 @@
-"""How much more a suffix automaton finds than n-gram lookup, in texts that repeat themselves.
+"""How much more a suffix automaton drafts than n-gram lookup, in outputs that repeat themselves.
 
     python benchmarks/suffix.py                      # greedy, k = 8, the default model
     python benchmarks/suffix.py --k 4 --new-tokens 256
 
-Two kinds of built-in prompts: code to be edited, and reports to be retold with quotations. Every text is written by
-the target itself, greedily; each method then drafts for that very text. The last line is one JSON document.
+Two kinds of built-in prompts: code to edit, and reports to summarize with quotations. Outputs are greedy, so each
+method drafts for the same output. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from typing import Any
 
 from paceline import SpeculativeDecoder
 from paceline.core.stats import SpecStats
@@ -89,34 +88,31 @@ PROMPTS: dict[str, list[str]] = {
     ],
 }
 
-METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram"},
-    "suffix": {"method": "suffix"},
-}
+METHODS = ("ngram", "suffix")
 
 
 def measure(method: str, model: str, k: int, new_tokens: int) -> dict[str, SpecStats]:
-    """Write every prompt's answer with one method; counts by kind of prompt."""
-    decoder = SpeculativeDecoder(model, num_draft_tokens=k, **METHODS[method])
-    found: dict[str, SpecStats] = defaultdict(SpecStats)
-    for kind, prompts in PROMPTS.items():
-        for prompt in prompts:
-            output = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
-            found[kind].add(output.stats)
-            found["all"].add(output.stats)
-    return found
+    """Generate an output for every prompt with one method; counts by kind of prompt."""
+    stats: dict[str, SpecStats] = defaultdict(SpecStats)
+    with SpeculativeDecoder(model, method=method, num_draft_tokens=k, prefix_cache_tokens=0) as decoder:
+        for kind, prompts in PROMPTS.items():
+            for prompt in prompts:
+                result = decoder.generate([{"role": "user", "content": prompt}], max_new_tokens=new_tokens)
+                stats[kind].add(result.stats)
+                stats["all"].add(result.stats)
+    return stats
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--k", type=int, default=8, help="guesses a round, the same for both methods")
+    parser.add_argument("--k", type=int, default=8, help="draft tokens a step, the same for both methods")
     parser.add_argument("--new-tokens", type=int, default=320)
     args = parser.parse_args()
     taus: dict[str, dict[str, float]] = {}
     for method in METHODS:
-        tallies = measure(method, args.model, args.k, args.new_tokens)
-        taus[method] = {kind: round(stats.tokens_per_step, 3) for kind, stats in tallies.items()}
+        by_kind = measure(method, args.model, args.k, args.new_tokens)
+        taus[method] = {kind: round(stats.tokens_per_step, 3) for kind, stats in by_kind.items()}
         print(f"{method:8}" + "".join(f"  {kind}: {tau:.2f}" for kind, tau in taus[method].items()), flush=True)
     gain = {kind: round(taus["suffix"][kind] / tau - 1, 3) for kind, tau in taus["ngram"].items()}
     print(json.dumps({"k": args.k, "new_tokens": args.new_tokens, "tokens_per_step": taus, "gain": gain}))

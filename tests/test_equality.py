@@ -1,4 +1,4 @@
-"""Greedy, float32, the default model: token for token what transformers writes, alone and in a batch.
+"""Greedy, float32, the default model: token for token what transformers generates, alone and in a batch.
 
 The whole set of prompts is `python benchmarks/equality.py`; this is a part of it that fits into a test run.
 """
@@ -33,12 +33,12 @@ def prompts(default_tokenizer: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def theirs(default_model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    output = []
+def expected(default_model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = []
     for prompt in prompts:
         whole = default_model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        output.append(whole[0, len(prompt) :].tolist())
-    return output
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +46,22 @@ def draft(default_model: Any) -> Any:
     return rounded_copy(default_model, bits=4)
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", "draft"])
-def test_the_text_is_transformers_own(
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
+def test_the_output_is_transformers_own(
     method: str,
     default_decoder: Callable[..., Any],
     default_model: Any,
     prompts: list[list[int]],
-    theirs: list[list[int]],
+    expected: list[list[int]],
     draft: Any,
 ) -> None:
-    options = {"draft": draft, "num_draft_tokens": 4} if method == "draft" else {"draft": method, "num_draft_tokens": 4}
-    decoder = default_decoder(**({} if method == "none" else options))
-    found: list[Difference] = []
-    for batch in (prompts, prompts[-1:]):
-        results = decoder.generate(batch, max_new_tokens=NEW_TOKENS)
-        for prompt, result in zip(batch, results):
-            found += compared(default_model, prompt, theirs[prompts.index(prompt)], result.token_ids)
-    assert not [difference for difference in found if not difference.near_tie], found
-    assert len(found) <= 1, "near-ties are rare in float32"
+    draft_model = draft if method == "draft_model" else None
+    differences: list[Difference] = []
+    with default_decoder(method=method, draft_model=draft_model, num_draft_tokens=4) as decoder:
+        for batch in (prompts, prompts[-1:]):
+            for prompt, result in zip(batch, decoder.generate(batch, max_new_tokens=NEW_TOKENS)):
+                tokens = expected[prompts.index(prompt)]
+                differences += compared(default_model, prompt, tokens, result.token_ids)
+    assert all(difference.near_tie for difference in differences), differences
+    assert len(differences) <= 1, "near-ties are rare in float32"

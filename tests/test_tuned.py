@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import DecoderOptions
+from paceline.config import EngineConfig
 from paceline.errors import OptionError
-from paceline.tuned import Profile, adopted, profile_for, read_profile, write_profile
+from paceline.tuned import TunedProfile, adopted, profile_for, read_profile, write_profile
 
-FOUND = Profile(
+PROFILE = TunedProfile(
     target="some/model",
     device="cpu",
-    method="draft",
+    method="draft_model",
     num_draft_tokens=4,
-    draft='path with "quotes"',
+    draft_model='path with "quotes"',
     draft_dtype="int4",
-    advice="Use method draft with k=4: measured 1.50x plain decoding. Ärger",
+    advice="Use method draft_model with k=4: measured 1.50x plain decoding. Ärger",
     predicted=1.42,
     measured=1.5,
-    shortest_answer=12,
+    shortest_output=12,
     pass_seconds={1: 0.05, 5: 0.07},
     draft_seconds={0: 0.0, 4: 0.01},
 )
@@ -26,10 +26,10 @@ FOUND = Profile(
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "paceline.toml"
-    write_profile(FOUND, path)
-    assert read_profile(path) == FOUND
+    write_profile(PROFILE, path)
+    assert read_profile(path) == PROFILE
     assert [item.name for item in tmp_path.iterdir()] == ["paceline.toml"]
-    plain = Profile("m", "cpu")
+    plain = TunedProfile("m", "cpu")
     write_profile(plain, path)
     assert read_profile(path) == plain
 
@@ -38,17 +38,17 @@ def test_a_profile_is_in_force_for_its_target_only(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PACELINE_PROFILE", raising=False)
     assert profile_for("some/model") is None
-    write_profile(FOUND, Path("paceline.toml"))
-    assert profile_for("some/model") == FOUND
+    write_profile(PROFILE, Path("paceline.toml"))
+    assert profile_for("some/model") == PROFILE
     assert profile_for("another") is None
     assert profile_for(object()) is None
 
 
 def test_the_environment_may_name_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "mine.toml"
-    write_profile(FOUND, path)
+    write_profile(PROFILE, path)
     monkeypatch.setenv("PACELINE_PROFILE", str(path))
-    assert profile_for("some/model") == FOUND
+    assert profile_for("some/model") == PROFILE
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,7 @@ def test_the_environment_may_name_another_file(tmp_path: Path, monkeypatch: pyte
     [
         "not toml at all [",
         "[other]\nx = 1\n",
-        '[decoder]\ntarget = "m"\nmethod = "magic"\n',
-        '[decoder]\ntarget = "m"\ndraft_tokens = 1000\n',
+        '[decoder]\ntarget = "m"\nnum_draft_tokens = 1000\n',
         '[decoder]\ntarget = "m"\n[pass_seconds]\n1 = -3\n',
         '[decoder]\ntarget = "m"\n[pass_seconds]\nwide = 3\n',
         'decoder = "m"\n',
@@ -72,33 +71,36 @@ def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> No
 
 def test_a_place_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot write"):
-        write_profile(FOUND, tmp_path / "missing" / "paceline.toml")
+        write_profile(PROFILE, tmp_path / "missing" / "paceline.toml")
 
 
 @pytest.fixture
 def _in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_profile(FOUND, tmp_path / "p.toml")
+    write_profile(PROFILE, tmp_path / "p.toml")
     monkeypatch.setenv("PACELINE_PROFILE", str(tmp_path / "p.toml"))
 
 
 @pytest.mark.usefixtures("_in_force")
-def test_who_chose_nothing_gets_the_advice() -> None:
-    options = adopted(DecoderOptions("some/model"), chosen=False)
-    assert (options.method, options.draft, options.num_draft_tokens) == ("draft", FOUND.draft, 4)
-    assert options.draft_dtype == "int4"
-    assert options.profile == FOUND
-    assert adopted(DecoderOptions("some/model", num_draft_tokens=2), chosen=False).num_draft_tokens == 2
+def test_a_user_who_chooses_nothing_gets_the_advice() -> None:
+    config = adopted(EngineConfig.create("some/model"), chosen=False)
+    speculative = config.speculative
+    assert (speculative.method, speculative.draft_model) == ("draft_model", PROFILE.draft_model)
+    assert (speculative.num_draft_tokens, speculative.draft_dtype) == (4, "int4")
+    assert config.tuned == PROFILE
+    fixed = adopted(EngineConfig.create("some/model", num_draft_tokens=2), chosen=False)
+    assert fixed.speculative.num_draft_tokens == 2
 
 
 @pytest.mark.usefixtures("_in_force")
-def test_who_chose_is_not_overruled() -> None:
-    own = DecoderOptions("some/model", method="ngram")
+def test_a_user_who_chooses_is_not_overruled() -> None:
+    own = EngineConfig.create("some/model", method="ngram")
     assert adopted(own, chosen=True) is own
-    same = adopted(DecoderOptions("some/model", FOUND.draft), chosen=True)
-    assert (same.profile, same.num_draft_tokens) == (FOUND, "auto")
-    for other in (
-        DecoderOptions("another"),
-        DecoderOptions("some/model", device="cuda"),
-        DecoderOptions("some/model", dtype="bf16"),
-    ):
-        assert adopted(other, chosen=False) is other
+    same = adopted(EngineConfig.create("some/model", draft_model=PROFILE.draft_model), chosen=True)
+    assert (same.tuned, same.speculative.num_draft_tokens) == (PROFILE, "auto")
+
+
+@pytest.mark.usefixtures("_in_force")
+@pytest.mark.parametrize("options", [{"model": "another"}, {"device": "cuda"}, {"dtype": "bf16"}])
+def test_a_profile_of_another_model_device_or_dtype_is_not_in_force(options: dict[str, str]) -> None:
+    config = EngineConfig.create(**{"model": "some/model", **options})
+    assert adopted(config, chosen=False) is config

@@ -1,7 +1,7 @@
 """EngineConfig -> runner + drafter + draft-length policy + verifier -> engine.
 
-The only file that knows every room, and the only road: the decoder, the server, bench, audit, tune and the benchmarks build
-through it. Rooms that only some configurations need are imported inside the functions that need them.
+The only file that knows every room, and the only road: the decoder, the server, bench, audit, tune and the benchmarks
+build through it. Rooms that only some configurations need are imported inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from paceline.engines import registry as engines
 from paceline.engines.local.engine import EngineParts, LocalEngine
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import measure_costs, pass_grain, warm_up
-from paceline.errors import CapabilityError, OptionError
+from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
+from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import TARGET, PrefixCache
 from paceline.runners.loading import DTYPES, dtype_named
 from paceline.tuned import TunedProfile
@@ -53,7 +54,7 @@ def _build_apart(config: EngineConfig) -> LocalEngine:
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
-    """A target that is loaded. Several engines may be built over it, one after another: bench and audit vary drafters."""
+    """A target that is loaded. Several engines may be built over it, as bench and audit do."""
 
     target: Runner
     tokenizer: Tokenizer
@@ -119,55 +120,52 @@ def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = 
 
 def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runner:
     from paceline.runners.loading import load_model
+    from paceline.runners.native import NativeRunner
 
     dtype = dtype_named(config.dtype, device)
     files = locate(config.model)
     if config.runner != "hf" and _is_native(files, config):
-        from paceline.runners.native import NativeRunner
-
         return NativeRunner.load(
             files.folder, files.name, dtype, device, kv_cache_tokens, batch_invariant=config.batch_invariant
         )
     if config.runner == "native" or dtype not in DTYPES:
         need = "runner native" if config.runner == "native" else f"dtype {dtype}"
         raise OptionError(f"{need} needs an architecture that paceline runs itself, stored as safetensors")
+    model = load_model(files.folder, files.name, DTYPES[dtype], device, trust_remote_code=config.trust_remote_code)
+    return _hugging_face(model, files.name, kv_cache_tokens)
+
+
+def _hugging_face(model: Any, name: str, kv_cache_tokens: int | None) -> Runner:
+    """transformers' own code; its buffers grow as they like unless kv_cache_tokens bounds them."""
     from paceline.runners.huggingface import HuggingFaceRunner
 
-    model = load_model(
-        files.folder, files.name, DTYPES[dtype], device, trust_remote_code=config.trust_remote_code
-    )
-    return HuggingFaceRunner(model, files.name)
+    blocks = None if kv_cache_tokens is None else BlockManager(max(1, -(-kv_cache_tokens // BLOCK_SIZE)))
+    return HuggingFaceRunner(model, name, blocks=blocks)
 
 
 def _is_native(files: ModelFiles, config: ModelConfig) -> bool:
     """Whether the directory holds safetensors of an architecture that the native runner runs."""
-    from transformers import AutoConfig
-
-    from paceline.runners.native import is_native
+    from paceline.runners.native import is_native, read_config
 
     if not any(files.folder.glob("*.safetensors")):
         return False
     try:
-        hf_config = AutoConfig.from_pretrained(
-            files.folder, local_files_only=True, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError):
+        hf_config = read_config(files.folder, files.name, trust_remote_code=config.trust_remote_code)
+    except ModelError:
         return False  # the Hugging Face runner says what is wrong with it
     return is_native(hf_config)
 
 
 def _wrap(config: ModelConfig, kv_cache_tokens: int | None) -> Runner:
     """A loaded model runs as it is; runner="native" copies its weights into our own layout."""
-    from paceline.runners.huggingface import HuggingFaceRunner
+    from paceline.runners.native import NativeRunner, is_native
 
     model = config.model
     if not hasattr(model, "config") or not hasattr(model, "parameters"):
         raise OptionError(f"a model is a name, a directory, a .gguf file or a loaded model, not {type(model).__name__}")
     name = str(model.config._name_or_path) or type(model).__name__
     if config.runner != "native":
-        return HuggingFaceRunner(model, name)
-    from paceline.runners.native import NativeRunner, is_native
-
+        return _hugging_face(model, name, kv_cache_tokens)
     if not is_native(model.config):
         raise OptionError(f"runner native needs an architecture that paceline runs itself; {name} has none")
     return NativeRunner.of_model(model, name, kv_cache_tokens, batch_invariant=config.batch_invariant)

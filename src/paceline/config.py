@@ -5,8 +5,8 @@ SpeculativeConfig  how draft tokens are made and verified
 CacheConfig        how much the KV cache and the prefix cache hold
 EngineConfig       the three together, the engine, and how many sequences run at a time
 
-A field says in its metadata how it looks on the command line: flags and help are generated from it, so that an option is
-written down once. Nothing here imports torch: `paceline --help` must be quick.
+A field says in its metadata how it looks on the command line: flags and help are generated from it, so that an option
+is written down once. Nothing here imports torch: `paceline --help` must be quick.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from paceline.errors import OptionError
 AUTO = "auto"
 NONE = "none"
 DRAFT_MODEL = "draft_model"  # the method of a draft model that is named without a method
+CUSTOM = "custom"  # the method of a drafter object that is passed without a name
 DEFAULT_MODEL = "default"
 RUNNERS = ("auto", "native", "hf")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
@@ -45,9 +46,13 @@ class ModelConfig:
     model: Any = field(default=DEFAULT_MODEL)  # a name, a directory, a .gguf file, or a loaded AutoModelForCausalLM
     tokenizer: Any = None
     device: str | None = option(None, "cpu, cuda or cuda:N; default: cuda if there is one", "D")
-    dtype: str | None = option(None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T")
+    dtype: str | None = option(
+        None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T"
+    )
     runner: str = option(AUTO, "auto, native or hf: which code runs the model", "R")
-    max_model_len: int | None = option(None, "longest sequence, prompt included; default: the model's own", "N", type=int)
+    max_model_len: int | None = option(
+        None, "longest sequence, prompt included; default: the model's own", "N", type=int
+    )
     batch_invariant: bool = option(
         False, "on cuda: a batch computes bit for bit what its sequences compute alone; slower", action="store_true"
     )
@@ -74,7 +79,10 @@ class SpeculativeConfig:
     method: str | None = option(None, "how to draft: {methods}", "M")
     draft_model: Any = option(None, "a smaller model that drafts, or the directory of a trained head", "MODEL")
     num_draft_tokens: int | str = option(
-        AUTO, f"draft tokens a step: 0 to {MAX_DRAFT_TOKENS}, or auto: as many as pay", "N", ("-k", "--num-draft-tokens")
+        AUTO,
+        f"draft tokens a step: 0 to {MAX_DRAFT_TOKENS}, or auto: as many as pay",
+        "N",
+        ("-k", "--num-draft-tokens"),
     )
     draft_dtype: str | None = option(None, "dtype of the draft model; its errors cost acceptance, never output", "T")
     acceptance: str | None = option(None, f"{', '.join(ACCEPTANCE)}; default: token", "R")
@@ -91,13 +99,18 @@ class SpeculativeConfig:
             draft_model=None if self.draft_model is None else _path_or_model(self.draft_model),
             draft_dtype=_dtype_name(self.draft_dtype),
             num_draft_tokens=checked_num_draft_tokens(self.num_draft_tokens),
-            method=self.method or (NONE if self.draft_model is None else DRAFT_MODEL),
+            method=self.method or self._default_method(),
             draft_options=dict(self.draft_options),
         )
         if not isinstance(self.method, str):
             raise OptionError(f"method must be a name, not {self.method!r}")
         if self.acceptance is not None:
             _one_of("acceptance", self.acceptance, ACCEPTANCE)
+
+    def _default_method(self) -> str:
+        if self.drafter is not None:
+            return CUSTOM
+        return NONE if self.draft_model is None else DRAFT_MODEL
 
     @property
     def is_adaptive(self) -> bool:

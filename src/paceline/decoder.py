@@ -23,7 +23,7 @@ from paceline.hub.tokenizer import Message, Tokenizer
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 REQUEST_NAMES = ("max_new_tokens", "stop", "ignore_eos", "logprobs", "num_draft_tokens", "method", "prediction")
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,16 @@ class SpeculativeDecoder:
     def __repr__(self) -> str:
         info = self.info
         method = self.config.speculative.method
-        return f"SpeculativeDecoder(model={info.name!r}, method={method!r}, device={info.device!r}, dtype={info.dtype!r})"
+        return (
+            f"SpeculativeDecoder(model={info.name!r}, method={method!r}, device={info.device!r}, dtype={info.dtype!r})"
+        )
 
     def __enter__(self) -> SpeculativeDecoder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -112,7 +116,7 @@ class SpeculativeDecoder:
         return results if several else results[0]
 
     def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
-        """Yield outputs as they are generated; `output.from_draft` says whether its tokens are accepted draft tokens."""
+        """Yield outputs as they are generated; `output.from_draft`: its tokens are accepted draft tokens."""
         return self._loop.iterate(self._engine.generate(self._request(_without_arrays(prompt), 0, settings)))
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
@@ -127,7 +131,8 @@ class SpeculativeDecoder:
         prompts = prompts_of(array.ids, attention_mask)
         requests = [self._request(prompt, index, settings) for index, prompt in enumerate(prompts)]
         results = self._loop.call(self._collect_all(requests))
-        return array.like_input(append_generated(array.ids, [result.token_ids for result in results], self._pad_token()))
+        generated = [result.token_ids for result in results]
+        return array.like_input(append_generated(array.ids, generated, self._pad_token()))
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +222,7 @@ class _LoopThread:
     def running(self) -> bool:
         return not self._loop.is_closed()
 
-    def call(self, work: Coroutine[Any, Any, Made]) -> Made:
+    def call(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run a coroutine and wait for its result. An interrupt cancels it."""
         if not self.running:
             work.close()

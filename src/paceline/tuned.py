@@ -1,8 +1,8 @@
 """paceline.toml: what `paceline tune` measured on this machine, for every command that generates.
 
-A profile belongs to one model. It names the method and the number of draft tokens that paid there, and holds what passes
-cost, so that `-k auto` starts from measurements. It is read from PACELINE_PROFILE, or else from the current directory. A
-method or draft model that the user names overrules it.
+A profile belongs to one model. It names the method and the number of draft tokens that paid there, and holds what
+passes cost, so that `-k auto` starts from measurements. It is read from PACELINE_PROFILE, or else from the current
+directory. A method or draft model that the user names overrules it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TunedProfile:
     """The advice, and the measurements it rests on.
 
     device             where it was measured: cpu, cuda:0, …
-    dtype, draft_dtype as they were asked for; None: the default
+    dtype, draft_dtype as the user gave them; None: the default
     pass_seconds       of the target, by the tokens in a pass
     draft_seconds      of drafting, by the number of draft tokens a step
     """
@@ -52,11 +52,11 @@ class TunedProfile:
 
 def profile_for(target: Any, path: Path | None = None) -> TunedProfile | None:
     """The profile that is in force for a target, or None. Raises OptionError where the file cannot be understood."""
-    chosen = path or _place()
-    if chosen is None or not chosen.is_file():
+    file = path or _default_path()
+    if not file.is_file():
         return None
-    found = read_profile(chosen)
-    return found if isinstance(target, str | Path) and str(target) == found.target else None
+    profile = read_profile(file)
+    return profile if isinstance(target, str | Path) and str(target) == profile.target else None
 
 
 def adopted(config: EngineConfig, *, chosen: bool) -> EngineConfig:
@@ -90,9 +90,9 @@ def _same_machine(profile: TunedProfile, config: EngineConfig) -> bool:
     return device and (model.dtype is None or model.dtype == profile.dtype)
 
 
-def _place() -> Path | None:
-    named = os.environ.get(VARIABLE)
-    return Path(named).expanduser() if named else Path(FILE_NAME)
+def _default_path() -> Path:
+    path = os.environ.get(VARIABLE)
+    return Path(path).expanduser() if path else Path(FILE_NAME)
 
 
 def read_profile(path: Path) -> TunedProfile:
@@ -155,12 +155,12 @@ def write_profile(profile: TunedProfile, path: Path) -> None:
 
 def _lines(values: dict[str, Any]) -> str:
     """TOML of plain values; JSON's strings and numbers are TOML's too. What is None is left out."""
-    known = {key: value for key, value in values.items() if value is not None}
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in known.items())
+    present = {key: value for key, value in values.items() if value is not None}
+    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in present.items())
 
 
 def _curve(table: dict[str, Any]) -> dict[int, float]:
-    found = {int(size): float(seconds) for size, seconds in table.items()}
-    if any(size < 0 or not 0 <= seconds < float("inf") for size, seconds in found.items()):
+    curve = {int(width): float(seconds) for width, seconds in table.items()}
+    if any(width < 0 or not 0 <= seconds < float("inf") for width, seconds in curve.items()):
         raise OptionError("costs must be seconds of 0 or more")
-    return found
+    return curve

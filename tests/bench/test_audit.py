@@ -16,7 +16,7 @@ from paceline.drafting.no_draft import NoDraft
 from paceline.runners.native import NativeRunner
 from tests.support.bench_toys import CONTEXT, blurred_draft, toy_candidates
 from tests.support.tiny import tiny_llama
-from tests.support.wrong_rules import PeeksAtItsDraft, WrongQ, resample_from_target, wrong_rule
+from tests.support.wrong_rules import PeeksAtItsDraft, WrappedDrafter, WrongQ, resample_from_target, wrong_rule
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,15 @@ pytestmark = pytest.mark.slow
 def plan(**changes: Any) -> AuditPlan:
     """600 draws detect a distance of 0.2 with 95% certainty; the planted bugs are twice as far off."""
     first = AuditPlan(
-        [CONTEXT], [CONTEXT], ["draft_model"], ("token",), (1.0,), length=OutputLength(12), draws=600, seconds=60, seed=1
+        [CONTEXT],
+        [CONTEXT],
+        ["draft_model"],
+        ("token",),
+        (1.0,),
+        length=OutputLength(12),
+        draws=600,
+        seconds=60,
+        seed=1,
     )
     return replace(first, **changes)
 
@@ -50,10 +58,12 @@ def test_a_lossy_rule_is_caught_and_named() -> None:
     assert not result.lossless
 
 
-@pytest.mark.parametrize("wrong_drafter", [WrongQ, PeeksAtItsDraft])
-def test_a_drafter_that_states_a_wrong_q_or_looks_at_its_draft_is_caught(wrong_drafter: type) -> None:
+@pytest.mark.parametrize(("wrong_drafter", "context"), [(WrongQ, CONTEXT), (PeeksAtItsDraft, [1, 1])])
+def test_a_drafter_that_states_a_wrong_q_or_looks_at_its_draft_is_caught(
+    wrong_drafter: type[WrappedDrafter], context: list[int]
+) -> None:
     candidates = toy_candidates(planted=wrong_drafter(blurred_draft()))
-    checks = checks_of(candidates, plan(methods=["planted"], draws=1500))
+    checks = checks_of(candidates, plan(methods=["planted"], contexts=[context], draws=1000))
     assert checks["sampled planted k=2 T=1"].status is CheckStatus.FAILED
 
 

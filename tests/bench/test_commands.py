@@ -14,7 +14,7 @@ from paceline.cli import main
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.registry import save_head
 from paceline.tuned import read_profile
-from tests.bench.test_sweep import SCHEMA
+from tests.bench.test_results import SCHEMA
 
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu"]
 
@@ -26,44 +26,47 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def output(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The JSON document on the last line of stdout."""
-    found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return found
+    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return document
 
 
 def bench(tiny: Path, *more: str) -> int:
-    return main(["bench", "--target", str(tiny), "--prompts", "builtin:code,chat", *SMALL, *more])
+    return main(["bench", str(tiny), "--prompts", "builtin:code,chat", *SMALL, *more])
 
 
+@pytest.mark.slow
 def test_bench_measures_saves_and_reports(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        bench(tiny_folder, "--draft", str(tiny_folder), "--methods", "ngram,draft", "-k", "2,auto", "--peers", "hf")
-        == 0
-    )
-    found = output(capsys)
-    assert {one["name"] for one in found["settings"]} >= {"plain", "draft k=2", "draft k=auto", "transformers"}
-    assert all(one["lossless"] for one in found["settings"])
+    pair = ["--draft-model", str(tiny_folder), "--methods", "ngram,draft_model"]
+    assert bench(tiny_folder, *pair, "-k", "2,auto", "--baselines", "hf") == 0
+    document = output(capsys)
+    names = {setting["name"] for setting in document["settings"]}
+    assert names >= {"plain", "draft_model k=2", "draft_model k=auto", "transformers"}
+    assert all(setting["lossless"] for setting in document["settings"])
+    identity = document["id"]
     document = json.loads(Path("results.json").read_text())
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
-    assert document["runs"][0]["id"] == found["id"]
+    assert document["runs"][0]["id"] == identity
+    assert document["runs"][0]["draft_model"]["name"] == str(tiny_folder)
     assert "<svg" in Path("report.html").read_text()
     assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none", "--json") == 0
     assert len(json.loads(Path("results.json").read_text())["runs"]) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_bench_keeps_what_it_measured(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.bench import sweep as room
+    from paceline.bench import sweep as module
 
-    whole = room.sweep
+    complete_sweep = module.sweep
 
-    def stopped(*args: Any) -> Any:
-        for number, one in enumerate(whole(*args)):
+    def interrupted(*args: Any) -> Any:
+        for number, setting_run in enumerate(complete_sweep(*args)):
             if number == 2:
                 raise KeyboardInterrupt
-            yield one
+            yield setting_run
 
-    monkeypatch.setattr(room, "sweep", stopped)
+    monkeypatch.setattr(module, "sweep", interrupted)
     assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none") == 130
     assert output(capsys)["complete"] is False
     document = json.loads(Path("results.json").read_text())
@@ -75,46 +78,58 @@ def test_an_interrupted_bench_keeps_what_it_measured(
     ("arguments", "message"),
     [
         (["--methods", "magic"], "no method 'magic'"),
-        (["--draft-tokens", "9..2"], "backwards"),
+        (["--num-draft-tokens", "9..2"], "backwards"),
         (["--temperatures", "hot"], "--temperatures"),
         (["--repeats", "0"], "--repeats"),
         (["--prompts", "nowhere.txt"], "no file"),
         (["--acceptance", "sloppy"], "acceptance"),
-        (["--peers", "vllm9"], "peer"),
-        (["--methods", "draft"], "draft"),
+        (["--baselines", "vllm9"], "baseline"),
+        (["--methods", "draft_model"], "draft_model"),
+        (["--max-num-seqs", "0"], "--max-num-seqs"),
     ],
 )
 def test_bench_says_what_is_wrong(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["bench", "--target", str(tiny_folder), *SMALL, "--methods", "ngram", *arguments]) == 2
+    assert main(["bench", str(tiny_folder), *SMALL, "--methods", "ngram", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_audit_proves_the_table_lossless_and_catches_the_lossy_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    table = ["audit", "--target", "table", "--methods", "ngram", "--quick", "--draws", "300"]
+    table = ["audit", "table", "--methods", "ngram,draft_model", "--quick", "--draws", "300"]
     assert main([*table, "--acceptance", "token", "--json"]) == 0
     assert output(capsys)["lossless"] is True
     assert main([*table, "--acceptance", "lossy-typical", "--json"]) == 1
-    found = output(capsys)
-    assert found["failed"] == ["sampled ngram k=2 T=1 lossy-typical"]
+    failed = output(capsys)["failed"]
+    assert failed == ["sampled ngram k=2 T=1 lossy-typical", "sampled draft_model k=2 T=1 lossy-typical"]
 
 
+@pytest.mark.slow
 def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--methods", "ngram,draft", "--draft", str(tiny_folder), "--acceptance", "token", "--draws", "60"]
-    assert main(["audit", "--target", str(tiny_folder), *arguments, "--quick"]) == 0
+    arguments = [
+        "--methods",
+        "ngram,draft_model",
+        "--draft-model",
+        str(tiny_folder),
+        "--acceptance",
+        "token",
+        "--draws",
+        "60",
+    ]
+    assert main(["audit", str(tiny_folder), *arguments, "--quick"]) == 0
     out = capsys.readouterr().out
     assert "plain = transformers: 2 of 2" in out
     assert re.search(r"lossless: \d+ checks, false alarm probability 0.001", out)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_folder")
 def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The large vocabulary and real logits, with few draws; the whole audit is a command of docs/measuring.md."""
     arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "64", "--quick", "--device", "cpu"]
     assert main(["audit", *arguments, "--json"]) == 0
-    found = output(capsys)
-    assert [check["outcome"] for check in found["checks"]] == ["passed"] * 3
+    assert [check["status"] for check in output(capsys)["checks"]] == ["passed"] * 3
 
 
 @pytest.mark.parametrize(
@@ -123,7 +138,8 @@ def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--endpoint", "http://localhost:1"], "--against"),
         (["--alpha", "2"], "--alpha"),
         (["--draws", "3"], "--draws"),
-        (["--acceptance", "token,sloppy", "--target", "table"], "sloppy"),
+        (["table", "--acceptance", "token,sloppy"], "sloppy"),
+        (["table", "--methods", "eagle"], "eagle"),
         (["--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"], "cannot be reached"),
     ],
 )
@@ -132,19 +148,23 @@ def test_audit_says_what_is_wrong(capsys: pytest.CaptureFixture[str], arguments:
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--methods", "ngram,draft", "--draft", str(tiny_folder), *SMALL]
-    assert main(["tune", "--target", str(tiny_folder), *arguments]) == 0
+    arguments = ["--methods", "ngram,draft_model", "--draft-model", str(tiny_folder), *SMALL]
+    assert main(["tune", str(tiny_folder), *arguments]) == 0
     sentence = capsys.readouterr().out.splitlines()[-1]
     profile = read_profile(Path("paceline.toml"))
     assert profile.advice == sentence
     assert profile.target == str(tiny_folder)
     assert profile.pass_seconds[1] > 0
-    assert main(["tune", "--target", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
+    assert main(["tune", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
     assert {"sentence", "predictions", "confirmed"} <= set(output(capsys))
 
 
-def test_a_head_is_named_like_a_draft(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_head_is_named_like_a_draft_model(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_head(ExitAdapter(ExitConfig(1, 32, 8)), tmp_path / "adapter")
-    assert bench(tiny_folder, "--draft", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
-    assert [one["name"] for one in output(capsys)["settings"]] == ["plain", "layerskip k=2"]
+    assert bench(tiny_folder, "--draft-model", str(tmp_path / "adapter"), "--methods", "layerskip", "-k", "2") == 0
+    assert [setting["name"] for setting in output(capsys)["settings"]] == ["plain", "layerskip k=2"]

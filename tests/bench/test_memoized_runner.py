@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline.bench.memoized_runner import MemoizedRunner
@@ -52,6 +53,7 @@ def read_prompts_then_tree(runner: Runner) -> tuple[ModelOutput, ModelOutput]:
     return prefill, tree
 
 
+@pytest.mark.slow
 def test_stored_hidden_states_are_the_real_ones() -> None:
     inner = NativeRunner.of_model(tiny_llama(), "tiny", kv_cache_tokens=1024)
     inner.expose(hidden=True, features=(1,))

@@ -18,6 +18,7 @@ def run() -> dict:
     return toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model", "ngram"], [1, 2, 4], [0.0])))
 
 
+@pytest.mark.slow
 def test_a_report_holds_every_plot_and_loads_nothing_from_outside(run: dict) -> None:
     page = build_report(run)
     assert page.count("<svg") == 7
@@ -37,12 +38,14 @@ def test_a_report_holds_every_plot_and_loads_nothing_from_outside(run: dict) -> 
     assert not re.search(r"(src|href)=\"https?:", page.replace('xlink:href="#', ""))
 
 
+@pytest.mark.slow
 def test_names_are_shown_as_text(run: dict) -> None:
     page = build_report({**run, "target": {**run["target"], "name": "<b>bold</b>"}})
     assert "<b>bold" not in page
     assert "&lt;b&gt;bold" in page
 
 
+@pytest.mark.slow
 def test_the_headline_does_not_hide_a_loss(run: dict) -> None:
     def scaled(by: float) -> dict:
         rows = []

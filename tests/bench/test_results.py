@@ -59,6 +59,7 @@ def test_no_speedup_is_stated_when_the_output_differs(monkeypatch: pytest.Monkey
     validate(run)
 
 
+@pytest.mark.slow
 def test_no_speedup_is_stated_when_the_distribution_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "token", wrong_rule(resample_from_target))
     run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model"], [2], [1.0])))

@@ -24,7 +24,9 @@ def test_the_tail_of_chi_squared_is_scipys(x: float, degrees_of_freedom: int) ->
 
 @pytest.mark.parametrize(("alpha", "degrees_of_freedom"), [(0.05, 1), (1e-5, 15), (1e-3, 80)])
 def test_the_quantile_is_scipys(alpha: float, degrees_of_freedom: int) -> None:
-    assert chi2_quantile(alpha, degrees_of_freedom) == pytest.approx(stats.chi2.isf(alpha, degrees_of_freedom), rel=1e-6)
+    assert chi2_quantile(alpha, degrees_of_freedom) == pytest.approx(
+        stats.chi2.isf(alpha, degrees_of_freedom), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("distance", "draws", "degrees_of_freedom"), [(0.1, 400, 10), (0.05, 3000, 40), (0.0, 100, 3)])

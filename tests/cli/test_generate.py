@@ -29,6 +29,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_json_has_the_same_fields_for_every_method(generate_json: Any, tmp_path: Path) -> None:
     draft_model = str(write_tiny_model(tmp_path / "draft", seed=5))
     choices = (["--method", "none"], ["--method", "ngram", "-k", "3"], ["--draft-model", draft_model, "-k", "2"])
@@ -41,6 +42,7 @@ def test_json_has_the_same_fields_for_every_method(generate_json: Any, tmp_path:
     assert documents[2]["drafted"] > 0
 
 
+@pytest.mark.slow
 def test_the_prompt_comes_from_an_argument_an_option_a_file_or_stdin(generate_json: Any, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("hello there")
     texts = [
@@ -54,8 +56,9 @@ def test_the_prompt_comes_from_an_argument_an_option_a_file_or_stdin(generate_js
     assert generate_json("--chat", "hello there")["text"] != texts[0]
 
 
+@pytest.mark.slow
 def test_a_seed_makes_sampling_repeatable(generate_json: Any) -> None:
-    sampling = ("abc", "--temperature", "1", "--top-p", "0.9", "--top-k", "20", "--method", "ngram", "-k", "2", "--seed")
+    sampling = ("abc", "--temperature", "1", "--top-p", "0.9", "--top-k", "20", "--method", "ngram", "--seed")
     assert generate_json(*sampling, "7")["token_ids"] == generate_json(*sampling, "7")["token_ids"]
     assert generate_json(*sampling, "7")["token_ids"] != generate_json(*sampling, "8")["token_ids"]
 
@@ -138,6 +141,7 @@ def test_a_prompt_longer_than_the_model_reads_is_refused(run_command: Any, tiny_
     assert result.status == 2 and f"at most {longest - 1}" in result.err
 
 
+@pytest.mark.slow
 def test_a_draft_model_of_another_vocabulary_is_refused(run_command: Any, other_vocabulary: str) -> None:
     result = run_command("generate", "-m", "TINY", "--draft-model", other_vocabulary, "-k", "2", "abc")
     assert result.status == 2
@@ -149,6 +153,7 @@ def test_options_of_a_method_are_set_by_name(generate_json: Any) -> None:
     assert document["method"] == "ngram"
 
 
+@pytest.mark.slow
 def test_a_draft_model_may_be_quantized(generate_json: Any, tmp_path: Path) -> None:
     draft_model = str(write_tiny_model(tmp_path / "draft", seed=5))
     plain = generate_json("abcabcabc")

@@ -157,7 +157,9 @@ def test_closing_the_iterator_aborts_the_request(run: Run) -> None:
 def test_a_wrong_request_is_refused_at_once(run: Run, settings: dict[str, Any], error: type[Exception]) -> None:
     async def work(engine: Any) -> None:
         with pytest.raises(error):
-            engine.generate(Request(**{"prompt": [1, 2], "sampling": SamplingParams(), "max_new_tokens": 4, **settings}))
+            engine.generate(
+                Request(**{"prompt": [1, 2], "sampling": SamplingParams(), "max_new_tokens": 4, **settings})
+            )
         assert engine.stats().spec.new_tokens == 0
 
     run(work)

@@ -58,14 +58,18 @@ def test_batch_sizes_learn_on_their_own() -> None:
 
 
 def test_a_batch_learns_what_draft_tokens_add_whatever_its_size() -> None:
-    costs = CostModel(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0))
+    costs = CostModel(
+        CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), CostCurve({0: 0.0, 1: 1.0, 4: 4.0}, unknown=0.0)
+    )
     for _ in range(60):
         costs.observe(StepTiming(0.0, 40.0, 8, 0, 8))
         costs.observe(StepTiming(6.0, 56.0, 16, 2, 8, 8))
     assert costs.of(8).pass_of(16) == pytest.approx(56.0, rel=0.05)
     assert costs.of(8).pass_of(24) == pytest.approx(72.0, rel=0.05), "twice what one sequence would pay for eight more"
     assert costs.of(7).pass_of(15) - costs.of(7).pass_of(7) == pytest.approx(2 * (19.0 - 82 / 7), rel=0.05)
-    assert costs.of(2).pass_of(2) < costs.of(7).pass_of(7) < 40.0, "a size without samples costs less where it is narrower"
+    assert costs.of(2).pass_of(2) < costs.of(7).pass_of(7) < 40.0, (
+        "a size without samples costs less where it is narrower"
+    )
     assert costs.of(8).step(16, 4, 8) == pytest.approx(56.0 + 12.0, rel=0.05), "further sequences add what was sampled"
     assert costs.draft.at(4) == 4.0 and costs.width(16) == 20.0, "one sequence keeps its own costs"
 

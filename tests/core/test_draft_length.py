@@ -60,7 +60,8 @@ def test_a_sequences_own_k_goes_before_the_policys() -> None:
 
 
 def test_drafting_must_earn_what_catching_up_costs() -> None:
-    """Eight more tokens cost nothing here, so drafting pays; but not where the drafter must first read a long prompt."""
+    """Eight more tokens cost nothing here, so drafting pays; but not where the drafter must first read a long
+    prompt."""
     flat = CostModel(CostCurve({1: 1.0, 24: 1.0}))
     seqs = [sequence(list(range(200)), 100) for _ in range(4)]
     assert all(AdaptiveDraftLength(flat).plan(seqs))

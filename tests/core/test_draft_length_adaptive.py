@@ -1,4 +1,5 @@
-"""Rates and the small rules of the adaptive draft length. Its behaviour as a whole is in test_draft_length_simulated.py."""
+"""Rates and the small rules of the adaptive draft length. Its behaviour as a whole is in
+test_draft_length_simulated.py."""
 
 from __future__ import annotations
 

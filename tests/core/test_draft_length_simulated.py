@@ -122,6 +122,7 @@ def test_hopeless_input_costs_at_most_three_percent(machine: Machine, rate: Rate
     assert ratio >= 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [GPU, CPU, INT8], ids=["gpu", "cpu", "int8"])
 @pytest.mark.parametrize("a", [0.6, 0.8, 0.9, 0.97])
 def test_good_input_is_within_five_percent_of_the_best_fixed_k(machine: Machine, a: float) -> None:
@@ -132,6 +133,7 @@ def test_good_input_is_within_five_percent_of_the_best_fixed_k(machine: Machine,
     assert best / spent >= 0.95
 
 
+@pytest.mark.slow
 def test_a_sequence_that_turns_good_is_drafted_for_again() -> None:
     rate: Rate = lambda place, depth: 0.0 if place < 800 else 0.9  # noqa: E731
     spent = simulate(AdaptiveDraftLength(GPU.costs()), GPU, rate, 2400)
@@ -139,6 +141,7 @@ def test_a_sequence_that_turns_good_is_drafted_for_again() -> None:
     assert foresight / spent >= 0.92
 
 
+@pytest.mark.slow
 def test_a_sequence_that_turns_hopeless_is_decoded_plainly() -> None:
     rate: Rate = lambda place, depth: 0.9 if place < 400 else 0.0  # noqa: E731
     spent = simulate(AdaptiveDraftLength(CPU.costs()), CPU, rate, 2400)
@@ -146,6 +149,7 @@ def test_a_sequence_that_turns_hopeless_is_decoded_plainly() -> None:
     assert foresight / spent >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [3, 10, 40])
 def test_input_that_alternates_between_good_and_hopeless_does_not_lose(period: int) -> None:
     rate: Rate = lambda place, depth: 0.85 if place // period % 2 else 0.0  # noqa: E731
@@ -174,6 +178,7 @@ def test_plain_decoding_measured_too_expensive_at_the_start_is_corrected() -> No
     assert ratio >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seqs", [2, 8])
 def test_a_batch_neither_loses_on_hopeless_sequences_nor_wastes_good_ones(seqs: int) -> None:
     # By total tokens: wide passes of a batch cost more, as on a machine that is bound by arithmetic.
@@ -189,6 +194,7 @@ def test_a_batch_neither_loses_on_hopeless_sequences_nor_wastes_good_ones(seqs: 
     assert best / spent >= 0.95
 
 
+@pytest.mark.slow
 def test_draft_lengths_of_trees_count_nodes() -> None:
     """Three nodes a depth: what a draft token adds is a third of a depth, and the policy learns that."""
     rate: Rate = lambda place, depth: 0.8  # noqa: E731

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.sampling import History, SamplingParams, distribution, draw
+from paceline.core.sampling import SamplingParams, TokenHistory, distribution, draw
 from paceline.errors import OptionError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
@@ -60,20 +60,22 @@ def test_repetition_penalty_is_the_same_as_transformers() -> None:
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(1))
     before = torch.tensor([[3, 7, 7, 9]])
     theirs = torch.softmax(RepetitionPenaltyLogitsProcessor(1.4)(before, logits.clone()), -1)
-    ours = distribution(logits, SamplingParams(1.0, repetition_penalty=1.4), [History([3, 7], [7, 9])])
+    ours = distribution(logits, SamplingParams(1.0, repetition_penalty=1.4), [TokenHistory([3, 7], [7, 9])])
     assert torch.allclose(ours, theirs, atol=1e-6)
 
 
 def test_presence_and_frequency_count_only_what_was_written() -> None:
     how = SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.25)
-    ours = distribution(LOGITS[None], how, [History([0, 0], [1, 1, 2])])
+    ours = distribution(LOGITS[None], how, [TokenHistory([0, 0], [1, 1, 2])])
     expected = torch.softmax(LOGITS - torch.tensor([0.0, 0.5 + 0.5, 0.5 + 0.25, 0.0]), -1)
     assert torch.allclose(ours[0], expected)
 
 
 def test_penalties_follow_each_rows_own_path() -> None:
     how = SamplingParams(0.0, presence_penalty=5.0)
-    rows = distribution(LOGITS.expand(3, -1), how, [History([9], []), History([9], [0]), History([9], [0, 1])])
+    rows = distribution(
+        LOGITS.expand(3, -1), how, [TokenHistory([9], []), TokenHistory([9], [0]), TokenHistory([9], [0, 1])]
+    )
     assert rows.argmax(-1).tolist() == [0, 1, 2]
 
 

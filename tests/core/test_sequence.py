@@ -34,7 +34,7 @@ def test_history_is_the_prompt_and_what_was_generated_with_the_path() -> None:
     seq = started()
     seq.extend([3], accepted=0)
     history = seq.history([4, 5])
-    assert (history.prompt, history.written) == ([0, 1], [3, 4, 5])
+    assert (history.prompt, history.generated) == ([0, 1], [3, 4, 5])
 
 
 def test_a_sequence_without_a_seed_leaves_torchs_generator_in_charge() -> None:

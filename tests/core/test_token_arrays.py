@@ -12,7 +12,9 @@ from paceline.core.token_arrays import append_generated, as_token_array, prompts
 from paceline.errors import PromptError
 
 
-@pytest.mark.parametrize("ids", [[1, 2], (1, 2), torch.tensor([1, 2]), np.array([1, 2])], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    "ids", [[1, 2], (1, 2), torch.tensor([1, 2]), np.array([1, 2])], ids=lambda x: type(x).__name__
+)
 def test_one_row_comes_back_as_one_row_of_the_same_kind(ids: Any) -> None:
     array = as_token_array(ids)
     assert array.ids.tolist() == [[1, 2]]
@@ -22,7 +24,9 @@ def test_one_row_comes_back_as_one_row_of_the_same_kind(ids: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [[], [[]], [[[1]]], [1.5], [True], "abc", None, [[1, 2], [3]], torch.zeros(2, 0, dtype=torch.int64)], ids=str
+    "wrong",
+    [[], [[]], [[[1]]], [1.5], [True], "abc", None, [[1, 2], [3]], torch.zeros(2, 0, dtype=torch.int64)],
+    ids=str,
 )
 def test_what_is_no_batch_of_prompts_is_a_prompt_error(wrong: Any) -> None:
     with pytest.raises(PromptError, match="input_ids"):

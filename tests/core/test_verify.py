@@ -188,6 +188,7 @@ def test_the_twin_for_trees_equals_the_reference(one_hot: bool) -> None:
 # --- block ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_block_is_exact_for_two_tokens_by_enumeration() -> None:
     """Every chain the draft can make, weighed by its probability, with the random numbers on a fine grid."""
     p0, p1, p2 = torch.tensor([0.6, 0.4]), torch.tensor([[0.9, 0.1], [0.2, 0.8]]), torch.tensor([0.5, 0.5])
@@ -212,6 +213,7 @@ def test_block_is_exact_for_two_tokens_by_enumeration() -> None:
     assert torch.allclose(law, p0[:, None] * p1, atol=0.04)  # the grid's own coarseness
 
 
+@pytest.mark.slow
 def test_block_accepts_at_least_as_much_as_token() -> None:
     rng, total = torch.Generator().manual_seed(6), {"token": 0, "block": 0}
     for seed in range(3000):
@@ -238,7 +240,9 @@ def test_coupled_gives_the_same_tokens_whatever_was_drafted() -> None:
 def test_typical_acceptance_accepts_a_likely_draft_token_without_a_draw() -> None:
     target = torch.tensor([[0.45, 0.55], [0.5, 0.5]])
     for seed in range(50):
-        assert LossyTypical()(chain([0]), target, uniforms_for(chain([0]), torch.Generator().manual_seed(seed))).accepted == [0]
+        assert LossyTypical()(
+            chain([0]), target, uniforms_for(chain([0]), torch.Generator().manual_seed(seed))
+        ).accepted == [0]
     rare = torch.tensor([[0.01, 0.99], [0.5, 0.5]])
     assert LossyTypical()(chain([0]), rare, uniforms_for(chain([0]))).accepted == []
 

@@ -119,7 +119,7 @@ def test_the_draft_cache_follows_the_sequence_through_rejections() -> None:
         assert seq_cache.length == len(drafter._states[seq.seq_id].cached)
         seq.ids += tokens
     fresh, twin = cross_vocab(SHARED), sequence(seq.ids, 50, SamplingParams(1.0, seed=1))
-    twin.rng.set_state(seq.rng.get_state())
+    twin.rng.generator.set_state(seq.rng.generator.get_state())
     assert fresh.propose([twin], [3])[0].tokens.tolist() == drafter.propose([seq], [3])[0].tokens.tolist()
 
 
@@ -156,7 +156,7 @@ def test_greedy_outputs_are_unchanged(way: str) -> None:
 def test_sampled_outputs_have_the_right_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in one batch: the sequences with 3 draft tokens use one, those with 2 the other."""
     drafter = cross_vocab()
-    monkeypatch.setattr(drafter, "way_of", lambda seq: SHARED if seq.num_draft_tokens == 3 else TEXT)
+    monkeypatch.setattr(drafter, "way_of", lambda seq: SHARED if seq.params.num_draft_tokens == 3 else TEXT)
     check_sampled(drafter, length=120, copies=210)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.core.draft_length import FixedDraftLength
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.drafting import draft_kv
 from paceline.drafting.draft_kv import DraftKV
@@ -11,8 +12,7 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.kv.block_manager import BLOCK_SIZE
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.table import TableRunner
-from tests.support.build import sequence
-from tests.support.drafter_exactness import engine_of, generated
+from tests.support.build import sequence, toy_engine
 
 LONG = [number % 3 for number in range(4 * BLOCK_SIZE)]
 
@@ -88,8 +88,9 @@ def test_kept_caches_make_room() -> None:
 
 
 def ids_after(drafter: DraftModel, ids: list[int], *, keep: bool) -> list[int]:
+    options = {} if keep else {"prefix_cache_tokens": 0}
     seq = sequence(ids, 12)
-    generated([seq], engine_of(TableRunner(vocab_size=4, order=2, seed=5), drafter), keep_caches=keep)
+    toy_engine(TableRunner(vocab_size=4, order=2, seed=5), drafter, FixedDraftLength(3), **options).run([seq])
     return seq.ids
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from paceline.engines.local.step import EngineParts, prefill, step
 
 from paceline.core.sampling import SamplingParams, distribution, draw
 from paceline.core.sequence import Sequence
@@ -18,36 +18,31 @@ from paceline.errors import OptionError, PairError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.support.build import sequence
-from tests.support.drafter_exactness import context_for, engine_of
+from tests.support.drafter_exactness import context_for, steps
 from tests.support.tiny import write_tiny_model
 
 
-def setting(temperature: float, blur: float = 0.4) -> tuple[Sequence, DraftModel, EngineParts]:
-    target = TableRunner(vocab_size=5, seed=2)
+def setting(temperature: float, blur: float = 0.4) -> tuple[Sequence, DraftModel]:
     drafter = DraftModel(TableRunner(vocab_size=5, seed=2, blur=blur), 5)
-    seq = sequence([1, 2, 3], 60, SamplingParams(temperature, seed=1))
-    parts = engine_of(target, drafter)
-    prefill([seq], parts)
-    return seq, drafter, parts
+    return sequence([1, 2, 3], 60, SamplingParams(temperature, seed=1)), drafter
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_draft_cache_holds_what_the_sequence_holds(temperature: float) -> None:
     """After full acceptance it lacks its own last draft token; after a rejection it is truncated."""
-    seq, drafter, parts = setting(temperature)
-    seen = set()
-    for _ in range(12):
-        result = step([seq], parts)[0]
+    seq, drafter = setting(temperature)
+    accepted = set()
+    for [result] in itertools.islice(steps([seq], TableRunner(vocab_size=5, seed=2), drafter), 12):
         seq_cache = drafter._seq_caches[seq.seq_id]
         assert seq_cache.tokens == seq.ids[: seq_cache.length]  # type: ignore[attr-defined]
         lacking = len(seq.ids) - seq_cache.length
         assert lacking == (2 if result.accepted == 3 else 1)
-        seen.add(result.accepted)
-    assert len(seen) > 1, "all steps were alike: this shows little"
+        accepted.add(result.accepted)
+    assert len(accepted) > 1, "all steps were alike: this shows little"
 
 
 def test_q_is_the_distribution_each_draft_token_was_drawn_from() -> None:
-    seq, drafter, _ = setting(temperature=0.8)
+    seq, drafter = setting(temperature=0.8)
     tree = drafter.propose([seq], [3])[0]
     assert tree.probs is not None
     path = list(seq.ids)
@@ -58,15 +53,15 @@ def test_q_is_the_distribution_each_draft_token_was_drawn_from() -> None:
 
 
 def test_a_greedy_draft_token_was_chosen() -> None:
-    seq, drafter, _ = setting(temperature=0.0)
+    seq, drafter = setting(temperature=0.0)
     assert drafter.propose([seq], [3])[0].probs is None
 
 
 def test_a_sequence_without_draft_tokens_costs_the_draft_model_nothing() -> None:
-    seq, drafter, parts = setting(temperature=0.0)
-    seq.num_draft_tokens = 0
-    step([seq], parts)
-    assert drafter._seq_caches == {}
+    _, drafter = setting(temperature=0.0)
+    seq = sequence([1, 2, 3], 4, num_draft_tokens=0)
+    for _ in steps([seq], TableRunner(vocab_size=5, seed=2), drafter):
+        assert drafter._seq_caches == {}
 
 
 @pytest.mark.parametrize("size", [4, 9])
@@ -107,7 +102,7 @@ def test_a_device_loop_draws_what_single_steps_draw_and_no_more_numbers() -> Non
     for runner in (TableRunner(5, seed=2), DeviceRunner(5, seed=2)):
         seqs = [sequence([1, 2, 3], 60, SamplingParams(1.0, seed=1)) for _ in range(2)]
         trees = DraftModel(runner, 5).propose(seqs, [2, 4])
-        drafts.append(([tree.tokens.tolist() for tree in trees], [seq.rng.get_state().tolist() for seq in seqs]))
+        drafts.append(([tree.tokens.tolist() for tree in trees], [seq.rng.generator.get_state().tolist() for seq in seqs]))
         assert [len(tree) for tree in trees] == [2, 4]
     assert drafts[0] == drafts[1]
 

@@ -280,10 +280,10 @@ def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch:
     monkeypatch.setattr(eagle_graph, "ROOM_ROWS", 1)
     monkeypatch.setattr(eagle_graph, "ROOM_TOKENS", 1)
     target = TableRunner(vocab_size=4, order=2, seed=5)
-    seqs = [sequences([prompt], 400, temperature=temperature, seed=1)[0] for prompt in ([1, 2] * 60, [3, 0, 2])]
+    # Coupled: the random numbers depend on the position alone, so both draw the same.
+    seqs = sequences([[1, 2] * 60, [3, 0, 2]], 400, rule="coupled", temperature=temperature, seed=1)
     steps, whole = Eagle(toy_head(), target), with_graphs(Eagle(toy_head(), target))
     for seq in seqs:
-        seq.acceptance = "coupled"  # its random numbers depend on the position alone, so both draw the same
         for drafter in (steps, whole):
             begin(seq, drafter, target)
     from_draft = 0
@@ -332,8 +332,7 @@ def test_a_sampled_chain_has_real_q_over_the_targets_vocabulary() -> None:
 def test_greedy_sampling_with_a_bias_gets_chosen_draft_tokens() -> None:
     """Greedy with a bias is not the head's argmax, and still chosen: q stays one-hot."""
     drafter = Eagle(toy_head(), toy())
-    seq = sequences([[0, 1, 2]], 10)[0]
-    seq.sampling = replace(seq.sampling, logit_bias={3: 100.0})
+    seq = sequences([[0, 1, 2]], 10, logit_bias={3: 100.0})[0]
     rows = torch.randn(2, 4)
     drafter.begin(seq, RowOutput(rows, rows, torch.cat([rows] * 3, dim=-1)))
     (tree,) = drafter.propose([seq], [3])

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paceline.engines.local.generate import run
-from paceline.engines.local.step import EngineParts
 
-from paceline.core import FixedDraftLength, Sequence
 from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
 from paceline.drafting import eagle_graph
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.no_draft import NoDraft
-from paceline.engines.local.verifier import Verifier
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.runners.native import NativeRunner
 from tests.runners.native.models import tiny
+from tests.support.build import sequence
+from tests.support.drafter_exactness import engine_of
 
 DEVICE = "cuda"
 
 
 def written(target: NativeRunner, drafter: Drafter, prompts: list[list[int]], k: int) -> list[Sequence]:
-    seqs = [sequence(list(prompt), 300) for prompt in prompts]
-    for _ in run(seqs, EngineParts(target, drafter, FixedDraftLength(k), Verifier())):
-        pass
-    return seqs
+    return engine_of(target, drafter, k).run([sequence(list(prompt), 300) for prompt in prompts])
 
 
 @pytest.mark.gpu

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from paceline.engines.local.generate import run
 
+from paceline.core.draft_length import FixedDraftLength
 from paceline.core.draft_tree import path_to
 from paceline.core.sequence import Sequence
 from paceline.drafting.lookahead import Lookahead, NgramPool
 from paceline.errors import OptionError
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
-from tests.support.build import sequence
-from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, engine_of, generated
+from tests.support.build import sequence, toy_engine
+from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, engine_of, generated, steps
 
 
 def sequence_of(ids: list[int], room: int = 200) -> Sequence:
@@ -46,16 +46,15 @@ def test_the_targets_token_below_a_column_is_learnt() -> None:
     """Every added token is the target's argmax after exactly the tokens of that column's path: a wrong parent or row
     would break this."""
     target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=4, run=4), sequence_of([1, 2, 3])
-    parts = engine_of(target, drafter, 4)
     learnt: list[list[int]] = []
-    for progress in run([seq], parts):
-        tree, ahead = progress.round.tree, drafter._windows.get(seq.seq_id)
+    for [result] in steps([seq], target, drafter, 4):
+        tree, ahead = result.tree, drafter._windows.get(seq.seq_id)
         if ahead is None or not tree.probes:
             continue
-        before = seq.ids[: len(seq.ids) - len(progress.round.emitted)]
+        before = seq.ids[: len(seq.ids) - len(result.emitted)]
         tokens = tree.tokens.tolist()
         ends = [node for node in range(tree.num_draft_tokens, len(tree)) if node not in tree.parents]
-        for end in ends[len(progress.round.emitted) - 1 :]:
+        for end in ends[len(result.emitted) - 1 :]:
             path = before + [tokens[node] for node in path_to(tree.parents, end)]
             learnt.append([*path[-2:], int(target.table[target._context(path)].argmax())])
         assert [column[-1] for column in ahead.columns] == [run_[-1] for run_ in learnt[-len(ahead.columns) :]]
@@ -87,15 +86,28 @@ def test_near_the_end_there_is_no_window() -> None:
     assert drafter.propose([seq], [3])[0].probes == 0
 
 
+class EveryThirdPlain(FixedDraftLength):
+    """No draft tokens in the second step of every three."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.step = -1
+
+    def plan(self, seqs: list[Sequence]) -> list[int]:
+        self.step += 1
+        return [0] * len(seqs) if self.step % 3 == 2 else super().plan(seqs)
+
+
 def test_steps_without_the_window_advance_it() -> None:
     """num_draft_tokens 0 in between: the columns keep their positions, so the first ones fall off."""
-    target, drafter, seq = TableRunner(12, order=2, seed=3), Lookahead(columns=5, run=3), sequence_of([1, 2, 3])
-    for seq_id, _ in enumerate(run([seq], engine_of(target, drafter, 3))):
-        seq.num_draft_tokens = 0 if seq_id % 3 == 1 else 3
-        if seq_id == 1:
-            assert len(drafter._windows[seq.seq_id].columns) <= 5
-        if seq_id == 2:
-            assert len(drafter._windows[seq.seq_id].columns) <= 4
+    drafter, seq = Lookahead(columns=5, run=3), sequence_of([1, 2, 3])
+    engine = toy_engine(TableRunner(12, order=2, seed=3), drafter, EveryThirdPlain(), prefix_cache_tokens=0)
+    engine.add(seq)
+    for limit in (5, 5, 4):
+        engine.step()
+        assert len(drafter._windows[seq.seq_id].columns) <= limit
+    while engine.has_work:
+        engine.step()
     assert seq.finished
 
 

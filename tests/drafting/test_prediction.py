@@ -12,8 +12,7 @@ from tests.support.drafter_exactness import check_greedy, check_sampled, greedy_
 
 
 def begun(drafter: Prediction, prediction: list[int] | None) -> Sequence:
-    seq = sequence([1, 2], 100)
-    seq.params.prediction = prediction
+    seq = sequence([1, 2], 100, prediction=prediction)
     drafter.begin(seq, None)
     return seq
 
@@ -68,14 +67,14 @@ def test_a_sequence_without_a_prediction_gets_no_draft_tokens() -> None:
 
 
 def test_accepted_and_rejected_tokens_are_counted() -> None:
-    plain = greedy_batch(Prediction())[0].written
+    plain = greedy_batch(Prediction())[0].generated
     followed = greedy_batch(Prediction(), prediction=plain)[0]
     assert prediction_count(followed).rejected == 0
     assert prediction_count(followed).accepted == followed.stats.accepted > 30
     wrong = [(token + 1) % 4 for token in plain]
     rejected = greedy_batch(Prediction(), prediction=wrong)[0]
     assert prediction_count(rejected).rejected > 0
-    assert rejected.written == plain
+    assert rejected.generated == plain
     assert prediction_count(greedy_batch(Prediction())[0]) == PredictionCount(0, 0)
 
 

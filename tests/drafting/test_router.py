@@ -31,9 +31,7 @@ def every_method(blur: float = 0.3) -> DrafterRouter:
 
 
 def sequence_of(method: str | None, prediction: list[int] | None = None) -> Sequence:
-    seq = sequence([1, 2, 3, 1, 2], 100)
-    seq.params.method, seq.params.prediction = method, prediction
-    return seq
+    return sequence([1, 2, 3, 1, 2], 100, method=method, prediction=prediction)
 
 
 def test_every_sequence_gets_the_draft_of_its_own_method() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import paceline
-from paceline.errors import OptionError
+from paceline.errors import OptionError, PacelineError
 from tests.support.tiny import tiny_llama
 
 
@@ -27,7 +27,7 @@ def prompts() -> Tensor:
 
 def both(model: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     settings = {"attention_mask": (ids != 258).long(), "max_new_tokens": 40, "do_sample": False, **settings}
-    own = {name: settings.pop(name) for name in ("draft", "num_draft_tokens") if name in settings}
+    own = {name: settings.pop(name) for name in ("method", "draft_model", "num_draft_tokens") if name in settings}
     return model.generate(ids, **settings), model.generate(ids, custom_generate=paceline.hf_generate, **own, **settings)
 
 
@@ -36,7 +36,7 @@ def both(model: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     [
         {},
         {"num_draft_tokens": 0},
-        {"draft": "ngram", "num_draft_tokens": 7},
+        {"method": "ngram", "num_draft_tokens": 7},
         {"repetition_penalty": 1.3},
         {"eos_token_id": [77, 120, 160]},
         {"max_new_tokens": 1},
@@ -48,8 +48,8 @@ def test_greedy_is_the_same(model: Any, prompts: Tensor, settings: dict[str, Any
     assert torch.equal(theirs, ours)
 
 
-def test_a_draft_model_may_be_given(model: Any, prompts: Tensor) -> None:
-    theirs, ours = both(model, prompts, draft=tiny_llama(seed=3), num_draft_tokens=3)
+def test_a_loaded_draft_model_drafts(model: Any, prompts: Tensor) -> None:
+    theirs, ours = both(model, prompts, draft_model=tiny_llama(seed=3), num_draft_tokens=3)
     assert torch.equal(theirs, ours)
 
 
@@ -60,16 +60,18 @@ def test_an_end_token_pads_as_transformers_does(model: Any, prompts: Tensor) -> 
     assert torch.equal(theirs, ours) and (ours == 258).any()
 
 
-def test_torchs_seed_decides_a_sampled_text(model: Any, prompts: Tensor) -> None:
+@pytest.mark.slow
+def test_torchs_seed_decides_a_sampled_sequence(model: Any, prompts: Tensor) -> None:
     def sampled(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return both(model, prompts, do_sample=True, top_k=20, temperature=0.9, num_return_sequences=2)[1]
 
     assert sampled(1).shape == (6, 49)
     assert torch.equal(sampled(1), sampled(1)) and not torch.equal(sampled(1), sampled(2))
-    assert not torch.equal(sampled(1)[0], sampled(1)[1]), "two texts of one prompt are drawn apart"
+    assert not torch.equal(sampled(1)[0], sampled(1)[1]), "two sequences of one prompt are drawn apart"
 
 
+@pytest.mark.slow
 def test_sampling_settings_are_those_of_the_call(model: Any, prompts: Tensor) -> None:
     """top_k = 1 leaves one token: sampling is greedy then, which shows that the setting arrived."""
     greedy, _ = both(model, prompts)
@@ -101,10 +103,10 @@ class Own(torch.nn.Module):
     ids=lambda value: str(value)[:30],
 )
 def test_what_cannot_be_honoured_is_refused(model: Any, prompts: Tensor, settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(paceline.errors.PacelineError, match=reason):
+    with pytest.raises(PacelineError, match=reason):
         model.generate(prompts, custom_generate=paceline.hf_generate, max_new_tokens=4, **settings)
 
 
-def test_called_by_hand_it_says_what_it_is_for(model: Any, prompts: Tensor) -> None:
+def test_called_directly_it_names_custom_generate(model: Any, prompts: Tensor) -> None:
     with pytest.raises(OptionError, match="custom_generate"):
         paceline.hf_generate(model, prompts)

@@ -61,7 +61,7 @@ def test_no_block_has_two_holders_and_none_is_lost(moves: list[tuple[str, int]])
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("grow share write shrink release".split()), st.sampled_from("abcd"),
+@given(st.lists(st.tuples(st.sampled_from(["grow", "share", "write", "shrink", "release"]), st.sampled_from("abcd"),
                           st.sampled_from("abcd"), st.integers(0, 120)), max_size=40))  # fmt: skip
 def test_shared_blocks_count_once_and_a_written_block_has_one_holder(moves: list[tuple[str, str, str, int]]) -> None:
     blocks = BlockManager(20, 16)

@@ -63,7 +63,12 @@ def with_engine(folder: Path, work: Callable[[Any], Awaitable[None]], **options:
 
 
 def sequence(
-    prompt: list[int], max_new_tokens: int, sampling: SamplingParams | None = None, *, rule: str = "token", **params: Any
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: SamplingParams | None = None,
+    *,
+    rule: str = "token",
+    **params: Any,
 ) -> Sequence:
     """A sequence that ends by its length alone, unless params name `stopping`."""
     params.setdefault("stopping", StopRules(max_new_tokens))

@@ -28,6 +28,7 @@ from paceline.core.types import Row, RowOutput, StepResult, VerifyResult
 from paceline.core.verify import verify_trees
 from paceline.drafting.no_draft import NoDraft
 from paceline.drafting.registry import DrafterContext
+from paceline.engines.local.engine import LocalEngine
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.huggingface import HuggingFaceRunner

@@ -93,8 +93,8 @@ def detectable_distance(draws: int, degrees_of_freedom: int, alpha: float, certa
     low, high, threshold = 0.0, 1.0, chi2_quantile(alpha, degrees_of_freedom)
     for _ in range(12):
         middle = (low + high) / 2
-        found = _noncentral_tail(threshold, 2 * draws * middle**2, degrees_of_freedom)
-        low, high = (middle, high) if found < certainty else (low, middle)
+        power_at = _noncentral_tail(threshold, 2 * draws * middle**2, degrees_of_freedom)
+        low, high = (middle, high) if power_at < certainty else (low, middle)
     return high
 
 

@@ -169,17 +169,15 @@ def table_candidates(args: argparse.Namespace) -> Candidates:
     from paceline.bench import candidates
     from paceline.build import OpenModel
     from paceline.drafting.draft_model import DraftModel
-    from paceline.drafting.registry import WeightsNeeded, spec
     from paceline.hub.tokenizer import Tokenizer
     from paceline.runners.table import TableRunner
 
     methods = chosen_methods(args.methods)
     target = TableRunner(vocab_size=TABLE_VOCABULARY, seed=3)
     twin = DraftModel(TableRunner(vocab_size=TABLE_VOCABULARY, seed=3, blur=0.5), TABLE_VOCABULARY)
-    without_weights = [name for name in methods if spec(name).weights is WeightsNeeded.NONE]
-    configs = method_configs(base_config(args), without_weights, None)
-    if DRAFT_MODEL in methods:
-        configs[DRAFT_MODEL] = base_config(args, method=DRAFT_MODEL, drafter=twin)
+    configs = method_configs(base_config(args), methods, None)
+    if DRAFT_MODEL in configs:
+        configs[DRAFT_MODEL] = configs[DRAFT_MODEL].with_options(drafter=twin)
     opened = OpenModel(target, Tokenizer(None), "cpu")
     built = candidates.open_candidates(target, opened.tokenizer, configs, builder(opened))
     check_named(args.methods, built)

@@ -5,7 +5,7 @@
 Compares the two vocabularies token by token (equal sizes say nothing), the special tokens and the chat template. No
 weights are loaded. Exit status 0: they fit together; 2: they do not, and the message names the first tokens that
 differ. Differences in special tokens or template cost speed at most, never correctness, and are only shown. A draft
-model of another vocabulary can still draft with `--method cross-vocab`: the last line says how, and at what cost.
+model of another vocabulary can still draft with `--method cross_vocab`: the last line says how, and at what cost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _tokenizers(target: str, draft: str) -> tuple[Any, Any]:
-    from paceline.cli.arguments import quiet_transformers
+    from paceline.cli.terminal import quiet_transformers
     from paceline.hub import locate
     from paceline.hub.tokenizer import load_tokenizer
 

@@ -6,8 +6,8 @@
     paceline demo --dtype fp32                                            where speculation may not pay
 
 Both runs use the same model and the same code; the second one drafts. On a CPU the default model runs in int8, where
-speculation pays. Accepted draft tokens are green. Decoding is greedy, so both outputs must be the same, token for token:
-the last row says whether they are. Exit status 1 if they are not.
+speculation pays. Accepted draft tokens are green. Decoding is greedy, so both outputs must be the same, token for
+token: the last row says whether they are. Exit status 1 if they are not.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class CommandHelp(argparse.RawDescriptionHelpFormatter):
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Iterable[Any], prefix: str | None = None
     ) -> None:
         needed = [action for action in actions if action.required or not action.option_strings]
-        words = [" ".join((*action.option_strings[-1:], self._format_args(action, action.dest))) for action in needed]
-        super().add_usage(usage or " ".join(["%(prog)s", *words, "[options]"]), [], [], prefix)
+        parts = [" ".join((*action.option_strings[-1:], self._format_args(action, action.dest))) for action in needed]
+        super().add_usage(usage or " ".join(["%(prog)s", *parts, "[options]"]), [], [], prefix)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help

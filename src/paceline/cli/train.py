@@ -120,7 +120,7 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
     from paceline.build import build_engine, chosen_device
-    from paceline.cli.arguments import quiet_transformers
+    from paceline.cli.terminal import quiet_transformers
     from paceline.train import distributed
     from paceline.train.run import train
 

@@ -134,9 +134,9 @@ SHARE_WEIGHT, MAX_SHARE = 0.3, 2.0
 class CostModel:
     """What a step costs: the target's pass by the tokens in it, and drafting by its number of draft tokens.
 
-    A pass over one token of eight sequences is not a pass over eight tokens of one, so a batch size has its own curve for
-    plain passes. What draft tokens add is read off the curve of one sequence, stretched by what they added lately: batch
-    sizes change all the time, and each would otherwise have to be sampled at every width.
+    A pass over one token of eight sequences is not a pass over eight tokens of one, so a batch size has its own curve
+    for plain passes. What draft tokens add is read off the curve of one sequence, stretched by what they added lately:
+    batch sizes change all the time, and each would otherwise have to be sampled at every width.
 
     grain     tokens a kernel takes at a time: beyond it only whole grains differ in cost
     stretch   how much more a draft token adds to the pass of a batch than to one of a single sequence

@@ -1,12 +1,12 @@
 """How many tokens to draft next.
 
-A draft-length policy sees only what has already happened: the k of a step never depends on the draft tokens of that step.
-That is what keeps the output exact (tests/core/test_draft_length.py has the counterexample that breaks it).
+A draft-length policy sees only what has already happened: the k of a step never depends on the draft tokens of that
+step. That is what keeps the output exact (tests/core/test_draft_length.py has the counterexample that breaks it).
 
 fixed      the same k every step
 adaptive   the k that has paid best lately, from acceptance by position and the cost of a pass by width.
-           With measured costs this is also the never-lose rule: k falls to 0 where drafting does not pay, and a probe now
-           and then, paid from a small share of the time, finds out whether it pays again.
+           With measured costs this is also the never-lose rule: k falls to 0 where drafting does not pay, and a probe
+           now and then, paid from a small share of the time, finds out whether it pays again.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class PositionRates:
         missing = [0.0] * (verified - len(self._verified))
         self._verified += missing
         self._accepted += missing
-        # A depth that was not verified fades as well: it leans on its neighbour again, and so is drafted again some day.
+        # A depth that was not verified fades as well: it leans on its neighbour again, and is drafted again some day.
         for depth in range(len(self._verified)):
             self._verified[depth] = self._verified[depth] * self.fade + (1.0 if depth < verified else 0.0)
             self._accepted[depth] = self._accepted[depth] * self.fade + (1.0 if depth < accepted else 0.0)
 
     def rates(self, size: int, priors: list[float] | None = None) -> list[float]:
-        """The rate at each of `size` depths. One with few samples leans on its prior, or else on the depth before it."""
+        """The rate at each of `size` depths. With few samples it leans on its prior, or on the depth before."""
         rates: list[float] = []
         rate = self._prior
         for depth in range(size):
@@ -105,7 +105,7 @@ class PositionRates:
 
 
 PREDICTION = "prediction"
-PREDICTION_PRIOR, PRIOR = 0.9, 0.55  # acceptance before anything was observed: of a client's prediction, of other drafts
+PREDICTION_PRIOR, PRIOR = 0.9, 0.55  # acceptance before any observation: of a client's prediction, of other drafts
 
 
 @dataclass(slots=True)
@@ -156,10 +156,11 @@ class _Candidates:
 class AdaptiveDraftLength:
     """The k that maximises tokens per second for the whole batch, from what was observed.
 
-    Draft tokens are given out one at a time, each to the sequence where it brings the most expected tokens, as long as the
-    batch's tokens per second rise; so a hopeless sequence costs its neighbours nothing. Where nothing pays, one sequence now
-    and then is probed with the k that comes nearest to paying. What probes lose is measured, and all of it together stays
-    within PROBE_SHARE of the time. While drafting pays, a plain step now and then keeps its cost up to date.
+    Draft tokens are given out one at a time, each to the sequence where it brings the most expected tokens, as long as
+    the batch's tokens per second rise; so a hopeless sequence costs its neighbours nothing. Where nothing pays, one
+    sequence now and then is probed with the k that comes nearest to paying. What probes lose is measured, and all of it
+    together stays within PROBE_SHARE of the time. While drafting pays, a plain step now and then keeps its cost up to
+    date.
     """
 
     PROBE_SHARE = 0.006
@@ -272,7 +273,7 @@ class AdaptiveDraftLength:
         return best
 
     def _gains(self, states: list[_SequenceState], limits: list[int]) -> list[_Gain]:
-        """What each further draft token for each sequence promises, most first. Of one sequence gains only ever fall."""
+        """What each further draft token for each sequence promises, most first. Those of one sequence only fall."""
         longest = max(limits)
         overall = {kind: self._rates_of(kind).rates(longest) for kind in {state.kind for state in states}}
         gains: list[_Gain] = []

@@ -1,7 +1,7 @@
 """DraftTree: the draft tokens of one step for one sequence.
 
-A chain is a tree in which every node has one child. Nodes are stored so that a parent always stands before its
-children, which lets the acceptance walk be one loop in index order.
+A chain is a tree in which every node has one child. Nodes are stored so that a parent always comes before its
+children, which makes the acceptance walk one loop in index order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ROOT = -1  # the parent of a node that follows the sequence itself
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftTree:
-    """Guessed tokens and how they hang together.
+    """Draft tokens and their parents.
 
     tokens   int64 [nodes], on whatever device the drafter worked
     parents  the node before each node; -1 is the sequence itself
-    probs    [nodes, vocab] the distribution each node was drawn from, or None: the draft tokens were chosen, q is one-hot
-    probes   this many of the last nodes ride along in the pass and cannot be accepted (lookahead)
+    probs    [nodes, vocab] the distribution each node was drawn from; None: the tokens were chosen, q is one-hot
+    probes   this many of the last nodes are read in the pass and cannot be accepted (lookahead)
     """
 
     tokens: Tensor
@@ -41,7 +41,7 @@ class DraftTree:
             raise OptionError(f"a tree needs one parent a token: {tuple(self.tokens.shape)} and {len(self.parents)}")
         for node, parent in enumerate(self.parents):
             if not ROOT <= parent < node:
-                raise OptionError(f"node {node} has parent {parent}; a parent stands before its children")
+                raise OptionError(f"node {node} has parent {parent}; a parent comes before its children")
         if self.probs is not None and self.probs.shape[0] != len(self.parents):
             raise OptionError(f"a tree needs one distribution a node: {self.probs.shape[0]} for {len(self.parents)}")
 
@@ -67,13 +67,13 @@ def empty() -> DraftTree:
 
 
 def chain(tokens: Tensor | Sequence[int], probs: Tensor | None = None) -> DraftTree:
-    """DraftOutput one after another."""
+    """Draft tokens one after another."""
     ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
     return DraftTree(ids, list(range(-1, ids.shape[0] - 1)), probs)
 
 
 def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
-    """One tree of several candidate continuations; what they share at the beginning is stored once.
+    """One tree of several candidate continuations; a shared prefix is stored once.
 
     Earlier paths come first among siblings and are the last to be cut when `limit` nodes are reached.
     """
@@ -83,24 +83,24 @@ def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
     for path in paths:
         node = ROOT
         for token in path:
-            known = children.get((node, token))
-            if known is None:
+            child = children.get((node, token))
+            if child is None:
                 if len(tokens) == limit:
                     break
-                known = len(tokens)
-                children[node, token] = known
+                child = len(tokens)
+                children[node, token] = child
                 tokens.append(token)
                 parents.append(node)
-            node = known
+            node = child
     return DraftTree(torch.tensor(tokens, dtype=torch.int64), parents)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """How many nodes stand before each node: the position it takes after the sequence."""
-    found: list[int] = []
+    """How many nodes come before each node on its path: its position after the sequence."""
+    depth_of: list[int] = []
     for parent in parents:
-        found.append(0 if parent == ROOT else found[parent] + 1)
-    return found
+        depth_of.append(0 if parent == ROOT else depth_of[parent] + 1)
+    return depth_of
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:
@@ -113,12 +113,12 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
-    """bool [nodes, nodes]: row i may look at column j, since j is i or stands before it on its path."""
+    """bool [nodes, nodes]: row i attends to column j where j is i or comes before it on its path."""
     count = len(parents)
     if all(parent == node - 1 for node, parent in enumerate(parents)):
         return torch.ones(count, count, dtype=torch.bool).tril_()
-    seen = torch.eye(count, dtype=torch.bool)
+    mask = torch.eye(count, dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent != ROOT:
-            seen[node] |= seen[parent]
-    return seen
+            mask[node] |= mask[parent]
+    return mask

@@ -93,20 +93,20 @@ class Runner(Protocol):
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         """Read every row after what its cache holds, in one pass.
 
-        Each cache then holds its row's nodes too, all of them, until `commit` says which of them stay. At most one row
+        Each cache then holds its row's nodes too, all of them, until `commit` keeps some of them. At most one row
         a cache. A row that is a tree needs Capability.TREE. Raises OutOfMemory, with the caches as they were before.
         """
         raise NotImplementedError
 
     def draft(self, inputs: list[DraftInput], num_tokens: int) -> DraftOutput | None:
-        """Draft `num_tokens` tokens for every sequence; each cache then holds its sequence and all of them but the last.
+        """Draft `num_tokens` tokens for every sequence; each cache then also holds all of them but the last.
 
         None: this runner drafts step by step, through `forward`.
         """
         return None
 
     def decode(self, rows: list[Row], num_steps: int) -> Tensor | None:
-        """Read each row, one token, then its best next token, and so on: the tokens written [rows, steps].
+        """Read each row, one token, then its best next token, and so on: the tokens generated [rows, steps].
 
         They are those of as many `forward` passes, bit for bit; each cache then holds all of them but the last.
         None: not possible for these rows now; use `forward`.
@@ -169,9 +169,13 @@ class Drafter(Protocol):
         """
         return None
 
+    def with_runner(self, wrap: Callable[[Runner], Runner]) -> Drafter:
+        """The same drafter with its draft model's runner wrapped: audit counts and replays its passes."""
+        return self
+
 
 class Tokenizer(Protocol):
-    """Token ids <-> characters, for one model. `hf_tokenizer` is the tokenizer of transformers behind it."""
+    """Token ids <-> characters, for one model. `hf_tokenizer` is the tokenizer of transformers that it wraps."""
 
     hf_tokenizer: Any
 

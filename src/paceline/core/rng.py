@@ -1,6 +1,6 @@
 """The random numbers of one sequence: one source, two streams.
 
-next          numbers in the order they are asked for, from the sequence's own generator
+next          numbers in the order they are drawn, from the sequence's own generator
 at_positions  numbers that depend on the seed and a position alone: the same whatever was drafted before
 """
 

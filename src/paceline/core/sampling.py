@@ -1,8 +1,8 @@
 """Logits -> the distribution that is really sampled.
 
 The one place that knows temperature, top-k, top-p, min-p, penalties and biases. Greedy decoding is the row that is 1
-at the argmax. Target and drafter both come through here, so the q a draft token was drawn from and the p it is judged by
-are made the same way.
+at the argmax. Target and drafter both use it, so the q a draft token was drawn from and the p that verifies it are
+computed the same way.
 
 Order: bias and penalties on the logits, then temperature, then top-k, top-p, min-p on the tempered distribution.
 """
@@ -76,8 +76,8 @@ class SamplingParams:
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite number of any kind, numpy's included, as it was given if it is Python's own."""
-    if isinstance(value, bool) or not isinstance(value, int | float) and not hasattr(value, "__float__"):
+    """A finite number of any kind, numpy's included; Python's own numbers keep their type."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise OptionError(f"{name} must be a number, not {value!r}")
     number = value if isinstance(value, int | float) else float(value)
     if not math.isfinite(number):
@@ -106,17 +106,17 @@ def _checked_bias(bias: Any) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """The tokens before a node: what was given, and what was written, the path to the node included."""
 
     prompt: Sequence[int]
-    written: Sequence[int]
+    generated: Sequence[int]
 
 
 def distribution(
     logits: Tensor,
     sampling: SamplingParams,
-    histories: Sequence[History] | None = None,
+    histories: Sequence[TokenHistory] | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """The distribution each row is sampled from.
@@ -138,7 +138,7 @@ def distribution(
 def adjusted(
     logits: Tensor,
     sampling: SamplingParams,
-    histories: Sequence[History] | None = None,
+    histories: Sequence[TokenHistory] | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
     """Logits in float32 after masks, biases and penalties; the argmax of this is what greedy decoding says."""
@@ -154,14 +154,14 @@ def adjusted(
     return scores
 
 
-def _penalise(row: Tensor, sampling: SamplingParams, history: History) -> Tensor:
+def _penalise(row: Tensor, sampling: SamplingParams, history: TokenHistory) -> Tensor:
     row = row.clone()
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*history.prompt, *history.written}), dtype=torch.int64, device=row.device)
+        seen = torch.tensor(sorted({*history.prompt, *history.generated}), dtype=torch.int64, device=row.device)
         score = row[seen]
         row[seen] = torch.where(score < 0, score * sampling.repetition_penalty, score / sampling.repetition_penalty)
-    if history.written and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(history.written)
+    if history.generated and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(history.generated)
         tokens = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
         times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
         row[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * times
@@ -178,7 +178,7 @@ def _bias_row(bias: Mapping[int, float], like: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, sampling: SamplingParams) -> Tensor:
-    """Cut the tail off and share its weight among what is left."""
+    """Cut the tail off and share its weight among the rest."""
     if not sampling.top_k and sampling.top_p == 1 and not sampling.min_p:
         return probs
     if sampling.top_k and sampling.top_k < probs.shape[-1]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.rng import SequenceRng
-from paceline.core.sampling import History, SamplingParams
+from paceline.core.sampling import SamplingParams, TokenHistory
 from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
 from paceline.core.types import SequenceCache, TokenLogprob
@@ -22,7 +22,7 @@ _seq_ids = itertools.count()
 class Constraint(Protocol):
     """What may follow in one sequence: a grammar, or a least length.
 
-    Asking never changes it: the same path gives the same mask.
+    `allowed` does not change it: the same path gives the same mask.
     """
 
     def allowed(self, path: list[int]) -> Tensor:
@@ -88,7 +88,7 @@ class Sequence:
         self.token_logprobs: list[TokenLogprob] = []
         self.stats = SpecStats()
 
-    # --- what it is made of -------------------------------------------------------------------------------------------
+    # --- its state ----------------------------------------------------------------------------------------------------
 
     @property
     def sampling(self) -> SamplingParams:
@@ -117,9 +117,9 @@ class Sequence:
         params = self.params
         return params.sampling.plain_greedy and params.constraint is None and params.logprobs is None
 
-    def history(self, path: list[int]) -> History:
-        """What stands before the node at the end of `path`."""
-        return History(self.ids[: self.prompt_length], self.generated + path)
+    def history(self, path: list[int]) -> TokenHistory:
+        """The tokens before the node at the end of `path`."""
+        return TokenHistory(self.ids[: self.prompt_length], self.generated + path)
 
     # --- random numbers -----------------------------------------------------------------------------------------------
 

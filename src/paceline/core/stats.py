@@ -1,11 +1,11 @@
 """The one definition of every rate that is ever printed.
 
-steps            passes of the target that wrote tokens (one a sequence and step)
-drafted          draft tokens put to the target: drafted and verified. Neither probes nor draft tokens behind the end count
+steps            passes of the target that emitted tokens (one a sequence and step)
+drafted          draft tokens that the target verified. Neither probes nor draft tokens past the end count
 accepted         draft tokens that became part of the sequence
 acceptance_rate  accepted / drafted
 tokens_per_step  τ = 1 + accepted / steps; with plain decoding exactly 1
-by position      at depth d: how often a draft token at that depth stood, of the steps that offered one there
+by position      at depth d: how often a draft token at that depth was accepted, of the steps that drafted one there
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SpecStats:
     def add_step(self, tree: DraftTree, accepted: int, emitted: int, cut: bool) -> None:
         """Count one step of one sequence. `cut`: the sequence ended inside the accepted run, after `emitted` tokens."""
         offered = depths(tree.parents[: tree.num_draft_tokens])
-        if cut:  # what lies behind the end was never put to use, right or wrong
+        if cut:  # draft tokens past the end count neither as accepted nor as rejected
             offered = [depth for depth in offered if depth < emitted]
         self.steps += 1
         self.new_tokens += emitted
@@ -43,13 +43,13 @@ class SpecStats:
         for depth in range(accepted):
             self.accepted_at[depth] += 1
 
-    def add_plain(self, results: int) -> None:
-        """Count steps that guessed nothing and wrote one token each."""
-        self.steps += results
-        self.new_tokens += results
+    def add_plain(self, steps: int) -> None:
+        """Count steps without drafts, which emit one token each."""
+        self.steps += steps
+        self.new_tokens += steps
 
     def add(self, other: SpecStats) -> None:
-        """Add another stats's counts; seconds add up too, so time a batch once and set it on the sum."""
+        """Add the counts of another; seconds add up too, so time a batch once and set it on the sum."""
         self.new_tokens += other.new_tokens
         self.steps += other.steps
         self.drafted += other.drafted
@@ -81,7 +81,7 @@ class SpecStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        return [stood / offered if offered else 0.0 for stood, offered in zip(self.accepted_at, self.offered_at)]
+        return [accepted / offered if offered else 0.0 for accepted, offered in zip(self.accepted_at, self.offered_at)]
 
     def as_dict(self) -> dict[str, object]:
         """The fields every report and JSON document uses."""

@@ -10,7 +10,7 @@ BYTES_A_CHARACTER = 4  # a character may be spread over this many byte tokens
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where a sequence ends, and why. `kept`: how many of the written tokens belong to it."""
+    """Where a sequence ends, and why. `kept`: how many of the generated tokens belong to it."""
 
     kept: int
     reason: str
@@ -25,20 +25,20 @@ class StopRules:
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
 
-    def check(self, written: Sequence[int], fresh: int) -> Stop | None:
-        """Look at the last `fresh` tokens of an answer, oldest first; None: the sequence goes on."""
-        for count in range(len(written) - fresh + 1, len(written) + 1):
-            if written[count - 1] in self.eos_token_ids:
+    def check(self, generated: Sequence[int], fresh: int) -> Stop | None:
+        """Look at the last `fresh` tokens generated, oldest first; None: the sequence goes on."""
+        for count in range(len(generated) - fresh + 1, len(generated) + 1):
+            if generated[count - 1] in self.eos_token_ids:
                 return Stop(count, "stop")
-            if self.stop_strings and self._says_stop(written, count):
+            if self.stop_strings and self._holds_stop_string(generated, count):
                 return Stop(count, "stop")
             if count >= self.max_new_tokens:
                 return Stop(count, "length")
         return None
 
-    def _says_stop(self, written: Sequence[int], count: int) -> bool:
+    def _holds_stop_string(self, generated: Sequence[int], count: int) -> bool:
         """Whether the characters up to token `count` hold a stop string. Only the tail that can hold one is decoded."""
         assert self.decode is not None, "stop strings need a tokenizer"
         reach = BYTES_A_CHARACTER * max(map(len, self.stop_strings)) + 8
-        tail = self.decode(list(written[max(0, count - reach) : count]))
+        tail = self.decode(list(generated[max(0, count - reach) : count]))
         return any(stop in tail for stop in self.stop_strings)

@@ -51,7 +51,7 @@ def prompts_of(ids: Tensor, attention_mask: Any) -> list[list[int]]:
 
 
 def append_generated(ids: Tensor, generated: list[list[int]], pad: int) -> Tensor:
-    """Prompts [batch, length] with what was generated behind them, shorter ones padded on the right."""
+    """Prompts [batch, length] with what was generated after them, shorter ones padded on the right."""
     longest = max(map(len, generated))
     rows = [row + [pad] * (longest - len(row)) for row in generated]
     added = torch.tensor(rows, dtype=ids.dtype).reshape(len(rows), longest)

@@ -42,7 +42,7 @@ class ModelInfo:
 
 
 class SequenceCache:
-    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners add what they need in a subclass."""
+    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it."""
 
     __slots__ = ("length",)
 
@@ -54,8 +54,8 @@ class SequenceCache:
 class Row:
     """Tokens to read after what a sequence cache holds. parents[i] == -1: node i follows the cache's last token.
 
-    `lead` is a token the host knows and that stands before `tokens`, which may still be in the making on a device:
-    joining them is left to the runner, so that building a row never touches the device.
+    `lead` is a token the host knows that comes before `tokens`, which a device may still be computing: the runner joins
+    them, so that building a row never touches the device.
     """
 
     seq_cache: SequenceCache
@@ -85,8 +85,8 @@ class RowOutput:
     """The model output for one row.
 
     logits    [nodes, vocab], or [1, vocab] of the last node with last_only
-    hidden    [nodes, hidden_size] after the final norm; None unless asked for
-    features  [nodes, layers · hidden_size] hidden states entering the layers asked for, joined low to high, or None
+    hidden    [nodes, hidden_size] after the final norm; None unless exposed
+    features  [nodes, layers · hidden_size] hidden states entering the exposed layers, joined low to high, or None
     """
 
     logits: Tensor

@@ -1,18 +1,18 @@
 """Which draft tokens are accepted, and the target's own token after them.
 
 `verify_tokens` is the reference of everything else. At each node, for each child in order: accept it if u·q(x) < p(x),
-else p <- norm(max(p - q, 0)); when no child is left, draw from what remains. Chains, trees, greedy and sampled are the
+else p <- norm(max(p - q, 0)); after the last child, draw from the rest. Chains, trees, greedy and sampled are the
 same walk, and the result is distributed exactly as if the target had drawn every token itself.
 
 The rules, by name (`--acceptance`):
   token          verify_tokens, above
   block          verifies a chain as a whole; accepts at least as much as `token`, equally exact
-  coupled        the target draws from numbers keyed by seed and position; a draft token is accepted if it is that token.
+  coupled        the target draws with numbers keyed by seed and position; a draft token is accepted if it is drawn.
                  The output is then a function of the seed alone: the same with any drafter, any k, any batch, or none
   lossy-typical  Medusa's typical acceptance. LOSSY: the output is not the target's distribution
 
-Randomness is a row of uniform numbers a tree, one a draft token and one for the last draw, drawn from the sequence's own
-source before anything is computed. The vectorised twins take the same numbers, so tests compare them for equality.
+Randomness is a row of uniform numbers a tree, one a draft token and one for the last draw, drawn from the sequence's
+own source before anything is computed. The vectorised twins take the same numbers, so tests compare them for equality.
 """
 
 from __future__ import annotations

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
-from paceline.core.protocols import Engine
 from paceline.errors import OptionError
+
+if TYPE_CHECKING:  # --help lists the engines and must not wait for torch
+    from paceline.core.protocols import Engine
 
 BuildLocal = Callable[[EngineConfig], Any]  # puts a LocalEngine together; engines that bring their own model ignore it
 
@@ -42,5 +44,5 @@ def spec(name: str) -> EngineSpec:
         return _REGISTERED[name]
     if name not in _MODULES:
         raise OptionError(f"engine must be one of {', '.join(names())}; not {name!r}")
-    found: EngineSpec = importlib.import_module(_MODULES[name]).SPEC
-    return found
+    built_in: EngineSpec = importlib.import_module(_MODULES[name]).SPEC
+    return built_in

@@ -15,7 +15,7 @@ from typing import Any
 SHOWN = 5
 LEAST_SHARE = 0.1  # of the target's vocabulary: with less in common, drafting through shared tokens is hopeless
 SAME, SHARED, TEXT = "same", "shared", "text"  # how a draft token is translated: not at all, by id, by characters
-CROSS_VOCABULARY = "cross-vocab"  # the method that drafts with another vocabulary
+CROSS_VOCABULARY = "cross_vocab"  # the method that drafts with another vocabulary
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

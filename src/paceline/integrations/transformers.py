@@ -1,8 +1,8 @@
 """`model.generate(..., custom_generate=paceline.hf_generate)`: a transformers user changes one line.
 
-What transformers hands over is already prepared: the prompt's ids, and lists of logits processors and stopping
-criteria made from the generation config. Those that paceline has a setting for are read back from these lists; any
-other one is refused, because leaving it out would change the text.
+transformers passes the prompt's ids and lists of logits processors and stopping criteria, made from the generation
+config. Those that paceline has a setting for are read back from these lists; any other one is refused, because leaving
+it out would change the output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROCESSORS = {
     "MinPLogitsWarper": ("min_p", "min_p"),
     "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
 }
-NOT_HANDED_OUT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 def hf_generate(
@@ -49,7 +49,7 @@ def hf_generate(
     Sampling settings, lengths and end tokens are those of the call. What cannot be honoured (beams, processors and
     criteria of your own, scores) raises OptionError.
     """
-    _refuse_what_has_no_meaning_here(generation_config, model_kwargs)
+    _refuse_unsupported(generation_config, model_kwargs)
     sampling = sampling_from(logits_processor, bool(generation_config.do_sample))
     pad = _pad_token(generation_config)
     prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
@@ -65,43 +65,43 @@ def hf_generate(
     )
     params = SequenceParams(sampling, rules)
     seqs = build_engine(config).run([Sequence(prompt, params) for prompt in prompts])
-    return _as_asked(append_generated(input_ids, [seq.generated for seq in seqs], pad), generation_config)
+    return _in_requested_form(append_generated(input_ids, [seq.generated for seq in seqs], pad), generation_config)
 
 
 def sampling_from(processors: Any, do_sample: bool) -> SamplingParams:
     """Our settings for a list of transformers' processors. Raises OptionError for one we do not have."""
-    found: dict[str, Any] = {"temperature": 1.0}
+    settings: dict[str, Any] = {"temperature": 1.0}
     for processor in processors or ():
         kind = type(processor).__name__
         if kind not in PROCESSORS or getattr(processor, "prompt_ignore_length", None):
             raise OptionError(f"hf_generate cannot honour {kind}; known are {', '.join(PROCESSORS)}")
         attribute, setting = PROCESSORS[kind]
-        found[setting] = getattr(processor, attribute)
-    return SamplingParams(**found) if do_sample else SamplingParams(**{**found, "temperature": 0.0})
+        settings[setting] = getattr(processor, attribute)
+    return SamplingParams(**settings) if do_sample else SamplingParams(**{**settings, "temperature": 0.0})
 
 
 def stop_rules_from(criteria: Any, prompt_length: int) -> StopRules:
-    """What ends a text, from a list of transformers' criteria."""
-    room, ends = 1 << 20, frozenset[int]()
+    """What ends a sequence, from a list of transformers' criteria."""
+    max_new_tokens, eos = 1 << 20, frozenset[int]()
     for criterion in criteria or ():
         kind = type(criterion).__name__
         if kind == "MaxLengthCriteria":
-            room = criterion.max_length - prompt_length
+            max_new_tokens = criterion.max_length - prompt_length
         elif kind == "EosTokenCriteria":
-            ends = frozenset(criterion.eos_token_id.tolist())
+            eos = frozenset(criterion.eos_token_id.tolist())
         else:
-            raise OptionError(f"hf_generate cannot honour {kind}; texts end by length and end tokens")
-    return StopRules(room, ends)
+            raise OptionError(f"hf_generate cannot honour {kind}; sequences end by length and end tokens")
+    return StopRules(max_new_tokens, eos)
 
 
-def _refuse_what_has_no_meaning_here(config: Any, model_kwargs: dict[str, Any]) -> None:
+def _refuse_unsupported(config: Any, model_kwargs: dict[str, Any]) -> None:
     if config is None:
         raise OptionError("hf_generate is called by transformers: model.generate(..., custom_generate=hf_generate)")
     if (config.num_beams or 1) > 1:
-        raise OptionError("hf_generate writes each text once: num_beams must be 1")
-    asked = [name for name in NOT_HANDED_OUT if getattr(config, name, None)]
-    if asked:
-        raise OptionError(f"hf_generate does not hand out {', '.join(asked)}")
+        raise OptionError("hf_generate generates each sequence once: num_beams must be 1")
+    outputs = [name for name in UNSUPPORTED_OUTPUTS if getattr(config, name, None)]
+    if outputs:
+        raise OptionError(f"hf_generate does not return {', '.join(outputs)}")
     if model_kwargs.get("inputs_embeds") is not None:
         raise OptionError("hf_generate reads token ids, not inputs_embeds")
     cache = model_kwargs.get("past_key_values")
@@ -116,7 +116,7 @@ def _pad_token(config: Any) -> int:
     return int(config.pad_token_id or 0)
 
 
-def _as_asked(sequences: Tensor, config: Any) -> Any:
+def _in_requested_form(sequences: Tensor, config: Any) -> Any:
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput

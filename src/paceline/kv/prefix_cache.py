@@ -1,11 +1,12 @@
 """One prefix cache for everything that was computed of earlier sequences.
 
 An entry holds what one owner (the target, a draft model, a head) has stored for the tokens of a sequence: a sequence
-cache, or the KV of a head. Entries are found by the longest prefix a new sequence shares with them, in a radix tree over
-whole blocks: a lookup costs one dictionary access a block, however many sequences are cached.
+cache, or the KV of a head. Entries are found by the longest prefix a new sequence shares with them, in a radix tree
+over whole blocks: a lookup costs one dictionary access a block, however many sequences are cached.
 
-An entry of a sequence that is still running is pinned: others may fork from it, nothing evicts it. All others are evicted
-least recently used first, per owner: as soon as the owner needs the room, or when its entries exceed `max_tokens`.
+An entry of a sequence that is still running is pinned: others may fork from it, nothing evicts it. All others are
+evicted least recently used first, per owner: as soon as the owner needs the room, or when its entries exceed
+`max_tokens`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PrefixEntry:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """An entry whose first `length` tokens are those asked for."""
+    """An entry whose first `length` tokens are those looked up."""
 
     entry: PrefixEntry
     length: int
@@ -172,10 +173,10 @@ class PrefixCache:
                 del parent.children[key]
 
 
-def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(tokens: Sequence[int], others: Sequence[int]) -> int:
     """How many tokens two sequences share before they differ."""
     count = 0
-    for a, b in zip(one, other):
+    for a, b in zip(tokens, others):
         if a != b:
             break
         count += 1

@@ -85,9 +85,10 @@ def unsupported_field(config: Any) -> str | None:
 
 
 def _unsupported_attention(config: Any) -> str | None:
-    layer_types = getattr(config, "layer_types", None)
-    if set(layer_types or ["full_attention"]) != {"full_attention"}:
-        return f"layer_types has {', '.join(sorted(set(layer_types) - {'full_attention'}))}"
+    layer_types = getattr(config, "layer_types", None) or []
+    others = sorted(set(layer_types) - {"full_attention"})
+    if others:
+        return f"layer_types has {', '.join(others)}"
     window = getattr(config, "sliding_window", None)
     if window and not layer_types and getattr(config, "use_sliding_window", True):
         return f"sliding_window is {window}"

@@ -55,7 +55,9 @@ def test_the_same_seed_gives_the_same_tokens_whatever_the_batch_the_method_and_k
     async def work(engine: AsyncEngine) -> None:
         first = ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0], sampling=sampling))))
         crowd = [text_request(engine, prompt, sampling=SamplingParams(temperature=1.0)) for prompt in PROMPTS[1:5]]
-        same = [text_request(engine, PROMPTS[0], sampling=sampling, method=method, num_draft_tokens=5) for method in METHODS]
+        same = [
+            text_request(engine, PROMPTS[0], sampling=sampling, method=method, num_draft_tokens=5) for method in METHODS
+        ]
         results = await asyncio.gather(*(collect(engine.generate(request)) for request in [*crowd, *same]))
         assert [ids_of(outputs) for outputs in results[4:]] == [first] * 5
         other = SamplingParams(temperature=1.0, top_p=0.95, seed=12)

@@ -131,7 +131,8 @@ def test_requests_that_choose_their_method_take_several_plain_steps_too() -> Non
     router = DrafterRouter({"ngram": Ngram(), "none": Ngram()}, "ngram")
     engine = toy_engine(runner, router, FixedDraftLength(3), ("ngram", "none"), per_request=True)
     requests = [
-        add(engine, Request(prompt, SamplingParams(), 9, method="none", ignore_eos=True)) for prompt in random_prompts(3)
+        add(engine, Request(prompt, SamplingParams(), 9, method="none", ignore_eos=True))
+        for prompt in random_prompts(3)
     ]
     finish(engine)
     assert runner.decodes and set(runner.decodes) <= {4, 1, 2, 3}

@@ -109,7 +109,9 @@ def test_the_shortest_of_model_option_and_cache_limits_a_sequence() -> None:
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:
-    params = builder().build(request(max_new_tokens=np.int64(4), logprobs=torch.tensor(2), num_draft_tokens=np.int32(1)))
+    params = builder().build(
+        request(max_new_tokens=np.int64(4), logprobs=torch.tensor(2), num_draft_tokens=np.int32(1))
+    )
     assert params.params.stopping.max_new_tokens == 4
     assert (params.params.logprobs, params.params.num_draft_tokens) == (2, 1)
 

@@ -1,8 +1,8 @@
 """LocalEngine behind the Engine protocol: asynchronous at the edge, one worker thread that owns the model.
 
 Requests cross to the worker through a queue it empties before every step; outputs cross back through the event loop of
-the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is already
-in its next step.
+the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is
+already in its next step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
+from paceline.core.protocols import Tokenizer
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import Request, RequestOutput
@@ -38,7 +39,8 @@ class AsyncEngine:
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
-        self.info, self.tokenizer, self.methods = engine.info, engine.tokenizer, engine.methods
+        self.info, self.methods = engine.info, engine.methods
+        self.tokenizer: Tokenizer = engine.tokenizer
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="paceline-worker", daemon=True)
@@ -72,7 +74,7 @@ class AsyncEngine:
                 LOG.debug("a sequence ended after its reader")
 
         state = RequestState(seq, deliver)
-        detokenizer = self.tokenizer.stream(seq.params.stopping.stop_strings)
+        detokenizer = self.engine.tokenizer.stream(seq.params.stopping.stop_strings)
         self._commands.put(_Command(self.engine.enqueue, state))
         try:
             if self._closing.is_set():  # the worker may have taken its last command
@@ -102,7 +104,7 @@ class AsyncEngine:
             self.engine.abort_all()
 
     def _take_commands(self, wait: bool) -> None:
-        """Do what was asked since the last step; without work, sleep until there is some."""
+        """Run the commands since the last step; without work, sleep until one comes."""
         while wait or not self._commands.empty():
             command = self._commands.get()
             wait = False

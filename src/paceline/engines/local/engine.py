@@ -30,7 +30,7 @@ from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.prefill import step_row
 from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
-from paceline.engines.local.scheduler import Batch, PrefillBatch, Scheduler
+from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
 from paceline.engines.local.sequences import SequenceBuilder
 from paceline.engines.local.verifier import Verifier, logprobs_of
 from paceline.errors import OutOfMemory, PacelineError, StepFailed
@@ -95,7 +95,7 @@ class LocalEngine:
         self._scheduler.abort(state)
 
     def abort_all(self) -> None:
-        """End every sequence as it stands, and give everything back."""
+        """End every sequence where it is, and free everything."""
         self._scheduler.abort_all()
 
     @property
@@ -159,14 +159,14 @@ class LocalEngine:
             self._target.commit(row.seq_cache, list(range(len(row.parents))))
         return list(output)
 
-    def _results(self, batch: Batch) -> list[StepResult]:
+    def _results(self, batch: StepBatch) -> list[StepResult]:
         if not any(batch.num_draft_tokens):
             results = self._several_plain_steps(batch)
             if results is not None:
                 return results
         return self._one_step(batch)
 
-    def _one_step(self, batch: Batch) -> list[StepResult]:
+    def _one_step(self, batch: StepBatch) -> list[StepResult]:
         seqs = batch.seqs
         drafts = self._propose(batch)
         started = time.perf_counter()
@@ -189,7 +189,7 @@ class LocalEngine:
         self._draft_length.observe(seqs, results, timing)
         return results
 
-    def _propose(self, batch: Batch) -> _Drafts:
+    def _propose(self, batch: StepBatch) -> _Drafts:
         started = time.perf_counter()
         trees = self._drafter.propose(batch.seqs, batch.num_draft_tokens)
         return _Drafts(trees, time.perf_counter() - started)
@@ -221,8 +221,8 @@ class LocalEngine:
 
     # --- several plain steps in a row ---------------------------------------------------------------------------------
 
-    def _several_plain_steps(self, batch: Batch) -> list[StepResult] | None:
-        """Plain steps taken as one, where the best token is all that is asked for. None: not for this batch.
+    def _several_plain_steps(self, batch: StepBatch) -> list[StepResult] | None:
+        """Plain steps taken as one, where only the argmax is needed. None: not for this batch.
 
         The target goes on without waiting for the host; what it generates past the end of a sequence is dropped.
         """
@@ -262,5 +262,3 @@ def _explained(error: Exception) -> PacelineError:
     failure = StepFailed(f"the model failed while generating ({type(error).__name__}: {error})")
     failure.__cause__ = error
     return failure
-
-

@@ -1,7 +1,7 @@
 """A drafter that cannot harm the output.
 
-Drafts are optional, so a drafter that raises, returns the wrong number of trees, or drafts tokens that do not exist costs
-its drafts and never the sequence. Each kind of failure is logged once.
+Drafts are optional, so a drafter that raises, returns the wrong number of trees, or drafts tokens that do not exist
+costs its drafts and never the sequence. Each kind of failure is logged once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 LOG = logging.getLogger(__name__)
 
 
@@ -49,9 +49,9 @@ class GuardedDrafter(Drafter):
         return [self._checked(tree, count) for tree, count in zip(trees, num_draft_tokens)]
 
     def _checked(self, tree: DraftTree, count: int) -> DraftTree:
-        """The tree, or an empty one where it is not what was asked for. Tokens on a GPU are not waited for."""
+        """The tree, or an empty one where it breaks the protocol. Tokens on a GPU are not waited for."""
         if tree.num_draft_tokens > count:
-            self._log("too many", f"returned {tree.num_draft_tokens} draft tokens where {count} were asked for")
+            self._log("too many", f"returned {tree.num_draft_tokens} draft tokens where {count} were allowed")
             return empty()
         tokens, size = tree.tokens, self._vocab_size
         if len(tree) and not tokens.is_cuda and (int(tokens.min()) < 0 or int(tokens.max()) >= size):
@@ -62,7 +62,7 @@ class GuardedDrafter(Drafter):
             return empty()
         return tree
 
-    def _try(self, work: Callable[[], Made]) -> Made | None:
+    def _try(self, work: Callable[[], Result]) -> Result | None:
         try:
             return work()
         except Exception as error:  # a drafter may be anyone's code

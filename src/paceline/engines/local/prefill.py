@@ -1,7 +1,9 @@
-"""Prompts, read in chunks. THE INVARIANT: between steps a sequence cache holds every token of its sequence but the last.
+"""Prompts, read in chunks.
 
-The last token is read together with the draft tokens that follow it, so plain decoding, prefill and verification are the
-same pass.
+THE INVARIANT: between steps a sequence cache holds every token of its sequence but the last.
+
+The last token is read together with the draft tokens that follow it, so plain decoding, prefill and verification are
+the same pass.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def num_unread(seq: Sequence) -> int:
 
 
 def prefill_row(seq: Sequence, chunk: int) -> Row:
-    """The next tokens of a prompt, at most `chunk`, cut at a block so that what is computed does not depend on the cut."""
+    """The next tokens of a prompt, at most `chunk`, cut at a block: results do not depend on the cut."""
     assert seq.seq_cache is not None
     start, last = seq.seq_cache.length, len(seq.ids) - 1
     end = min(start + chunk, last)

@@ -1,9 +1,9 @@
 """Which sequences run next: admission, chunked prefill, draft lengths, blocks, preemption.
 
 Fairness: sequences are admitted in the order they came, and all that run take part in every step. When blocks run out,
-the prefix cache gives up finished sequences first, then draft tokens are dropped, then the youngest sequence is preempted:
-it goes back to the front of the queue and is prefilled again later. So the oldest always gets on, and every sequence
-becomes the oldest.
+the prefix cache gives up finished sequences first, then draft tokens are dropped, then the youngest sequence is
+preempted: it goes back to the front of the queue and is prefilled again later. So the oldest always gets on, and every
+sequence becomes the oldest.
 
 Nothing here knows of threads or models: the engine that owns a scheduler calls it between its passes.
 """
@@ -31,7 +31,7 @@ PREFILL_ALONE = 2048  # prompt tokens a pass while no sequence is running
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """The running sequences of one step, and how many draft tokens each may have."""
 
     requests: list[RequestState]
@@ -41,9 +41,9 @@ class Batch:
     def seqs(self) -> list[Sequence]:
         return [request.seq for request in self.requests]
 
-    def plain(self) -> Batch:
+    def plain(self) -> StepBatch:
         """The same step without drafts."""
-        return Batch(self.requests, [0] * len(self.requests))
+        return StepBatch(self.requests, [0] * len(self.requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Scheduler:
                 self._release(request, keep=queue is self._running)
 
     def abort_all(self) -> None:
-        """End every sequence as it stands, and give everything back."""
+        """End every sequence where it is, and free everything."""
         for request in [*self._waiting, *self._prefilling, *self._running]:
             self.abort(request)
             request.abort()
@@ -112,7 +112,7 @@ class Scheduler:
         while self._waiting and len(self._prefilling) + len(self._running) < self._config.max_num_seqs:
             request = self._waiting[0]
             if self._worth_waiting(request) or not self.kv.admit(request.seq):
-                return  # the others wait behind it: short prompts never overtake a long one for good
+                return  # the others wait their turn: short prompts never overtake a long one for good
             self._waiting.popleft()
             if request.started is None:
                 request.started = time.perf_counter()
@@ -147,17 +147,17 @@ class Scheduler:
             self._prefilling.remove(request)
             self._running.append(request)
 
-    def schedule(self) -> Batch:
+    def schedule(self) -> StepBatch:
         """Draft lengths and blocks for every running sequence. May preempt some."""
         counts = self._draft_length.plan([request.seq for request in self._running])
-        wanted = dict(zip(self._running, counts))
+        num_draft_tokens = dict(zip(self._running, counts))
         for request in sorted(self._running, key=_arrival):
-            while request in self._running and not self._reserve(request, wanted[request]):
-                if wanted[request]:
-                    wanted[request] = 0  # draft tokens are worth less than a neighbour's place
+            while request in self._running and not self._reserve(request, num_draft_tokens[request]):
+                if num_draft_tokens[request]:
+                    num_draft_tokens[request] = 0  # draft tokens matter less than a running sequence
                 else:
                     self.preempt()
-        return Batch(list(self._running), [wanted[request] for request in self._running])
+        return StepBatch(list(self._running), [num_draft_tokens[request] for request in self._running])
 
     def _reserve(self, request: RequestState, num_draft_tokens: int) -> bool:
         seq = request.seq
@@ -185,7 +185,7 @@ class Scheduler:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def postprocess(self, batch: Batch, results: list[StepResult]) -> list[RequestState]:
+    def postprocess(self, batch: StepBatch, results: list[StepResult]) -> list[RequestState]:
         """Count, report, and release what has ended; returns the requests of the step."""
         now = time.perf_counter()
         for request, num_draft_tokens, result in zip(batch.requests, batch.num_draft_tokens, results):

@@ -36,32 +36,32 @@ class GrammarCompiler:
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
         self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
 
-    def compile(self, wanted: StructuredOutput) -> GrammarConstraint:
+    def compile(self, output: StructuredOutput) -> GrammarConstraint:
         """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
         import llguidance
 
         try:
-            grammar = _grammar(wanted)
+            grammar = _grammar(output)
         except (ValueError, RecursionError) as error:
-            raise OptionError(f"the {wanted.kind} cannot be read: {error}") from error
+            raise OptionError(f"the {output.kind} cannot be read: {error}") from error
         matcher = llguidance.LLMatcher(self._tokens, grammar)
         if matcher.is_error():
-            name = "JSON schema" if wanted.kind.startswith("json") else wanted.kind
+            name = "JSON schema" if output.kind.startswith("json") else output.kind
             raise OptionError(f"the {name} is not supported: {matcher.get_error().splitlines()[0]}")
         return GrammarConstraint(matcher, self._info)
 
 
-def _grammar(wanted: StructuredOutput) -> str:
+def _grammar(output: StructuredOutput) -> str:
     import llguidance
 
     matcher = llguidance.LLMatcher
-    if wanted.kind in ("json_schema", "json_object"):
-        return str(matcher.grammar_from_json_schema(wanted.value or ANY_OBJECT, defaults=SPACING))
-    if wanted.kind == "regex":
-        return str(matcher.grammar_from_regex(wanted.value))
-    if wanted.kind == "grammar":
-        return str(matcher.grammar_from_lark(wanted.value))
-    raise OptionError(f"structured output is json_schema, json_object, regex or grammar; not {wanted.kind!r}")
+    if output.kind in ("json_schema", "json_object"):
+        return str(matcher.grammar_from_json_schema(output.value or ANY_OBJECT, defaults=SPACING))
+    if output.kind == "regex":
+        return str(matcher.grammar_from_regex(output.value))
+    if output.kind == "grammar":
+        return str(matcher.grammar_from_lark(output.value))
+    raise OptionError(f"structured output is json_schema, json_object, regex or grammar; not {output.kind!r}")
 
 
 class GrammarConstraint:
@@ -73,7 +73,7 @@ class GrammarConstraint:
 
     def allowed(self, path: list[int]) -> Tensor:
         consumed = self._matcher.try_consume_tokens(path) if path else 0
-        if consumed < len(path):  # no row behind a draft token that the grammar excludes is ever sampled from
+        if consumed < len(path):  # no row after a draft token that the grammar excludes is ever sampled from
             self._matcher.rollback(consumed)
             return torch.ones(self._vocab_size, dtype=torch.bool)
         mask = self._mask()

@@ -1,7 +1,7 @@
 """Verification of a batch: the logits of one pass in, one result a sequence out.
 
-Plainly greedy sequences are verified together: one argmax over the whole pass, one copy to the host. The others go through
-`distribution`, those with the same settings together, and through the acceptance rule of their sequence.
+Plainly greedy sequences are verified together: one argmax over the whole pass, one copy to the host. The others go
+through `distribution`, those with the same settings together, and through the acceptance rule of their sequence.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A short measurement of what a pass costs by its width, so that a draft length can start from facts; or only a first run of
-such passes, so that the first sequence does not wait while libraries and graphs are made ready."""
+"""A short measurement of what a pass costs by its width, for a draft-length policy to start from; or only a first run
+of such passes, so that the first sequence does not wait for libraries and graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def measure_pass(
     num_seqs: int = 1,
     longest_seconds: float = LONGEST_SECONDS,
 ) -> CostCurve:
-    """Seconds of a pass of the target over `num_seqs` sequences, by all tokens in it. Interleaved, medians; leaves nothing.
+    """Seconds of a pass of the target over `num_seqs` sequences, by all tokens in it. Interleaved, medians; leaves
+    nothing.
 
     The first turn warms up. At least one turn is measured; no further one begins after `longest_seconds`.
     """
@@ -54,7 +55,7 @@ def measure_pass(
 
 
 def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
-    """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is left alone."""
+    """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is not an error."""
     seq_cache, token = target.new_cache(), min(7, target.info.vocab_size - 1)
     try:
         target.forward([Row.chain(seq_cache, [token] * CONTEXT)], last_only=True)
@@ -76,14 +77,14 @@ def _one_pass(target: Runner, seq_caches: list[SequenceCache], tokens: list[int]
 
 
 def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve | None = None) -> CostModel:
-    """CostModel of the target (`verify`, where they are known already), and of a draft model that makes one pass a draft token.
+    """Costs of the target (`verify`, where they were measured before), and of a draft model: one pass a draft token.
 
-    What other drafters cost is measured as steps go by; until then they are taken to be free.
+    What other drafters cost is measured while they run; until then they count as free.
     """
     costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=pass_grain(target.info))
     if draft is not None:
-        one = measure_pass(draft, widths=(1,)).at(1)
-        costs.draft = draft_curve({1: one, 8: 8 * one})
+        seconds = measure_pass(draft, widths=(1,)).at(1)
+        costs.draft = draft_curve({1: seconds, 8: 8 * seconds})
     return costs
 
 
@@ -93,6 +94,6 @@ def pass_grain(info: ModelInfo) -> int:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all it was asked."""
+    """Wait until the device has done all its work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

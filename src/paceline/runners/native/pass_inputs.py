@@ -64,8 +64,17 @@ class PassInputs:
             name: view.numpy() for name, view in self._views(self._host).items()
         }
         views = self._views(self._device)
-        self.token_ids = views.pop("tokens")
-        self.batch = TritonBatch(num_seqs=num_seqs, nodes=nodes, chunks=size.chunks, **views)
+        self.token_ids = views["tokens"]
+        self.batch = TritonBatch(
+            num_seqs,
+            nodes,
+            views["lengths"],
+            views["counts"],
+            views["depths"],
+            views["tree_mask"],
+            views["blocks"],
+            size.chunks,
+        )
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])

@@ -66,6 +66,23 @@ def test_progress_is_printed_where_there_is_no_terminal(
     assert status == 0, "the same data is reused"
 
 
+@pytest.mark.slow
+def test_the_target_generates_its_data_and_a_second_training_reuses_it(
+    target_folder: Path, tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    sizes = ["--answer-tokens", 600, "--max-seq-len", 96, "--max-num-seqs", 8, "--steps", 1, "--batch-tokens", 512]
+    arguments = [target_folder, "--sequences", tmp_path / "sequences", *sizes]
+    status, output = train("exit-adapter", "--out", tmp_path / "first", *arguments)
+    assert status == 0 and "generates its training data" in output.err
+    shards = {path: path.read_bytes() for path in (tmp_path / "sequences").glob("*.safetensors")}
+    assert shards
+    assert train("exit-adapter", "--out", tmp_path / "second", *arguments)[0] == 0
+    assert {path: path.read_bytes() for path in (tmp_path / "sequences").glob("*.safetensors")} == shards
+    assert train("exit-adapter", "--out", tmp_path / "third", *arguments, "--sequences", tmp_path / "again")[0] == 0
+    again = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")}
+    assert again == {path.name: content for path, content in shards.items()}, "the same seed generates the same data"
+
+
 def test_a_reduced_vocabulary_is_written_in_the_layouts_that_support_it(
     target_folder: Path, sequences_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:

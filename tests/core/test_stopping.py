@@ -12,22 +12,22 @@ def decode(ids: list[int]) -> str:
 
 
 def test_an_end_token_inside_a_run_cuts_there() -> None:
-    assert StopRules(99, frozenset({5})).check([1, 2, 5, 7], fresh=3) == Stop(3, "stop")
+    assert StopRules(99, frozenset({5})).check([1, 2, 5, 7], new=3) == Stop(3, "stop")
 
 
 def test_only_fresh_tokens_are_looked_at() -> None:
-    assert StopRules(99, frozenset({5})).check([5, 1, 2], fresh=2) is None
+    assert StopRules(99, frozenset({5})).check([5, 1, 2], new=2) is None
 
 
 def test_the_length_cuts_inside_a_run() -> None:
-    assert StopRules(3).check([1, 2, 3, 4, 5], fresh=3) == Stop(3, "length")
+    assert StopRules(3).check([1, 2, 3, 4, 5], new=3) == Stop(3, "length")
 
 
 def test_an_end_token_at_the_last_place_is_a_stop() -> None:
-    assert StopRules(3, frozenset({9})).check([1, 2, 9], fresh=1) == Stop(3, "stop")
+    assert StopRules(3, frozenset({9})).check([1, 2, 9], new=1) == Stop(3, "stop")
 
 
 def test_a_stop_string_over_several_tokens() -> None:
     rules = StopRules(99, stop_strings=("cde",), decode=decode)
-    assert rules.check([0, 1, 2, 3], fresh=1) is None
-    assert rules.check([0, 1, 2, 3, 4, 5], fresh=2) == Stop(5, "stop")
+    assert rules.check([0, 1, 2, 3], new=1) is None
+    assert rules.check([0, 1, 2, 3, 4, 5], new=2) == Stop(5, "stop")

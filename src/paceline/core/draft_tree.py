@@ -55,15 +55,15 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents[: self.num_draft_tokens]))
+        return is_chain(self.parents[: self.num_draft_tokens])
 
 
-_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+_EMPTY = DraftTree(torch.empty(0, dtype=torch.int64), [])
 
 
 def empty() -> DraftTree:
     """No draft token at all: plain decoding."""
-    return DraftTree(_NO_TOKENS, [])
+    return _EMPTY
 
 
 def chain(tokens: Tensor | Sequence[int], probs: Tensor | None = None) -> DraftTree:
@@ -93,6 +93,14 @@ def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
                 parents.append(node)
             node = child
     return DraftTree(torch.tensor(tokens, dtype=torch.int64), parents)
+
+
+_CHAIN = list(range(-1, 4096))
+
+
+def is_chain(parents: list[int]) -> bool:
+    """Whether every node follows the one before it. Compared as lists: this runs for every row of every step."""
+    return parents == _CHAIN[: len(parents)] if len(parents) <= len(_CHAIN) else parents == list(range(-1, len(parents) - 1))
 
 
 def depths(parents: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -111,7 +112,7 @@ class Sequence:
         """Tokens that may still be generated."""
         return self.params.stopping.max_new_tokens - self.num_new_tokens
 
-    @property
+    @cached_property
     def is_greedy_argmax(self) -> bool:
         """Whether the argmax of the raw logits is all that decides, and nothing but the token is reported."""
         params = self.params
@@ -150,13 +151,13 @@ class Sequence:
 
     def extend(self, tokens: list[int], accepted: int) -> list[int]:
         """Append a run, the first `accepted` of them draft tokens; returns what of it belongs to the sequence."""
-        before = self.num_new_tokens
+        before = len(self.ids)
         self.ids += tokens
-        stop = self.params.stopping.check(self.generated, len(tokens))
+        stop = self.params.stopping.check(self.ids, len(tokens), self.prompt_length)
         if stop is not None:
             self.finish_reason = stop.reason
             del self.ids[self.prompt_length + stop.kept :]
-        emitted = self.generated[before:]
+        emitted = self.ids[before:]
         self.from_draft += [index < accepted for index in range(len(emitted))]
         if self.params.constraint is not None:
             self.params.constraint.advance(emitted)

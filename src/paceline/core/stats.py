@@ -29,14 +29,16 @@ class SpecStats:
 
     def add_step(self, tree: DraftTree, accepted: int, emitted: int, cut: bool) -> None:
         """Count one step of one sequence. `cut`: the sequence ended inside the accepted run, after `emitted` tokens."""
-        offered = depths(tree.parents[: tree.num_draft_tokens])
-        if cut:  # draft tokens past the end count neither as accepted nor as rejected
-            offered = [depth for depth in offered if depth < emitted]
+        drafted = reach = tree.num_draft_tokens
+        if cut or not tree.is_chain:
+            offered = depths(tree.parents[:drafted])
+            if cut:  # draft tokens past the end count neither as accepted nor as rejected
+                offered = [depth for depth in offered if depth < emitted]
+            drafted, reach = len(offered), max(offered, default=-1) + 1
         self.steps += 1
         self.new_tokens += emitted
-        self.drafted += len(offered)
+        self.drafted += drafted
         self.accepted += accepted
-        reach = max(offered, default=-1) + 1
         self._widen(max(reach, accepted))
         for depth in range(reach):
             self.offered_at[depth] += 1

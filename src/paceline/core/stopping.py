@@ -25,12 +25,13 @@ class StopRules:
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
 
-    def check(self, generated: Sequence[int], fresh: int) -> Stop | None:
-        """Look at the last `fresh` tokens generated, oldest first; None: the sequence goes on."""
-        for count in range(len(generated) - fresh + 1, len(generated) + 1):
-            if generated[count - 1] in self.eos_token_ids:
+    def check(self, ids: Sequence[int], new: int, prompt_length: int = 0) -> Stop | None:
+        """Look at the last `new` ids, oldest first; None: the sequence goes on. The prompt ends no sequence."""
+        generated = len(ids) - prompt_length
+        for count in range(generated - new + 1, generated + 1):
+            if ids[prompt_length + count - 1] in self.eos_token_ids:
                 return Stop(count, "stop")
-            if self.stop_strings and self._holds_stop_string(generated, count):
+            if self.stop_strings and self._holds_stop_string(ids[prompt_length:], count):
                 return Stop(count, "stop")
             if count >= self.max_new_tokens:
                 return Stop(count, "length")

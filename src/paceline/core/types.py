@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_tree import DraftTree, is_chain
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 
@@ -77,7 +77,7 @@ class Row:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return is_chain(self.parents)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,6 +40,8 @@ class RequestState:
 
     def emit(self, result: StepResult) -> None:
         """Report a step as at most two outputs: the accepted draft tokens, and the target's own."""
+        if self.on_output is ignore_output:
+            return
         tokens, accepted = result.emitted, result.accepted
         runs = [slice(0, accepted), slice(accepted, len(tokens))]
         runs = [run for run in runs if run.start < run.stop] or [slice(0, 0)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.config import EngineConfig
 from paceline.core.draft_length import DraftLengthPolicy
@@ -103,7 +103,8 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot. Safe from any thread: the numbers are copied one by one and may be a step apart."""
-        return self._totals.snapshot(self.kv, len(self._waiting), len(self._prefilling) + len(self._running))
+        running = [request.seq for request in [*self._prefilling, *self._running]]
+        return self._totals.snapshot(self.kv, len(self._waiting), running)
 
     # --- before a step ------------------------------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class Scheduler:
         for request, num_draft_tokens, result in zip(batch.requests, batch.num_draft_tokens, results):
             seq = request.seq
             seq.stats.seconds = now - (request.started or now)
-            self._totals.count(seq, result, num_draft_tokens)
+            self._totals.draft_lengths[num_draft_tokens] += 1
             if seq.finished:
                 self._running.remove(request)
                 self._release(request, keep=True)
@@ -199,10 +200,11 @@ class Scheduler:
         return batch.requests
 
     def add_seconds(self, seconds: float) -> None:
-        self._totals.spec.seconds += seconds
+        self._totals.seconds += seconds
 
     def _release(self, request: RequestState, *, keep: bool) -> None:
         request.prefilled, request.seq.keep_cache = [], keep and self.kv.keeps_finished
+        self._totals.add(request.seq)
         self._drafter.end(request.seq)
         self._draft_length.forget(request.seq)
         self.kv.release(request.seq, keep=keep)
@@ -212,11 +214,11 @@ class Totals:
     """What an engine has done since it started."""
 
     def __init__(self) -> None:
-        self.spec = SpecStats()
+        self.seconds = 0.0
         self.failures = 0
         self.preemptions = 0
-        self._by_method: dict[str, SpecStats] = {}
-        self._draft_lengths: Counter[int] = Counter()
+        self.draft_lengths: Counter[int] = Counter()
+        self._ended: dict[str, SpecStats] = {}  # by method, of sequences that have ended
         self._prompt_tokens = self._prefix_hits = self._prefix_tokens = 0
 
     def admitted(self, seq: Sequence, kv: KVManager) -> None:
@@ -224,28 +226,39 @@ class Totals:
         self._prefix_hits += seq.num_cached_tokens > 0
         self._prefix_tokens += seq.num_cached_tokens
 
-    def count(self, seq: Sequence, result: StepResult, num_draft_tokens: int) -> None:
-        self._draft_lengths[num_draft_tokens] += 1
-        method = self._by_method.setdefault(seq.params.method or "default", SpecStats())
-        for stats in (self.spec, method):
-            result.add_to(stats)
+    def add(self, seq: Sequence) -> None:
+        """A sequence has ended. Those that run are counted when someone asks: a step has no time for it."""
+        _add_to(self._ended, seq)
 
-    def snapshot(self, kv: KVManager, waiting: int, running: int) -> EngineStats:
+    def snapshot(self, kv: KVManager, waiting: int, running: list[Sequence]) -> EngineStats:
+        by_method = {method: replace(stats) for method, stats in self._ended.items()}
+        for stats in by_method.values():
+            stats.offered_at, stats.accepted_at = [*stats.offered_at], [*stats.accepted_at]
+        for seq in running:
+            _add_to(by_method, seq)
+        spec = SpecStats()
+        for stats in by_method.values():
+            spec.add(stats)
+        spec.seconds = self.seconds
         return EngineStats(
             waiting=waiting,
-            running=running,
+            running=len(running),
             blocks_used=kv.used_blocks,
             blocks_cached=kv.cached_blocks,
             blocks_free=kv.blocks.free,
-            spec=self.spec,
-            by_method=dict(self._by_method),
+            spec=spec,
+            by_method=by_method,
             prefix_hits=self._prefix_hits,
             prefix_tokens=self._prefix_tokens,
             preemptions=self.preemptions,
             failures=self.failures,
             prompt_tokens=self._prompt_tokens,
-            draft_lengths=dict(self._draft_lengths),
+            draft_lengths=dict(self.draft_lengths),
         )
+
+
+def _add_to(by_method: dict[str, SpecStats], seq: Sequence) -> None:
+    by_method.setdefault(seq.params.method or "default", SpecStats()).add(seq.stats)
 
 
 def _arrival(request: RequestState) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.types import Row
 from paceline.models import llama, registry
-from paceline.models.checkpoint import Checkpoint
+from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native import NativeRunner, is_native, read_config
@@ -29,7 +29,7 @@ class Toy:
     def config_from_hf(self, config: Any) -> ArchConfig:
         return llama.config_from_hf(config)
 
-    def load(self, checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
+    def load(self, checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
         model, scale = llama.load(checkpoint, config), math.sqrt(config.hidden_size)
         parts = (model.config, model.embedding, model.layers, model.final_norm, model.lm_head)
         return DecoderModel(*parts, scale_embedding=lambda rows: rows * scale)

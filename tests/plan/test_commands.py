@@ -64,7 +64,7 @@ def test_without_hardware_the_sizes_are_shown_and_the_option_is_named(capsys):
     [
         ("default", "--max-seq-len", "-5"), ("default", "--hardware", "rtx-9999"),
         ("default", "--num-gpus", "0"), ("default", "--dtype", "q99"), ("default", "--memory", "-1"),
-        ("default", "--acceptance-rate", "1.5"), ("default", "--max-num-seqs", "0"), ("default", "--method", "draft"),
+        ("default", "--acceptance-rate", "1.5"), ("default", "--max-num-seqs", "0"), ("default", "--method", "draft_model"),
         ("default", "--draft-model", "gpt2", "--method", "ngram"),
     ],
 )  # fmt: skip
@@ -78,7 +78,7 @@ def test_without_a_model_the_default_one_is_planned(capsys):
 
 
 def test_a_draft_model_needs_no_method_and_a_head_needs_no_draft_model(capsys):
-    assert run_json(capsys, plan_command, *PAIR)["method"] == "draft"
+    assert run_json(capsys, plan_command, *PAIR)["method"] == "draft_model"
     assert run_json(capsys, plan_command, "default", "--method", "eagle")["draft"]["name"].startswith("eagle head")
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from paceline.core.types import DraftInput, Row
 from paceline.errors import OptionError
 from paceline.layers.gemm import GemmLauncher
-from paceline.layers.linear import Epilogue
+from paceline.layers.gemm_types import Epilogue
 from paceline.layers.linear_triton import argmax
 from paceline.quantization import registry
 from paceline.quantization.int4 import pack_int4

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.types import Row
 from paceline.errors import OptionError
-from paceline.layers.linear import Linear, UnquantizedLinear
+from paceline.layers.gemm_types import Linear
+from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization import registry
 from paceline.runners.loading import dtype_named
 from paceline.runners.native import NativeRunner, is_native, read_config

@@ -230,7 +230,6 @@ def test_metrics_count_requests_tokens_and_steps(tiny_server: RunningServer) -> 
     assert increase("paceline_kv_blocks") == 0 and metric(after, "paceline_requests_running") == 0
 
 
-@pytest.mark.xfail(strict=True, reason="KVManager takes its size from HuggingFaceRunner.free_tokens: no limit")
 def test_kv_cache_tokens_bound_the_kv_blocks(limited_server: RunningServer) -> None:
     limited_server.wait_until_idle()
     text = limited_server.http(**bearer()).get("/metrics").text

@@ -49,10 +49,14 @@ class ToyRunner(TableRunner):
         return seq_cache
 
     def fork(self, seq_cache: SequenceCache, length: int) -> TableSequenceCache:
-        fork = super().fork(seq_cache, length)
-        self.open_caches.add(id(fork))
-        if self._shares_blocks:
-            self.blocks.share(seq_cache, fork, length)
+        if not self._shares_blocks:
+            fork = super().fork(seq_cache, length)
+            self.open_caches.add(id(fork))
+            return fork
+        assert isinstance(seq_cache, TableSequenceCache)
+        fork = self.new_cache()
+        fork.tokens, fork.length = seq_cache.tokens[:length], length
+        self.blocks.share(seq_cache, fork, length)
         return fork
 
     def free(self, seq_cache: SequenceCache) -> None:

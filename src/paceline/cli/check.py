@@ -59,7 +59,7 @@ def _as_json(comparison: VocabularyComparison, pair: Pairing) -> dict[str, Any]:
 
 
 def _lines(comparison: VocabularyComparison, pair: Pairing) -> list[str]:
-    from paceline.hub.vocabulary import CROSS_VOCABULARY
+    from paceline.drafting.cross_vocab import SPEC
 
     sizes = f"{comparison.target_size} and {comparison.draft_size} tokens"
     common = min(comparison.target_size, comparison.draft_size)
@@ -69,5 +69,5 @@ def _lines(comparison: VocabularyComparison, pair: Pairing) -> list[str]:
         f"special tokens  {'; '.join(comparison.special) or 'the same'}",
         f"chat template   {'the same' if comparison.same_template else 'another'}",
         f"result          {'they fit together' if comparison.same else 'they do not fit together'}",
-        f"draft tokens    {pair.cost}{'' if comparison.same else f' (--method {CROSS_VOCABULARY})'}",
+        f"draft tokens    {pair.cost}{'' if comparison.same else f' (--method {SPEC.name})'}",
     ]

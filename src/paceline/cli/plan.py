@@ -30,7 +30,7 @@ from paceline.plan.fit import memory_fit
 from paceline.plan.hardware import Accelerator, accelerators, find_accelerator, unnamed_accelerator
 from paceline.plan.locate import find_sizes
 from paceline.plan.memory import Deployment, plan_memory
-from paceline.plan.methods import PLAIN, DraftMethod, DraftWeights, draft_method
+from paceline.plan.methods import PLAIN, DraftMethod, DraftWeights, draft_method, known_weights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.pairs import expectation_for, expectation_from_rate, pairing_note
 from paceline.plan.precision import PRECISIONS, Precision, find_precision
@@ -47,13 +47,13 @@ def draft_methods() -> list[str]:
 
 
 def weights_of(method: str) -> DraftWeights:
-    """The weights a method needs beside the target. The two usual answers are given without loading the method."""
-    if method in (PLAIN, DRAFT_MODEL):
-        return DraftWeights.NONE if method == PLAIN else DraftWeights.MODEL
-    needed = drafters.spec(method).weights
-    return {drafters.WeightsNeeded.MODEL: DraftWeights.MODEL, drafters.WeightsNeeded.HEAD: DraftWeights.HEAD}.get(
-        needed, DraftWeights.NONE
-    )
+    """The weights a method needs beside the target. The table's answers need no torch."""
+    if method == DRAFT_MODEL:
+        return DraftWeights.MODEL
+    if (weights := known_weights(method)) is not None:
+        return weights
+    by_need = {drafters.WeightsNeeded.MODEL: DraftWeights.MODEL, drafters.WeightsNeeded.HEAD: DraftWeights.HEAD}
+    return by_need.get(drafters.spec(method).weights, DraftWeights.NONE)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 SHOWN = 5
 LEAST_SHARE = 0.1  # of the target's vocabulary: with less in common, drafting through shared tokens is hopeless
 SAME, SHARED, TEXT = "same", "shared", "text"  # how a draft token is translated: not at all, by id, by characters
-CROSS_VOCABULARY = "cross_vocab"  # the method that drafts with another vocabulary
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -51,7 +50,7 @@ class VocabularyComparison:
         return (
             f"{draft} cannot draft for {target}: their vocabularies differ in {self.differing} of "
             f"{min(self.target_size, self.draft_size)} tokens (id {examples}). Choose a draft of the same family, "
-            f"train one (paceline train draft-model), translate its draft tokens (--method {CROSS_VOCABULARY}), or "
+            f"train one (paceline train draft-model), translate its draft tokens (--method cross_vocab), or "
             f"use --method ngram, which needs no draft model"
         )
 

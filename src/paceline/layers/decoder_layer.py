@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.layers.attention import HeadNorms
-from paceline.layers.linear import Linear
+from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
 
 NO_HEAD_NORMS = HeadNorms()

@@ -8,7 +8,6 @@ Three ways to multiply, by what a product waits for:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from paceline.device.properties import fits_wide_tiles, supports_pdl
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
-from paceline.layers.linear import Epilogue, Linear
+from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
 from paceline.layers.mlp_triton import silu_mul
 from paceline.layers.norm_triton import rms_norm
 
@@ -35,15 +34,6 @@ class GemmPath(Enum):
     VECTOR = auto()
     TILE = auto()
     WIDE = auto()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GemmOutput:
-    """A product. With an argmax epilogue: the best value and column of each row, still one a program."""
-
-    out: Tensor  # [rows, columns]
-    best_value: Tensor  # float32 [rows, programs]; not read where there is one program
-    best_index: Tensor  # integers [rows, programs]
 
 
 class GemmLauncher:

@@ -8,17 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
-from paceline.layers.gemm import GemmLauncher, GemmOutput
 from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
 from paceline.layers.gemm_tiling import tiling
-from paceline.layers.linear import Epilogue
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 
 VECTOR_COLUMNS = 2  # of one program
 ARGMAX_COLUMNS = 32  # the same for the LM head
 VECTOR_WARPS = 4
 
 
-def launch_unquantized(gemm: GemmLauncher, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
+def launch_unquantized(gemm: Gemm, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
     """x · weightᵀ by the kernel that suits the number of rows."""
     if gemm.fits_vector(x):
         return _by_vector(gemm, x, weight, epilogue)
@@ -30,7 +29,7 @@ def columns_of(weight_rows: int, epilogue: Epilogue) -> int:
     return weight_rows // (2 if epilogue.gate else 1)
 
 
-def _by_vector(gemm: GemmLauncher, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
+def _by_vector(gemm: Gemm, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
     columns, in_features = columns_of(weight.shape[0], epilogue), x.shape[1]
     per_program = ARGMAX_COLUMNS if epilogue.argmax else VECTOR_COLUMNS
     output = gemm.buffers(x, columns, per_program, epilogue)
@@ -43,7 +42,7 @@ def _by_vector(gemm: GemmLauncher, x: Tensor, weight: Tensor, epilogue: Epilogue
     return output
 
 
-def _by_tile(gemm: GemmLauncher, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
+def _by_tile(gemm: Gemm, x: Tensor, weight: Tensor, epilogue: Epilogue) -> GemmOutput:
     columns, in_features = columns_of(weight.shape[0], epilogue), x.shape[1]
     tile = tiling(columns, in_features, epilogue.gate, gemm.tile_rows(x.shape[0]))
     output = gemm.buffers(x, columns, tile.columns, epilogue)
@@ -65,7 +64,7 @@ class ArgmaxResult:
     hidden_states: Tensor | None  # [rows, hidden_size]
 
 
-def argmax(gemm: GemmLauncher, product: GemmOutput, embedding: Tensor | None = None) -> ArgmaxResult:
+def argmax(gemm: Gemm, product: GemmOutput, embedding: Tensor | None = None) -> ArgmaxResult:
     """Join the argmax of all programs. embedding: also look the tokens up in it."""
     rows, programs = product.best_index.shape
     if programs == 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms
-from paceline.layers.linear import Linear
+from paceline.layers.gemm_types import Linear
 from paceline.layers.mlp import silu_mul
 from paceline.layers.norm import rms_norm
 from paceline.layers.rope import rotate

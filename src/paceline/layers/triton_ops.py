@@ -6,8 +6,8 @@ from torch import Tensor
 
 from paceline.layers.attention import HeadNorms
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
-from paceline.layers.gemm import GemmLauncher, GemmOutput, GemmPath
-from paceline.layers.linear import Epilogue, Linear
+from paceline.layers.gemm import GemmLauncher, GemmPath
+from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
 from paceline.layers.linear_triton import ArgmaxResult, argmax
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
-from paceline.layers.linear import Linear, UnquantizedLinear
+from paceline.layers.gemm_types import Linear
+from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
@@ -43,7 +44,7 @@ class Safetensors:
         return None if file is None else file.get_tensor(name)
 
 
-class Checkpoint:
+class ModelCheckpoint:
     """What an architecture reads its weights from.
 
     fetch, names  a tensor by its name, and the names there are

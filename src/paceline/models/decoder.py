@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.layers.linear import Linear
+from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
 from paceline.models.config import ArchConfig
 
 if TYPE_CHECKING:
-    from paceline.layers.gemm import GemmOutput
+    from paceline.layers.gemm_types import GemmOutput
     from paceline.layers.linear_triton import ArgmaxResult
     from paceline.layers.triton_ops import TritonOps
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.layers.attention import HeadNorms
 from paceline.layers.decoder_layer import NO_HEAD_NORMS, DecoderLayer
-from paceline.layers.linear import Linear
-from paceline.models.checkpoint import Checkpoint
+from paceline.layers.gemm_types import Linear
+from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel
 
@@ -28,7 +28,7 @@ def config_from_hf(config: Any) -> ArchConfig:
     return arch_config(config, qkv_bias=bias, output_bias=bias)
 
 
-def load(checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
+def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
     layers = [_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers)]
     embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -38,7 +38,7 @@ def load(checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
     return DecoderModel(config, embedding, layers, final_norm, lm_head)
 
 
-def _lm_head(checkpoint: Checkpoint, config: ArchConfig, embedding: Tensor) -> Linear:
+def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Tensor) -> Linear:
     """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
     shape = config.vocab_size, config.hidden_size
     if not config.tie_word_embeddings and checkpoint.stores("lm_head"):
@@ -50,7 +50,7 @@ def _lm_head(checkpoint: Checkpoint, config: ArchConfig, embedding: Tensor) -> L
     return checkpoint.linear_of(embedding)
 
 
-def _layer(checkpoint: Checkpoint, config: ArchConfig, prefix: str) -> DecoderLayer:
+def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> DecoderLayer:
     hidden_size, attention, mlp = config.hidden_size, f"{prefix}self_attn.", f"{prefix}mlp."
     qkv_names = [f"{attention}{part}_proj" for part in "qkv"]
     qkv_sizes = [config.query_size, config.kv_size, config.kv_size]
@@ -69,6 +69,6 @@ def _layer(checkpoint: Checkpoint, config: ArchConfig, prefix: str) -> DecoderLa
     )
 
 
-def _head_norms(checkpoint: Checkpoint, config: ArchConfig, prefix: str) -> HeadNorms:
+def _head_norms(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> HeadNorms:
     query, key = (checkpoint.tensor(f"{prefix}{part}_norm.weight", config.head_dim) for part in "qk")
     return HeadNorms(query, key)

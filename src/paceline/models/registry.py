@@ -11,12 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol
 
-from paceline.models.checkpoint import Checkpoint
+from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 
 
-class Architecture(Protocol):
+class ArchitectureModule(Protocol):
     """A module of this room."""
 
     def unsupported(self, config: Any) -> str | None:
@@ -25,11 +25,11 @@ class Architecture(Protocol):
     def config_from_hf(self, config: Any) -> ArchConfig:
         """The sizes of a model."""
 
-    def load(self, checkpoint: Checkpoint, config: ArchConfig) -> DecoderModel:
+    def load(self, checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
         """Read a model."""
 
 
-_architectures: dict[str, str | Architecture] = {
+_architectures: dict[str, str | ArchitectureModule] = {
     "llama": "paceline.models.llama",
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
@@ -37,7 +37,7 @@ _architectures: dict[str, str | Architecture] = {
 }
 
 
-def register(model_type: str, architecture: str | Architecture) -> None:
+def register(model_type: str, architecture: str | ArchitectureModule) -> None:
     """Add an architecture: a module, or the name of one, imported when a model of the type is loaded."""
     _architectures[model_type] = architecture
 
@@ -52,7 +52,7 @@ def model_types() -> tuple[str, ...]:
     return tuple(_architectures)
 
 
-def get(model_type: str) -> Architecture | None:
+def get(model_type: str) -> ArchitectureModule | None:
     """The architecture of a model type; None: there is none."""
     architecture = _architectures.get(model_type)
     if isinstance(architecture, str):

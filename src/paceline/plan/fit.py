@@ -8,14 +8,13 @@ from enum import Enum
 
 from paceline.plan.hardware import Accelerator
 from paceline.plan.memory import Deployment, MemoryPlan, plan_memory
-from paceline.plan.methods import draft_method
+from paceline.plan.methods import weightless_method
 from paceline.plan.precision import Precision, find_precision
 
 # Sequences shorter than this are of no use, so they are not offered as a way out.
 SHORTEST_USEFUL_SEQ_LEN = 512
 _SEQ_LEN_STEP = 256
 _MOST_GPUS = 16
-_WEIGHTLESS_METHOD = "ngram"
 _FEWER_BITS_TORCH = ("bf16", "int8", "int4")
 _FEWER_BITS_GGUF = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 
@@ -89,7 +88,7 @@ def _changes_here(deployment: Deployment, accelerator: Accelerator, longest: int
         free = _free_bytes(replace(deployment, max_seq_len=longest), accelerator)
         yield FitChange(f"sequences of {longest:,} tokens", f"--max-seq-len {longest}", free)
     if deployment.drafter is not None:
-        method = draft_method(_WEIGHTLESS_METHOD)
+        method = weightless_method()
         free = _free_bytes(replace(deployment, method=method, draft=None, draft_precision=None), accelerator)
         if free >= 0:
             yield FitChange("drafts from the sequence itself, without a second model", f"--method {method.name}", free)

@@ -67,3 +67,14 @@ def draft_method(name: str, weights: DraftWeights = DraftWeights.NONE) -> DraftM
 
 
 PLAIN_DECODING = draft_method(PLAIN)
+
+
+def weightless_method() -> DraftMethod:
+    """The method to suggest where no second set of weights fits: it drafts from the sequence itself."""
+    return draft_method(str(load_table("methods.toml")["suggest_without_weights"]))
+
+
+def known_weights(name: str) -> DraftWeights | None:
+    """The weights that the table says a method needs; None where it does not say."""
+    weights = load_table("methods.toml")["method"].get(name, {}).get("weights")
+    return None if weights is None else DraftWeights(weights)

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError, OptionError
-from paceline.layers.linear import Epilogue, Linear
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.packed import PackedLinear, pack
 from paceline.quantization.registry import Tensors
-
-if TYPE_CHECKING:
-    from paceline.layers.gemm import GemmLauncher, GemmOutput
 
 GROUP_SIZE = 32
 
@@ -73,7 +70,7 @@ class Int4Linear:
         """The product with the identity is the transposed weight; the kernel keeps no other form of it."""
         return self(torch.eye(self.in_features)).t().to(dtype)
 
-    def launch(self, gemm: GemmLauncher, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
+    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None
 
 

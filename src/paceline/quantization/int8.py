@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +18,9 @@ from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError
-from paceline.layers.linear import Epilogue, Linear
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.packed import pack
 from paceline.quantization.registry import Tensors
-
-if TYPE_CHECKING:
-    from paceline.layers.gemm import GemmLauncher, GemmOutput
 
 BLOCK_ROWS = 8  # rows the kernels take at a time: a product of 2 rows costs what one of 8 does
 MAX_BLOCKED_ROWS = 128  # a longer prompt is one product
@@ -89,7 +86,7 @@ class Int8Linear:
         weight = torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
         return (weight[:, : self.in_features] * self.scales[:, None]).to(dtype)
 
-    def launch(self, gemm: GemmLauncher, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
+    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None
 
     def _product(self, rows: Tensor) -> Tensor:

@@ -6,16 +6,12 @@ That is for draft models: half or a quarter of the memory, and errors that cost 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layers.linear import Epilogue
-
-if TYPE_CHECKING:
-    from paceline.layers.gemm import GemmLauncher, GemmOutput
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +54,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)
 
-    def launch(self, gemm: GemmLauncher, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
+    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         from paceline.quantization.packed_triton import launch_packed
 
         return launch_packed(gemm, gemm.normed(x, epilogue), self, epilogue)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import triton
 from torch import Tensor
 
-from paceline.layers.gemm import GemmLauncher, GemmOutput
-from paceline.layers.linear import Epilogue
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 from paceline.layers.linear_triton import ARGMAX_COLUMNS, VECTOR_WARPS, columns_of
-from paceline.quantization.packed import PackedLinear
 from paceline.quantization.packed_kernel import packed_kernel
+
+
+class PackedWeights(Protocol):
+    """What the kernel reads of a packed linear layer."""
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def scales(self) -> Tensor: ...
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def group_size(self) -> int: ...
+
 
 COLUMNS = 8  # of one program
 STEP = 512  # columns of the weight that a program reads at a time
 
 
-def launch_packed(gemm: GemmLauncher, x: Tensor, linear: PackedLinear, epilogue: Epilogue) -> GemmOutput:
+def launch_packed(gemm: Gemm, x: Tensor, linear: PackedWeights, epilogue: Epilogue) -> GemmOutput:
     """x, already normed, through a packed linear layer."""
     columns, in_features = columns_of(linear.out_features, epilogue), x.shape[1]
     per_program = ARGMAX_COLUMNS if epilogue.argmax else COLUMNS

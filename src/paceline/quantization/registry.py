@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from paceline.errors import OptionError
-from paceline.layers.linear import Linear
+from paceline.layers.gemm_types import Linear
 
 
 class Tensors(Protocol):

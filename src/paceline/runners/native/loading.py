@@ -14,7 +14,7 @@ from paceline.core.types import ModelInfo
 from paceline.device.properties import default_dtype, supports_graphs
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.models import registry
-from paceline.models.checkpoint import Checkpoint, Safetensors
+from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.quantization import registry as formats
@@ -49,7 +49,7 @@ def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderMo
         # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
         tensors = Safetensors(folder, stack, device)
         stored = formats.format_of(config)
-        checkpoint = Checkpoint(tensors, tensors.names(), float_dtype, device, target=target, stored=stored)
+        checkpoint = ModelCheckpoint(tensors, tensors.names(), float_dtype, device, target=target, stored=stored)
         try:
             return _load(checkpoint, config)
         except torch.OutOfMemoryError as error:
@@ -61,10 +61,10 @@ def load_from_model(model: Any, weight_format: str | None = None) -> DecoderMode
     """The weights of a loaded transformers model. Joined weights are copies, the rest is shared."""
     state, first = dict(model.state_dict()), next(model.parameters())
     target = None if weight_format is None else formats.get(weight_format)
-    return _load(Checkpoint(state.get, state, first.dtype, str(first.device), target=target), model.config)
+    return _load(ModelCheckpoint(state.get, state, first.dtype, str(first.device), target=target), model.config)
 
 
-def _load(checkpoint: Checkpoint, config: Any) -> DecoderModel:
+def _load(checkpoint: ModelCheckpoint, config: Any) -> DecoderModel:
     reason = registry.unsupported(config)
     architecture = registry.get(config.model_type)
     if reason is not None or architecture is None:

@@ -114,7 +114,11 @@ class HuggingFaceRunner(Runner):
     @torch.inference_mode()
     def fork(self, seq_cache: SequenceCache, length: int) -> HuggingFaceSequenceCache:
         twin = self.new_cache()
-        self.blocks.grow(twin, length)
+        try:
+            self.blocks.grow(twin, length)
+        except OutOfMemory:
+            self.free(twin)
+            raise
         self._buffers.reserve(self._rows.count, length)
         self._buffers.copy_row(own(seq_cache).row, twin.row, length)
         twin.length = length

@@ -50,7 +50,10 @@ class KVManager:
         match = self._match(seq)
         if not self._has_room(len(seq.ids), match):
             return False
-        seq_cache = self._open(match)
+        try:
+            seq_cache = self._open(match)
+        except OutOfMemory:  # a runner that copies forks needs blocks of its own for them
+            return self.evict() and self.admit(seq)
         if not self.reserve(seq_cache, len(seq.ids)):
             self._keep(seq.ids[: seq_cache.length], seq_cache)
             return False

@@ -11,7 +11,6 @@ import argparse
 import json
 from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.config import DEFAULT_MODEL, NONE, PARTS, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
@@ -77,14 +76,12 @@ class CommandParser(argparse.ArgumentParser):
         super().error("; ".join([message, *hints]))
 
 
-@cache
 def _method_names() -> tuple[str, ...]:
     from paceline.drafting import registry
 
     return tuple(registry.names())
 
 
-@cache
 def _engine_names() -> tuple[str, ...]:
     from paceline.engines import registry
 

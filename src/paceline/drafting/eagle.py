@@ -30,7 +30,7 @@ from paceline.drafting.draft_sampling import (
     loop_uniforms,
     predrawn,
 )
-from paceline.drafting.eagle_graph import EagleGraphs, Start, widened
+from paceline.drafting.eagle_graph import ChainInput, EagleGraphs, widened
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.eagle_tree import TreeDrafting
 from paceline.drafting.head_folder import checked_target, head_folder
@@ -187,10 +187,10 @@ class Eagle(Drafter):
 
     def _with_graph(self, graphs: EagleGraphs, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
         for state in states:
-            if state.num_pending > graphs.MOST_STATES:  # a prompt; its last state starts the chain
+            if state.num_pending > graphs.MAX_STATES:  # a prompt; its last state starts the chain
                 self._read([state], but=1)
         steps = max(num_draft_tokens)
-        drafted = graphs.guess([_start(state, k, steps) for state, k in zip(states, num_draft_tokens)], steps)
+        drafted = graphs.draft([_start(state, k, steps) for state, k in zip(states, num_draft_tokens)], steps)
         for state in states:
             state.mark_read(state.num_pending)
             state.out = None
@@ -225,10 +225,10 @@ def _outputs(states: list[HeadState]) -> Tensor:
     return torch.stack([state.out for state in states if state.out is not None])
 
 
-def _start(state: HeadState, num_draft_tokens: int, num_steps: int) -> Start:
+def _start(state: HeadState, num_draft_tokens: int, num_steps: int) -> ChainInput:
     """Where a graph starts the chain of one sequence."""
     sampling = state.seq.sampling
-    return Start(
+    return ChainInput(
         state.row,
         state.length,
         state.next_position,

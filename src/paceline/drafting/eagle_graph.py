@@ -1,8 +1,8 @@
-"""A chain of an EAGLE head as one piece of work: read the true states that came in, then draft token, step after step.
+"""A chain of an EAGLE head as one CUDA graph: read the target's new hidden states, then draft token after token.
 
-Launch by launch the thirty small operations of a step cost as much as a pass of a large target. Here every shape is
-fixed and all that varies lies in tensors, so the whole chain is captured as a graph: the host lays down what is new,
-starts it, and the draft tokens stay on the device until the target has checked them.
+Launched one by one, the thirty small operations of a draft token cost as much as a pass of a large target. Here every
+shape is fixed and all that varies lies in tensors, so the whole chain is one graph: the host copies the inputs, replays
+it, and the draft tokens stay on the device until the target has verified them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from paceline.device.scratch import Scratch
 from paceline.heads.eagle import EagleHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
-ROWS = (8, 16)  # true states a sequence may bring
-LARGEST = 32  # chains that are kept; beyond it the oldest go
-# Room the buffers have from the start: whenever they move, all that was captured is captured anew, half a second each.
+ROWS = (8, 16)  # hidden states of the target that a sequence may bring
+MAX_GRAPHS = 32
+# The first size of the buffers: whenever they grow, every graph is captured again, half a second each.
 ROOM_ROWS = 16
 ROOM_TOKENS = 2048
 FACTS = 4  # integers about a sequence before its tokens: row of the buffers, entries there, position, states it brings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """Where the chain of one sequence begins."""
+class ChainInput:
+    """What the chain of one sequence starts from."""
 
     row: int  # of the buffers
     length: int  # entries in it
     place: int  # position of the next entry
-    states: Tensor  # true ones not read yet, [count, features]
+    states: Tensor  # of the target, not read yet, [count, features]
     tokens: list[int]  # the token after each of them
     temperature: float = 0.0  # 0: the argmax
     uniforms: list[float] | None = None  # a uniform number a step; needed where the temperature is above 0
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ChainSize:
     """What a chain is captured for."""
 
-    seqs: int
+    num_seqs: int
     rows: int
     steps: int
     seen: int  # columns of the buffers
@@ -63,19 +63,19 @@ class ChainBuffers:
     uniforms: Tensor  # float64 [sequences, steps]
 
     @classmethod
-    def empty(cls, size: Size, like: Tensor) -> ChainBuffers:
-        """like: states as the target hands them out."""
-        device, shape = like.device, (size.seqs, FACTS + size.rows)
+    def empty(cls, size: ChainSize, like: Tensor) -> ChainBuffers:
+        """like: hidden states as the target returns them."""
+        device, shape = like.device, (size.num_seqs, FACTS + size.rows)
         return cls(
             host_buffer(shape, torch.int64, device),
             torch.zeros(shape, dtype=torch.int64, device=device),
-            like.new_zeros(size.seqs, size.rows, like.shape[-1]),
-            torch.ones(size.seqs, 1, device=device),
-            torch.zeros(size.seqs, size.steps, dtype=torch.float64, device=device),
+            like.new_zeros(size.num_seqs, size.rows, like.shape[-1]),
+            torch.ones(size.num_seqs, 1, device=device),
+            torch.zeros(size.num_seqs, size.steps, dtype=torch.float64, device=device),
         )
 
-    def put(self, starts: list[Start], spare_row: int) -> None:
-        """Lay these sequences down. Places without a sequence work on the spare row, one state long."""
+    def put(self, starts: list[ChainInput], spare_row: int) -> None:
+        """Copy the inputs of these sequences. Unused rows of the batch work on the spare row, one state long."""
         lines = [[start.row, start.length, start.place, len(start.tokens), *start.tokens] for start in starts]
         lines += [[spare_row, 0, 0, 1]] * (self.host.shape[0] - len(starts))
         width = self.host.shape[1]
@@ -92,9 +92,9 @@ class ChainBuffers:
 
 
 class EagleGraphs:
-    """The captured chains of one head, made when first asked for."""
+    """The captured chains of one head, captured on first use."""
 
-    MAX_SEQS, MOST_STATES = NUM_SEQS[-1], ROWS[-1]
+    MAX_SEQS, MAX_STATES = NUM_SEQS[-1], ROWS[-1]
 
     def __init__(
         self, head: EagleHead, buffers: KeyBuffers, vocab_size: int, pool: GraphPool | None = None
@@ -102,13 +102,13 @@ class EagleGraphs:
         """vocab_size: the target's. pool: captures chains; by default a pool for the device of the head."""
         self._head, self._buffers, self._vocab = head, buffers, vocab_size
         pool = pool or GraphPool("a chain of draft tokens", head.target_ids.device)
-        self._graphs: GraphCache[Size, ChainBuffers, DraftOutput] = GraphCache(pool, LARGEST)
+        self._graphs: GraphCache[ChainSize, ChainBuffers, DraftOutput] = GraphCache(pool, MAX_GRAPHS)
         self._spare_row = buffers.take()
         buffers.reserve(ROOM_TOKENS, ROOM_ROWS)
         self._drawn_from = Scratch()
         self._version = buffers.version
 
-    def guess(self, starts: list[Start], steps: int) -> DraftOutput:
+    def draft(self, starts: list[ChainInput], steps: int) -> DraftOutput:
         """`steps` draft tokens for every sequence; its buffers then hold its states, and behind them the draft."""
         size = self._size(starts, steps)
         self._buffers.reserve(size.seen)
@@ -121,28 +121,28 @@ class EagleGraphs:
             lambda buffers: self._work(buffers, size),
         )
         graph.buffers.put(starts, self._spare_row)
-        made = graph.run()
+        output = graph.run()
         count = len(starts)
-        return DraftOutput(made.tokens[:count], None if made.probs is None else made.probs[:count])
+        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
 
-    def _size(self, starts: list[Start], steps: int) -> Size:
+    def _size(self, starts: list[ChainInput], steps: int) -> ChainSize:
         seqs, rows = rounded_up(len(starts), NUM_SEQS), rounded_up(max(len(start.tokens) for start in starts), ROWS)
-        assert seqs is not None and rows is not None, "more texts or states than a chain is made for"
+        assert seqs is not None and rows is not None, "more sequences or states than a chain holds"
         longest = max(start.length for start in starts) + rows + steps
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
-        return Size(seqs, rows, steps, seen, starts[0].uniforms is not None)
+        return ChainSize(seqs, rows, steps, seen, starts[0].uniforms is not None)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
-    def _work(self, given: ChainBuffers, size: Size) -> DraftOutput:
+    def _work(self, given: ChainBuffers, size: ChainSize) -> DraftOutput:
         head, facts = self._head, given.numbers
         row, length, place, count = (facts[:, index] for index in range(FACTS))
         steps = torch.arange(size.rows, device=facts.device)
         columns, positions = length[:, None] + steps, place[:, None] + steps
         output = self._pass(facts[:, FACTS:], head.fuse(given.states), row, columns, positions, size.seen)
-        out = output[torch.arange(size.seqs, device=facts.device), count - 1]
+        out = output[torch.arange(size.num_seqs, device=facts.device), count - 1]
         tokens: list[Tensor] = []
-        probs = self._drawn_from.of((size.seqs, size.steps, self._vocab), facts.device) if size.drawn else None
+        probs = self._drawn_from.of((size.num_seqs, size.steps, self._vocab), facts.device) if size.drawn else None
         for step in range(size.steps):
             if step:
                 behind = (count + step - 1)[:, None]

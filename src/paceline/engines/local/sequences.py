@@ -45,7 +45,7 @@ class SequenceBuilder:
         return Sequence(request.prompt, params)
 
     def _rule(self, request: Request) -> AcceptanceRule:
-        """The acceptance rule of a sequence, for every engine and door.
+        """The acceptance rule of a sequence, however the request arrived.
 
         A seeded sequence is verified by the coupled rule where its drafts depend on more than itself and its seed: on
         the clock, or on what other requests choose. Its output is then a function of the seed.

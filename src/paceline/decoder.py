@@ -22,7 +22,16 @@ from paceline.hub.tokenizer import Message, Tokenizer
 
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
-REQUEST_NAMES = ("max_new_tokens", "stop", "ignore_eos", "logprobs", "num_draft_tokens", "method", "prediction")
+REQUEST_NAMES = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "stop",
+    "ignore_eos",
+    "logprobs",
+    "num_draft_tokens",
+    "method",
+    "prediction",
+)
 Value = TypeVar("Value")
 
 

@@ -102,7 +102,8 @@ def test_a_device_loop_draws_what_single_steps_draw_and_no_more_numbers() -> Non
     for runner in (TableRunner(5, seed=2), DeviceRunner(5, seed=2)):
         seqs = [sequence([1, 2, 3], 60, SamplingParams(1.0, seed=1)) for _ in range(2)]
         trees = DraftModel(runner, 5).propose(seqs, [2, 4])
-        drafts.append(([tree.tokens.tolist() for tree in trees], [seq.rng.generator.get_state().tolist() for seq in seqs]))
+        states = [seq.rng.generator.get_state().tolist() for seq in seqs]
+        drafts.append(([tree.tokens.tolist() for tree in trees], states))
         assert [len(tree) for tree in trees] == [2, 4]
     assert drafts[0] == drafts[1]
 

@@ -64,7 +64,8 @@ def test_without_hardware_the_sizes_are_shown_and_the_option_is_named(capsys):
     [
         ("default", "--max-seq-len", "-5"), ("default", "--hardware", "rtx-9999"),
         ("default", "--num-gpus", "0"), ("default", "--dtype", "q99"), ("default", "--memory", "-1"),
-        ("default", "--acceptance-rate", "1.5"), ("default", "--max-num-seqs", "0"), ("default", "--method", "draft_model"),
+        ("default", "--acceptance-rate", "1.5"), ("default", "--max-num-seqs", "0"),
+        ("default", "--method", "draft_model"),
         ("default", "--draft-model", "gpt2", "--method", "ngram"),
     ],
 )  # fmt: skip

@@ -37,6 +37,13 @@ RENAMED = {
     "--batch": "--max-num-seqs",
     "--prefill-chunk": "--prefill-chunk-tokens",
     "--residents": "--prefix-cache-tokens",
+    "--no-key": "--no-api-key",
+    "--max-queue": "--max-waiting",
+    "--max-per-key": "--max-requests-per-key",
+    "--max-body": "--max-body-bytes",
+    "--request-seconds": "--request-timeout",
+    "--stall-seconds": "--stall-timeout",
+    "--drain-seconds": "--drain-timeout",
     "--served-name": "--served-model-name",
     "--ignore-end": "--ignore-eos",
 }

@@ -100,7 +100,8 @@ _CHAIN = list(range(-1, 4096))
 
 def is_chain(parents: list[int]) -> bool:
     """Whether every node follows the one before it. Compared as lists: this runs for every row of every step."""
-    return parents == _CHAIN[: len(parents)] if len(parents) <= len(_CHAIN) else parents == list(range(-1, len(parents) - 1))
+    count = len(parents)
+    return parents == (_CHAIN[:count] if count <= len(_CHAIN) else list(range(-1, count - 1)))
 
 
 def depths(parents: Sequence[int]) -> list[int]:

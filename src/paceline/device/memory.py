@@ -20,8 +20,8 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     """Memory for keys or values, all zeros: attention may read, with weight 0, entries that no token has written yet.
 
     On a CPU the system provides such memory only when it is touched, so a cache costs what sequences fill of it. It
-    comes in small units: of the huge ones the first tokens of a sequence touch two in each layer, and clearing those takes
-    as long as a pass.
+    comes in small units: of the huge ones the first tokens of a sequence touch two in each layer, and clearing those
+    takes as long as a pass.
     """
     if not on_host(device):
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
-from paceline.device.capabilities import has_graphs
+from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_sampling import (
     SampledDraft,
     can_draft_on_device,
@@ -74,7 +74,7 @@ class Eagle(Drafter):
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
         # Where launches dominate the cost, a whole chain is one graph. On a CPU only the work counts; eager has less.
-        self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if has_graphs(self._device) else None
+        self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if supports_graphs(self._device) else None
 
     # --- states of the target -----------------------------------------------------------------------------------------
 

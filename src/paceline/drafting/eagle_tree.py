@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
-from paceline.device.capabilities import is_asynchronous
+from paceline.device.properties import on_host
 from paceline.drafting.eagle_state import HeadState
 from paceline.heads.eagle import EagleHead
 from paceline.heads.kv_cache import KeyBuffers
@@ -122,7 +122,7 @@ class TreeDrafting:
 
         The answer makes the host wait for an asynchronous device; there the tree grows to its full depth instead.
         """
-        if is_asynchronous(self._device) or scores.shape[1] < max(limits):
+        if not on_host(self._device) or scores.shape[1] < max(limits):
             return False
         ordered = scores.sort(dim=1, descending=True).values
         worst = ordered[torch.arange(len(limits)), torch.tensor(limits) - 1]

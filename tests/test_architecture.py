@@ -250,6 +250,7 @@ def test_nine_of_ten_functions_are_short() -> None:
     assert lengths[int(0.9 * len(lengths))] <= P90_FUNCTION_LINES
 
 
+@pytest.mark.slow
 def test_functions_are_typed() -> None:
     def is_typed(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

@@ -84,6 +84,7 @@ def test_closing_ends_a_stream_in_progress(tiny_folder: Path) -> None:
 # --- text in, text out ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_greedy_text_is_the_models_own(decoder: SpeculativeDecoder, tiny_model: Any) -> None:
     for result, prompt in zip(decoder.generate(PROMPTS, max_new_tokens=30), PROMPTS):
         assert result.token_ids == generated_by_transformers(tiny_model, decoder, prompt)
@@ -145,6 +146,7 @@ def test_a_sequence_never_outgrows_the_context(tiny_folder: Path) -> None:
 # --- ids in, ids out --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ids_in_ids_out(decoder: SpeculativeDecoder, tiny_model: Any) -> None:
     ids = torch.randint(0, 250, (3, 8), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -195,6 +197,7 @@ def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_sequence(decoder: SpeculativeDecoder) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}
     first, second = (decoder.generate(PROMPTS[1], seed=5, **settings).token_ids for _ in range(2))

@@ -220,6 +220,7 @@ def test_a_weight_format_is_one_file(toy_format: None, tiny_folder: Path, capsys
 AMBIGUOUS = ("none", "auto", "prediction", "draft_model", "suffix", "eagle", "medusa", "layerskip")
 
 
+@pytest.mark.slow
 @needs_final_drafters
 @pytest.mark.parametrize("name", [name for name in drafters.names() if name not in AMBIGUOUS])
 def test_a_methods_name_is_in_its_own_file_and_the_registry_only(name: str) -> None:

@@ -154,6 +154,7 @@ def violations(pieces: Iterator[Piece]) -> list[str]:
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_code_uses_the_words_of_the_glossary(path: Path) -> None:
     assert violations(read_source(path)) == []

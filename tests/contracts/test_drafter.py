@@ -74,16 +74,19 @@ def test_a_drawn_draft_token_carries_its_distribution(
             assert all(float(tree.probs[node, token]) > 0 for node, token in enumerate(tree.tokens.tolist()))
 
 
+@pytest.mark.slow
 def test_a_greedy_output_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
     assert generated(batch(), engine_of(target, drafter)) == plain(target, batch())
 
 
+@pytest.mark.slow
 def test_a_coupled_output_is_unchanged(target: TableRunner, drafter: Drafter) -> None:
     """Under `coupled` an output depends on its seed alone, drafted or not."""
     expected = plain(target, batch(temperature=1.0, rule="coupled"))
     assert generated(batch(temperature=1.0, rule="coupled"), engine_of(target, drafter)) == expected
 
 
+@pytest.mark.slow
 def test_an_output_does_not_depend_on_its_batch(target: TableRunner, drafter: Drafter) -> None:
     """The random numbers of a sequence and its drafter state are its own: the output is the same alone."""
     together = generated(batch(temperature=1.0), engine_of(target, drafter))
@@ -91,6 +94,7 @@ def test_an_output_does_not_depend_on_its_batch(target: TableRunner, drafter: Dr
     assert together == alone
 
 
+@pytest.mark.slow
 def test_an_end_inside_an_accepted_run(target: TableRunner, drafter: Drafter) -> None:
     end = frozenset({plain(target, batch())[0][7]})
     seqs = batch(ends=end)
@@ -98,6 +102,7 @@ def test_an_end_inside_an_accepted_run(target: TableRunner, drafter: Drafter) ->
     assert seqs[0].finish_reason == "stop" and seqs[0].ids[-1] in end
 
 
+@pytest.mark.slow
 def test_sequences_come_and_go(target: TableRunner, drafter: Drafter) -> None:
     """Sequences that end make room for others; ending twice, or before `begin`, is harmless."""
     engine, seqs = engine_of(target, drafter, max_num_seqs=2), batch(length=9)

@@ -112,6 +112,7 @@ HOPELESS: Rate = lambda place, depth: 0.0  # noqa: E731
 NEARLY_HOPELESS: Rate = lambda place, depth: 0.04  # noqa: E731
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", [GPU, CPU, INT8], ids=["gpu", "cpu", "int8"])
 @pytest.mark.parametrize("rate", [HOPELESS, NEARLY_HOPELESS], ids=["hopeless", "nearly"])
 @pytest.mark.parametrize("tokens", [256, 2000])

@@ -152,6 +152,7 @@ def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(AutoDrafter(Suffix(), {}))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(auto_with_a_draft_model())
 

@@ -153,6 +153,7 @@ def test_greedy_outputs_are_unchanged(way: str) -> None:
     check_greedy(cross_vocab(way))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways in one batch: the sequences with 3 draft tokens use one, those with 2 the other."""
     drafter = cross_vocab()

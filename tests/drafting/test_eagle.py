@@ -198,6 +198,7 @@ def reference_rows(head: EagleHead, states: Tensor, ids: list[int], path: list[i
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3", "speculators"])
 @torch.inference_mode()
 def test_cached_chains_are_what_a_fresh_computation_says(
@@ -215,6 +216,7 @@ def test_cached_chains_are_what_a_fresh_computation_says(
             path.append(token)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3"])
 @torch.inference_mode()
 def test_trees_are_grown_by_the_rule(layout: str, target: HuggingFaceRunner, tmp_path: Path) -> None:
@@ -252,21 +254,25 @@ def grown_path_by_path(
 # --- exactness --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_outputs_are_unchanged(kind: str, shape: str) -> None:
     check_greedy(made(shape, toy_head(kind, seed=3), toy()))
 
 
+@pytest.mark.slow
 def test_chains_carry_the_q_they_were_drawn_from() -> None:
     result = check_sampled(Eagle(toy_head(), toy()))
     assert result.new_tokens >= 50_000
 
 
+@pytest.mark.slow
 def test_sampled_trees_are_exact() -> None:
     check_sampled(Eagle(toy_head(), toy(), nodes=3, branches=2, depth=3))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_with_whole_chains_are_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = with_graphs(Eagle(toy_head(), toy()))
     monkeypatch.setattr(drafter, "_step_by_step", None)  # every chain is whole
@@ -274,6 +280,7 @@ def test_sampled_outputs_with_whole_chains_are_the_targets(monkeypatch: pytest.M
     assert result.accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_whole_chain_is_what_steps_would_make(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts, buffers that grow on the way, and unequal draft lengths."""
@@ -436,6 +443,7 @@ def test_a_head_for_another_target_is_refused(target: HuggingFaceRunner) -> None
         Eagle(toy_head(), toy(), branches=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["eagle1", "eagle3", "specforge", "speculators"])
 @pytest.mark.parametrize("options", [{}, {"nodes": 6}], ids=["chain", "tree"])
 def test_published_heads_draft(layout: str, options: dict[str, Any], target: HuggingFaceRunner, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_greedy_outputs_of_the_toy_are_unchanged() -> None:
     check_greedy(LayerSkip(target, 1, adapter_for(4)))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_are_exact() -> None:
     target = toy()
     check_sampled(LayerSkip(target, 1, adapter_for(4)), target)

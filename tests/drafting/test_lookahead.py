@@ -121,10 +121,12 @@ def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Lookahead(columns=4, run=4))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(Lookahead(columns=2, run=3))
 
 
+@pytest.mark.slow
 def test_a_transformers_model_reads_window_and_draft_tokens(tiny_model: Any) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")
     assert assert_unchanged(target, Lookahead(), [[5, 7, 9, 5, 7, 9, 5, 7]], 80, 6).accepted > 0

@@ -88,6 +88,7 @@ def test_greedy_outputs_are_unchanged(reduced: bool) -> None:
     check_greedy(Medusa(toy_heads(reduced=reduced), toy()))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_are_exact() -> None:
     check_sampled(Medusa(toy_heads(reduced=True), toy(), branches=2))
 

@@ -87,5 +87,6 @@ def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Prediction(), prediction=[2, 0, 1, 3, 3, 1, 0, 2, 2, 1] * 6)
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(Prediction(longest=3, shortest=1), prediction=[0, 1, 2, 3, 3, 1, 0, 2, 2, 1] * 20)

@@ -79,5 +79,6 @@ def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(every_method(), methods=("draft_model", "ngram", "suffix"))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(every_method(), methods=("ngram", "none", "suffix"))

@@ -171,6 +171,7 @@ def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Suffix(remember=1))
 
 
+@pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
     assert check_sampled(Suffix(remember=0.2), length=500, copies=50).tokens_per_step > 1.5
 

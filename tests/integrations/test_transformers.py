@@ -31,6 +31,7 @@ def both(model: Any, ids: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
     return model.generate(ids, **settings), model.generate(ids, custom_generate=paceline.hf_generate, **own, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -56,6 +56,7 @@ def test_a_registered_architecture_loads_although_transformers_does_not_have_it(
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fused_passes_scale_the_embedding_too(toy_folder: Path) -> None:
     from paceline.core.types import DraftInput
 

@@ -40,3 +40,12 @@ def test_no_checkpoint_is_stored_in_a_format_of_conversion(weight_format: Any) -
     assert not weight_format.matches(object())
     with pytest.raises(CapabilityError, match="converted at load"):
         weight_format.load({}, ["layer"])
+
+
+def test_a_layer_used_inside_inference_mode_works_outside_of_it() -> None:
+    """Its buffers are kept for the next product of the same size, wherever that is computed."""
+    linear = int8.quantize(torch.randn(96, 48))
+    x = torch.randn(5, 48)
+    with torch.inference_mode():
+        inside = linear(x).clone()
+    assert torch.equal(linear(x), inside)

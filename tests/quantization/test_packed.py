@@ -43,6 +43,7 @@ def test_int4_names_the_sizes_it_takes() -> None:
         pack_int4(torch.randn(4, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_products_agree_with_float64(bits: int, rows: int) -> None:
@@ -75,6 +76,7 @@ class PackedInt4:
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_a_packed_draft_model_drafts_what_single_steps_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry._formats, "packed-int4", PackedInt4())
     model = tiny("llama", hidden_size=96, intermediate_size=96, num_hidden_layers=1).to(DEVICE)

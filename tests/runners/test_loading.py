@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from paceline import SpeculativeDecoder
@@ -15,6 +17,7 @@ print([name for name in ("transformers.modeling_utils", "scipy", "matplotlib", "
 """
 
 
+@pytest.mark.slow
 def test_our_own_runner_does_without_transformers_models(tiny_folder: Path) -> None:
     program = PROGRAM.format(folder=str(tiny_folder))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -80,6 +80,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
 def test_a_malformed_body_is_refused(tiny_server: RunningServer, name: str) -> None:
     error_message(tiny_server.http().post(CHAT, content=BODIES[name], headers=JSON))
@@ -121,6 +122,7 @@ def test_unknown_paths_and_methods(tiny_server: RunningServer) -> None:
     assert tiny_server.http().get("/page/%2e%2e/app.py").status_code == 404
 
 
+@pytest.mark.slow
 def test_a_half_open_connection_is_closed(tiny_server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
@@ -128,6 +130,7 @@ def test_a_half_open_connection_is_closed(tiny_server: RunningServer) -> None:
         assert connection.recv(1024) == b""  # closed without a response
 
 
+@pytest.mark.slow
 def test_a_body_that_never_arrives_times_out(tiny_server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
         connection.sendall(

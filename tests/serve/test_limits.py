@@ -82,6 +82,7 @@ def test_api_keys_are_kept_as_hashes() -> None:
 # --- admission control ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_requests_beyond_the_queue_get_429_with_retry_after(limited_server: RunningServer) -> None:
     def post(index: int) -> Any:
         key = KEY if index % 2 else OTHER_KEY

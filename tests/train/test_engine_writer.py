@@ -105,6 +105,7 @@ def test_the_same_seed_generates_the_same_sequences(target_model: Any) -> None:
         assert generate(3) == generate(3) != generate(4)
 
 
+@pytest.mark.slow
 def test_sampled_tokens_have_the_models_distribution_without_its_tail(target_model: Any) -> None:
     """2000 first tokens against softmax(logits / temperature) cut at MIN_P of the best."""
     temperature, count = 0.8, 2000

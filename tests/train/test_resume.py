@@ -66,6 +66,7 @@ def test_a_killed_and_resumed_training_equals_an_uninterrupted_one(
     assert before == losses(whole)[: len(before)]
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_with_advice(
     target_folder: Path, sequences_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:

@@ -121,8 +121,9 @@ def _workspace(tokens: int, columns: int) -> Workspace:
     if workspace is not None:
         return workspace
     unblocked = tokens == 1 or tokens > MAX_BLOCKED_ROWS
-    rows = torch.zeros(tokens if unblocked else -(-tokens // BLOCK_ROWS) * BLOCK_ROWS, columns + RANGE_COLUMNS)
-    rows[:, columns], rows[:, columns + 1] = 1.0, -1.0
+    with torch.inference_mode(False):  # a buffer made inside inference mode could not be written outside of it
+        rows = torch.zeros(tokens if unblocked else -(-tokens // BLOCK_ROWS) * BLOCK_ROWS, columns + RANGE_COLUMNS)
+        rows[:, columns], rows[:, columns + 1] = 1.0, -1.0
     workspace = Workspace(rows, rows[:tokens, :columns])
     if tokens <= MAX_BLOCKED_ROWS:
         _workspaces.by_size[tokens, columns] = workspace

@@ -61,6 +61,7 @@ def test_three_tokens_are_distributed_as_enumerated(case: Case, outcomes: dict[s
         assert outcome.stats.accepted > 0.1 * outcome.samples, "hardly any draft token was accepted: this shows little"
 
 
+@pytest.mark.slow
 def test_a_few_samples_tell_a_right_rule_from_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert measured("token", draft_model, FEWEST).passed
     monkeypatch.setitem(verify.RULES, "token", wrong_rule(target_prob_above_rand))

@@ -41,6 +41,7 @@ def trees_after(seq_caches: list[SequenceCache]) -> list[Row]:
     return [Row(seq_cache, torch.tensor(tokens), parents) for seq_cache, (tokens, parents) in zip(seq_caches, TREES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes"), [("llama", {}), ("qwen2", {}), ("qwen3", {}), ("qwen3", {"attention_bias": True})]
 )
@@ -62,6 +63,7 @@ def test_trees_of_a_batch_agree_with_float64(kind: str, changes: dict[str, Any])
     assert torch.equal(ours.best, reference.logits.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("nodes", [6, 14, 20])  # rows for tiles of 32 and 64, and more than one of these
 def test_wide_passes_agree_with_float64(nodes: int, batch_invariant: bool) -> None:
@@ -80,6 +82,7 @@ def test_wide_passes_agree_with_float64(nodes: int, batch_invariant: bool) -> No
     assert ours.best is not None and torch.equal(ours.best, reference.logits.argmax(-1))
 
 
+@pytest.mark.slow
 def test_a_node_is_the_same_bits_at_every_width() -> None:
     runner = fused("llama")
     prompt = torch.randint(0, 101, (126,))  # the chain crosses the edge of a chunk
@@ -92,6 +95,7 @@ def test_a_node_is_the_same_bits_at_every_width() -> None:
     assert torch.equal(together, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_how_many_programs_share_the_chunks_changes_no_bit(lanes: int) -> None:
     runner = fused("llama")
@@ -124,6 +128,7 @@ def test_a_batch_invariant_runner_reads_prompts_one_by_one(monkeypatch: pytest.M
         assert torch.equal(ours.logits, runner.forward([Row.chain(runner.new_cache(), prompt)], last_only=True).logits)
 
 
+@pytest.mark.slow
 def test_a_drafting_graph_drafts_what_single_steps_would() -> None:
     runner = fused("llama")
     prompts = [torch.randint(0, 101, (length,)).tolist() for length in (9, 70, 3)]
@@ -152,6 +157,7 @@ def prepared(runner: NativeRunner, prompts: list[list[int]]) -> list[SequenceCac
     return seq_caches
 
 
+@pytest.mark.slow
 def test_several_decode_steps_write_what_single_passes_would() -> None:
     runner = fused("llama")
     prompts = [torch.randint(0, 101, (length,)).tolist() for length in (62, 127)]  # a block and a chunk are crossed
@@ -179,6 +185,7 @@ def test_decode_steps_without_free_blocks_change_nothing() -> None:
     assert seq_cache.length == 63 and len(runner.blocks.table(seq_cache)) == 1
 
 
+@pytest.mark.slow
 def test_a_sampling_graph_returns_the_distributions_it_drew_from() -> None:
     runner = fused("llama")
     prompt = list(range(5, 30))

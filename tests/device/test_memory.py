@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.device.memory import host_buffer, zeroed_cache
+from paceline.device.memory import Upload, host_buffer, zeroed_cache
 
 STATM = Path("/proc/self/statm")
 ALIGNMENT = 64  # bytes: as torch aligns its own memory
@@ -38,3 +38,19 @@ def test_a_cache_costs_what_is_filled_of_it() -> None:
 def test_a_host_buffer_is_pinned_only_for_a_gpu() -> None:
     buffer = host_buffer((2, 3), torch.int64, CPU)
     assert buffer.shape == (2, 3) and not buffer.any() and not buffer.is_pinned()
+
+
+@pytest.mark.gpu
+def test_a_host_buffer_is_refilled_only_after_its_copy_has_left() -> None:
+    """The copy waits behind long work; what the host writes next must not travel with it."""
+    target = torch.zeros(4, dtype=torch.int64, device="cuda")
+    host = host_buffer((4,), torch.int64, target.device)
+    upload, busy = Upload(host, target), torch.randn(8192, 8192, device="cuda")
+    copies = []
+    for value in range(4):
+        upload.wait()
+        host.fill_(value)
+        busy = busy @ busy / 90.0
+        upload.send()
+        copies.append(target.clone())
+    assert [int(copy[0]) for copy in copies] == [0, 1, 2, 3]

@@ -29,3 +29,24 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+class Upload:
+    """Copies a host buffer to the device again and again. The host must not refill it before the last copy has left.
+
+    The copy runs beside the host, which is often several passes ahead.
+    """
+
+    def __init__(self, host: Tensor, device: Tensor) -> None:
+        self._host, self._device = host, device
+        self._sent = torch.cuda.Event() if device.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """The host buffer may be filled."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+    def send(self) -> None:
+        self._device.copy_(self._host, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()

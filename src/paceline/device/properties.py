@@ -27,6 +27,11 @@ def supports_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def supports_persistent_kernels(device: torch.device) -> bool:
+    """Whether a kernel may hold every multiprocessor with a large share of shared memory: Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def multiprocessor_count(device: torch.device) -> int:
     """How many programs run at the same time, each on a multiprocessor of its own."""
     if device.type != "cuda":

@@ -16,6 +16,35 @@ NO_HEAD_NORMS = HeadNorms()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Everything a layer of this kind reads, for a kernel that runs it whole. None: the layer has no such part."""
+
+    attention_norm: Tensor
+    qkv: Tensor | None
+    qkv_bias: Tensor | None
+    output: Tensor | None
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every product multiplies by one matrix in floating point."""
+        return all(matrix is not None for matrix in (self.qkv, self.output, self.gate_up, self.down))
+
+    def addresses(self) -> list[int]:
+        """Where the tensors lie, in the order of the fields; 0 for none. The last is the place of a feature."""
+        tensors = (
+            self.attention_norm, self.qkv, self.qkv_bias, self.output, self.output_bias, self.mlp_norm,
+            self.gate_up, self.down, self.query_norm, self.key_norm,
+        )  # fmt: skip
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
     """Weights of one layer, and their wiring. q, k and v are one linear layer; so are gate and up."""
 
@@ -36,6 +65,14 @@ class DecoderLayer:
         hidden_states = ops.project_add(attended, self.output, hidden_states, self.output_bias)
         activated = ops.gated(hidden_states, self.mlp_norm, self.gate_up)
         return ops.project_add(activated, self.down, hidden_states)
+
+    def weights(self) -> LayerWeights:
+        """Its tensors, for a kernel that runs the whole layer."""
+        norms = self.head_norms
+        return LayerWeights(
+            self.attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, self.mlp_norm,
+            self.gate_up.matrix, self.down.matrix, norms.query, norms.key,
+        )  # fmt: skip
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

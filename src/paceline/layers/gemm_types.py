@@ -86,6 +86,11 @@ class Linear(Protocol):
     def nbytes(self) -> int:
         """Bytes of weights that a product reads."""
 
+    @property
+    def matrix(self) -> Tensor | None:
+        """The weight, where it is one matrix in floating point."""
+        return None
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The eager product. [rows, out_features]"""
 

@@ -33,6 +33,10 @@ class UnquantizedLinear:
     def nbytes(self) -> int:
         return self.weight.nbytes
 
+    @property
+    def matrix(self) -> Tensor | None:
+        return self.weight
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
 from paceline.models.config import ArchConfig
@@ -27,6 +28,10 @@ class Layer(Protocol):
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""
+
+    def weights(self) -> LayerWeights | None:
+        """Its tensors, where it is wired like layers/decoder_layer.py; None: another kind of layer."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -60,6 +60,10 @@ class Int4Linear:
     def nbytes(self) -> int:
         return self.packed.nbytes
 
+    @property
+    def matrix(self) -> Tensor | None:
+        return None
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
             x.contiguous(), self.packed, GROUP_SIZE, self.in_features, self.out_features

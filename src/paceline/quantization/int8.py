@@ -72,6 +72,10 @@ class Int8Linear:
     def nbytes(self) -> int:
         return self.out_features * (self.in_features + RANGE_COLUMNS) + self.scales.nbytes
 
+    @property
+    def matrix(self) -> Tensor | None:
+        return None
+
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         workspace = _workspace(x.shape[0], self.in_features)
         largest = x.abs().amax(dim=-1, keepdim=True).clamp_min_(1e-20)

@@ -39,6 +39,10 @@ class PackedLinear:
         return self.values.nbytes + self.scales.nbytes
 
     @property
+    def matrix(self) -> Tensor | None:
+        return None
+
+    @property
     def group_size(self) -> int:
         """Columns that share a scale."""
         return self.in_features // self.scales.shape[1]

@@ -27,6 +27,7 @@ from paceline.runners.native.eager_pass import attention_sizes
 from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
+from paceline.runners.native.persistent_pass import OutputWish, PersistentPass, TokenSource
 
 NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
 # One sequence: all sizes up to a tile cost the same within 3%, and each graph costs a second or two, once.
@@ -97,15 +98,12 @@ def triton_ops(
     return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_cache, gemm))
 
 
-def _runs(captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
-    """Whether a graph of one size may run another size.
-
-    Not a much larger one: after a single long sequence all others would launch its empty chunks. And only one that
-    multiplies in the same way: another way would change the numbers.
-    """
+def _runs(captured: PassSize, size: PassSize) -> bool:
+    """Whether a graph of one size may run another size. Not a much larger one: after a single long sequence all others
+    would launch its empty chunks."""
     if not captured.holds(size) or captured.chunks > 2 * size.chunks:
         return False
-    return captured.rows <= max(TILE_ROWS, 2 * size.rows) and ops.path(captured.rows) == ops.path(size.rows)
+    return captured.rows <= max(TILE_ROWS, 2 * size.rows)
 
 
 class DecodeGraphs:
@@ -124,6 +122,7 @@ class DecodeGraphs:
         self._model, self._kv, self._options = model, kv, options
         extra = rope_cache.shape[0] - model.config.max_seq_len  # positions past the longest sequence
         self._table_width = -(-(min(model.config.max_seq_len, kv.num_tokens) + extra) // kv.block_size)
+        self._persistent = _persistent_pass(model, kv, rope_cache, options)
         self.ops = triton_ops(model, kv, rope_cache, batch_invariant=batch_invariant)
         self._draft_ops = triton_ops(model, kv, rope_cache, use_vectors=True)
         self._forward: GraphCache[ForwardKey, PassInputs, PassOutput] = GraphCache(
@@ -144,7 +143,10 @@ class DecodeGraphs:
         """The size a pass runs at; None: too wide, too many or too long for any."""
         chunks = rounded_up(-(-tokens // CHUNK), CHUNKS)
         width, seqs = rounded_up(nodes, FEW_NODES if num_seqs == 1 else NODES), rounded_up(num_seqs, NUM_SEQS)
-        return None if chunks is None or width is None or seqs is None else PassSize(seqs, width, chunks)
+        if chunks is None or width is None or seqs is None:
+            return None
+        # The one kernel reads as much context as there is, so one graph serves every length.
+        return PassSize(seqs, width, CHUNKS[-1] if self.is_persistent(seqs * width) else chunks)
 
     def fits_rows(self, rows: list[Row], last_only: bool) -> PassSize | None:
         """The size these rows run at; None: another pass is better or the only one."""
@@ -179,6 +181,7 @@ class DecodeGraphs:
     def draft(self, graph: DraftGraph, inputs: list[DraftInput], num_tokens: int) -> DraftOutput:
         """Draft tokens for these sequences; blocks for all tokens of the graph are reserved."""
         buffers = graph.buffers
+        buffers.inputs.begin()
         for index, draft in enumerate(inputs):
             buffers.inputs.put_lead(index, draft.ids, self._kv.table(draft.seq_cache))
         buffers.inputs.send(len(inputs))
@@ -191,6 +194,7 @@ class DecodeGraphs:
     def _prepared(self, rows: list[Row], size: PassSize) -> ForwardGraph:
         """The graph of this size with these rows in its inputs."""
         graph = self.forward_graph(size)
+        graph.buffers.begin()
         for index, row in enumerate(rows):
             graph.buffers.put_row(index, row, self._kv.table(row.seq_cache))
         graph.buffers.send(len(rows))
@@ -227,11 +231,22 @@ class DecodeGraphs:
 
     def _runs_forward(self, captured: ForwardKey, key: ForwardKey) -> bool:
         kind, other = (captured.want_hidden, captured.feature_layers), (key.want_hidden, key.feature_layers)
-        return kind == other and _runs(captured.size, key.size, self.ops)
+        return kind == other and _runs(captured.size, key.size) and self._same_path(captured.size, key.size, self.ops)
 
     def _runs_draft(self, captured: DraftKey, key: DraftKey) -> bool:
         enough = captured.sampled == key.sampled and captured.num_tokens >= key.num_tokens
-        return enough and _runs(captured.size, key.size, self._draft_ops)
+        same = self._same_path(captured.size, key.size, self._draft_ops)
+        return enough and same and _runs(captured.size, key.size)
+
+    def _same_path(self, captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
+        """Whether both are multiplied in the same way: another way would change the numbers."""
+        if self.is_persistent(captured.rows) or self.is_persistent(size.rows):
+            return self.is_persistent(captured.rows) and self.is_persistent(size.rows)
+        return ops.path(captured.rows) == ops.path(size.rows)
+
+    def is_persistent(self, rows: int) -> bool:
+        """Whether so many rows are read by one kernel."""
+        return self._persistent is not None and self._persistent.holds(rows)
 
     def _draft_buffers(self, key: DraftKey) -> DraftBuffers:
         device, num_seqs = self._kv.device, key.size.num_seqs
@@ -245,6 +260,8 @@ class DecodeGraphs:
 
     def _forward_work(self, inputs: PassInputs) -> PassOutput:
         model, options, ops = self._model, self._options, self.ops
+        if self._persistent is not None and self._persistent.holds(inputs.token_ids.numel()):
+            return self._persistent_forward(self._persistent, inputs)
         hidden_states = model.embed(inputs.token_ids.view(-1))
         states = model.run_layers(
             hidden_states, inputs.batch, ops, options.feature_layers, last=options.last_layer
@@ -253,12 +270,40 @@ class DecodeGraphs:
         logits = model.fused_logits(states.hidden_states, ops)
         return PassOutput(logits.out, ops.argmax(logits).token, hidden, states.features)
 
+    def _persistent_forward(self, run: PersistentPass, inputs: PassInputs) -> PassOutput:
+        wish = OutputWish(hidden=self._options.want_hidden, features=self._options.feature_layers)
+        output = run(TokenSource(inputs.token_ids, inputs.batch.nodes), inputs.batch, wish)
+        return PassOutput(output.logits, output.best, output.hidden, output.features)
+
+    def _persistent_draft(self, run: PersistentPass, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
+        """One launch a draft token; each reads its tokens where the one before has left them."""
+        batch, wish = buffers.inputs.batch, OutputWish(logits=key.sampled)
+        source, tokens = TokenSource(buffers.inputs.token_ids, LEAD_TOKENS), []
+        probs = self._new_draft_probs(batch, key)
+        for step in range(key.num_tokens):
+            output = run(source, batch, wish)
+            if probs is None:
+                source = TokenSource(output.best, batch.nodes, batch.nodes - 1)
+                tokens.append(output.best.view(batch.num_seqs, -1)[:, -1])
+            else:
+                last = output.logits.view(batch.num_seqs, batch.nodes, -1)[:, -1]
+                probs[:, step] = torch.softmax(last / buffers.temperatures, dim=-1)
+                tokens.append(draw(probs[:, step], buffers.uniforms[:, step]))
+                source = TokenSource(tokens[-1], 1)
+            batch = replace(batch, nodes=1, offset=LEAD_TOKENS + step)  # of single nodes the kernel reads no depths
+        return DraftOutput(torch.stack(tokens, dim=1), probs)
+
+    def _new_draft_probs(self, batch: TritonBatch, key: DraftKey) -> Tensor | None:
+        shape = (batch.num_seqs, key.num_tokens, self._model.lm_head.out_features)
+        return self._draft_probs.of(shape, self._kv.device) if key.sampled else None
+
     def _draft_work(self, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
+        if self._persistent is not None and self._persistent.holds(buffers.inputs.token_ids.numel()):
+            return self._persistent_draft(self._persistent, buffers, key)
         model, ops, batch = self._model, self._draft_ops, buffers.inputs.batch
         hidden_states = model.embed(buffers.inputs.token_ids.view(-1))
         tokens: list[Tensor] = []
-        shape = (batch.num_seqs, key.num_tokens, model.lm_head.out_features)
-        probs = self._draft_probs.of(shape, self._kv.device) if key.sampled else None
+        probs = self._new_draft_probs(batch, key)
         for step in range(key.num_tokens):
             states = model.run_layers(hidden_states, batch, ops, last=self._options.last_layer).hidden_states
             last = states if step else states.view(batch.num_seqs, LEAD_TOKENS, -1)[:, -1].contiguous()
@@ -273,6 +318,15 @@ class DecodeGraphs:
             hidden_states = model.embed(token) if vectors is None else vectors
             batch = _single(batch, LEAD_TOKENS + step)
         return DraftOutput(torch.stack(tokens, dim=1), probs)
+
+
+def _persistent_pass(
+    model: DecoderModel, kv: KVCache, rope_cache: Tensor, options: OutputOptions
+) -> PersistentPass | None:
+    """The pass that is one kernel; None: for this model or device there is none, or the pass ends at an early exit."""
+    if options.last_layer < model.config.num_layers:
+        return None
+    return PersistentPass.of(model, kv, rope_cache)
 
 
 def _single(batch: TritonBatch, offset: int) -> TritonBatch:

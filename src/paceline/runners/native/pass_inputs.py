@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.draft_tree import depths
 from paceline.core.types import Row
-from paceline.device.memory import host_buffer
+from paceline.device.memory import Upload, host_buffer
 from paceline.layers.attention_triton import TritonBatch
 
 MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
@@ -60,6 +60,7 @@ class PassInputs:
         total = num_seqs * (2 + 3 * nodes + table_width)
         self._host = host_buffer((total,), torch.int64, device)
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
+        self._upload = Upload(self._host, self._device)
         self._arrays: dict[str, NDArray[np.int64]] = {
             name: view.numpy() for name, view in self._views(self._host).items()
         }
@@ -79,6 +80,10 @@ class PassInputs:
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         parts = flat.split([int(np.prod(shape)) for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
+
+    def begin(self) -> None:
+        """Before the first row of a pass."""
+        self._upload.wait()
 
     def put_row(self, index: int, row: Row, table: list[int]) -> None:
         """Sequence `index` reads this row after what its cache holds. `send_tokens` copies tokens on the device."""
@@ -104,7 +109,7 @@ class PassInputs:
     def send(self, num_seqs: int) -> None:
         """Send everything; there are no sequences beyond the first `num_seqs`."""
         self._arrays["counts"][num_seqs:] = 0
-        self._device.copy_(self._host, non_blocking=True)
+        self._upload.send()
 
     def send_tokens(self, rows: list[Row]) -> None:
         """Copy the tokens of rows that are on the device already, such as draft tokens."""

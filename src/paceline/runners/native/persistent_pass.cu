@@ -1,0 +1,861 @@
+// One pass of a whole decoder over up to 8 * NT tokens, as one persistent kernel.
+//
+// Shapes are compile-time constants (see layers/decode_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
+// NT, BLOCK_SIZE, EPS, SCALE, QK_NORM, PREFETCH_TILES.
+//
+// The grid has one block a multiprocessor. Phases are separated by counters in global memory; the first weights of the
+// next phase are loaded into registers before a block waits, so the memory bus works while blocks wait for each other.
+//
+// Every sum runs in an order that depends on absolute positions only. So a token's numbers are the same bits whether it
+// is read alone, among draft tokens, in a tree or among other sequences.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int THREADS = 512;
+constexpr int WARPS = 16;
+constexpr int HALF = HEAD_DIM / 2;
+constexpr int QKV = QUERY + 2 * KV_HEADS * HEAD_DIM;
+constexpr int KV_STRIDE = KV_HEADS * HEAD_DIM;     // between tokens of the cache
+constexpr int MAX_ROWS = 8 * NT;
+constexpr int TILES_AT_ONCE = NT == 1 ? 4 : (NT == 2 ? 2 : 1);  // tiles whose partial sums are joined together
+constexpr int SUMS = TILES_AT_ONCE * NT * 128;     // of one warp
+static_assert(SUMS == THREADS, "a thread joins one sum: NT is 1, 2 or 4");
+constexpr int SPLIT = 512;                         // tokens of context that one block attends to
+constexpr int CHUNK = SPLIT / WARPS;               // tokens of context of one warp
+constexpr int HEAD_ROWS = 16;                      // (node, query head) pairs of one block
+constexpr int NODES_PER_TILE = HEAD_ROWS / GROUP;
+constexpr int SLOT_BYTES = 2 * THREADS * 16;       // of the ring of weights: a unit of every warp
+constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
+constexpr int LAYER_FIELDS = 11;
+#define NEGATIVE __int_as_float(0xff800000)
+
+enum Field { ATTENTION_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT_WEIGHT, OUTPUT_BIAS, MLP_NORM, GATE_UP, DOWN, QUERY_NORM, KEY_NORM,
+             FEATURES };
+enum Phase { PHASE_QKV, PHASE_ATTEND, PHASE_OUTPUT, PHASE_GATE, PHASE_DOWN, NUM_PHASES };
+
+struct AttentionArgs {
+  const i64* blocks;
+  const int* table;  // the same in shared memory; null where they are too many
+  const float* rope;
+  u16 *keys, *values;
+  const u16* qkv;
+  u16* attended;
+  float *partial, *partial_stats;
+  int* splits_done;
+  int nodes, table_width, cache_tokens, max_splits;
+};
+
+// --- small things ---------------------------------------------------------------------------------------------------
+
+// The index of this thread, read anew: what is derived from it is computed where it is used, not kept in a register.
+__device__ __forceinline__ int this_thread() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ float wide(u16 value) { return __uint_as_float((u32)value << 16); }
+__device__ __forceinline__ float wide_low(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float wide_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ u32 narrow2(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ u32 times(u32 a, u32 b) {  // of two pairs
+  u32 product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+__device__ __forceinline__ u16 narrow(float value) { return (u16)(narrow2(value, 0.f) & 0xffffu); }
+
+__device__ __forceinline__ uint4 load_shared_by_blocks(const u16* at) {  // written by other blocks: from L2
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ float load_float(const float* at) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ int load_int(const int* at) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ u16 load_narrow(const u16* at) {
+  u16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
+  return v;
+}
+// Sixteen bytes of weights into shared memory, beside everything else; zeros where they are not wanted. Loads into registers
+// cannot run as far ahead: the compiler waits for the youngest of them whenever it waits for the oldest.
+__device__ __forceinline__ void copy_weights(u32 to, const u16* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ __forceinline__ void copy_async(u16* to, const u16* from) {
+  u32 at = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+__device__ __forceinline__ void prefetch_l2(const void* at, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 transposed(u32 v) {  // an 8 x 8 matrix across the warp
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
+  return d;
+}
+__device__ __forceinline__ void better(float& value, int& place, float other, int other_place) {  // the first of equals
+  if (other > value || (other == value && other_place < place)) {
+    value = other;
+    place = other_place;
+  }
+}
+__device__ __forceinline__ void best_of_warp(float& value, int& place) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    float other = __shfl_xor_sync(0xffffffffu, value, step);
+    better(value, place, other, __shfl_xor_sync(0xffffffffu, place, step));
+  }
+}
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+// --- waiting for other blocks -----------------------------------------------------------------------------------------
+
+// Each block has a flag a phase. It holds the number of the last layer, counted over all launches, that the block has
+// finished the phase of. Single writers and many readers are quicker than one counter that all blocks add to.
+struct Flags {
+  int* flags;
+  int base;
+
+  __device__ __forceinline__ void arrive(int phase, int layer) const {
+    __syncthreads();
+    if (threadIdx.x == 0)
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flags + phase * BLOCKS + blockIdx.x), "r"(base + layer + 1) : "memory");
+  }
+  __device__ __forceinline__ void wait(int phase, int layer) const {
+    if (threadIdx.x < BLOCKS) {
+      int seen;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flags + phase * BLOCKS + threadIdx.x) : "memory");
+      } while (seen - (base + layer + 1) < 0);
+    }
+    __syncthreads();
+  }
+};
+
+// --- products ---------------------------------------------------------------------------------------------------------
+
+__host__ __device__ constexpr int divided_up(int value, int by) { return (value + by - 1) / by; }
+__host__ __device__ constexpr int balanced(int rows) {
+  // Rows of a tile, such that blocks get equal shares: rounds of all blocks times rows of a tile is least. Tiles that are not
+  // a multiple of four rows are read at half the speed.
+  int best = 16;
+  for (int size = 12; size >= 8; size -= 4)
+    if (divided_up(divided_up(rows, size), BLOCKS) * size < divided_up(divided_up(rows, best), BLOCKS) * best) best = size;
+  return best;
+}
+
+constexpr int GATE_OUTPUTS = 8;
+enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
+
+// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 32 at
+// a time. The tile of a gate is up to 8 rows of gate and as many of up. Sizes are variables and not
+// constants, because one copy of the code must serve all products: code that does not fit the instruction cache is fetched
+// again every layer.
+struct Product {
+  const u16 *weight, *bias;
+  int columns, rows, outputs;                 // outputs: rows of a tile
+  int units, units_per_warp;                  // of 32 columns
+  int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
+  int to_partner;                             // elements from a row of the tile's first half to the same row of the second
+  int paired;                                 // both halves have as many rows: gate and up
+
+  __device__ void set(int kind, const i64* layer, const u16* lm_head) volatile {
+    const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
+    weight = kind == LM_HEAD ? lm_head : (const u16*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
+    bias = kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
+    paired = kind == GATE_PRODUCT;
+    columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
+    rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : VOCAB;
+    outputs = kind == QKV_PRODUCT ? balanced(QKV) : is_hidden ? balanced(HIDDEN) : paired ? GATE_OUTPUTS : 16;
+    units = columns / 32;
+    units_per_warp = divided_up(units, WARPS);
+    int all = divided_up(rows, outputs);
+    tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
+    to_partner = (paired ? INTER : 8) * columns;
+  }
+};
+
+__device__ __forceinline__ int kind_of(int step, int num_layers) { return step == 4 * num_layers ? (int)LM_HEAD : step % 4; }
+
+// Streams the weights of a product through a ring in shared memory. Each thread copies what it multiplies itself, and
+// waits for no other: a slot has 16 bytes of a row of the tile and 16 of its partner for every thread.
+struct Stream {
+  const u16* low;
+  u32 ring;
+  int unit, tile, slot;
+
+  __device__ __forceinline__ Stream(const volatile Product& product, u32 ring_) : ring(ring_), unit(0), tile(0), slot(0) {
+    const int thread = this_thread(), group = (thread & 31) >> 2;
+    low = product.weight + ((i64)blockIdx.x * product.outputs + group) * product.columns + (thread >> 5) * 32 + (thread & 3) * 8;
+  }
+  // Ask for the next unit of this warp. At the end of the product a group is empty.
+  __device__ __forceinline__ void next(const volatile Product& product) {
+    if (tile < product.tiles) {
+      const int thread = this_thread(), group = (thread & 31) >> 2, outputs = product.outputs;
+      const int rows = product.rows - ((int)blockIdx.x + tile * BLOCKS) * outputs;  // from the first of the tile to the end
+      const int partner = product.paired ? group : group + 8;
+      const bool inside = unit * WARPS + (thread >> 5) < product.units;
+      const u16* at = low + unit * WARPS * 32;
+      const u32 to = ring + slot * SLOT_BYTES + thread * 16;
+      copy_weights(to, at, inside && group < outputs && group < rows);
+      copy_weights(to + THREADS * 16, at + product.to_partner, inside && partner < outputs && partner < rows);
+      if (++unit == product.units_per_warp) {
+        unit = 0;
+        ++tile;
+        low += (i64)BLOCKS * outputs * product.columns;
+      }
+    }
+    end_group();
+    if (++slot == SLOTS) slot = 0;
+  }
+};
+
+// Multiply one unit from its slot. x: rows of the input, `stride` apart, in shared or global memory.
+__device__ __forceinline__ void add_unit(const unsigned char* slot, int unit, int units, const u16* x, int stride, int rows, float (&sums)[NT][4]) {
+  const int thread = this_thread(), group = (thread & 31) >> 2, column = unit * WARPS + (thread >> 5);
+  const uint4 low = *reinterpret_cast<const uint4*>(slot + thread * 16);
+  const uint4 high = *reinterpret_cast<const uint4*>(slot + THREADS * 16 + thread * 16);
+  const u16* at = x + group * stride + column * 32 + (thread & 3) * 8;
+#pragma unroll
+  for (int tile = 0; tile < NT; ++tile) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (tile * 8 + group < rows && column < units) v = *reinterpret_cast<const uint4*>(at + tile * 8 * stride);
+    multiply(sums[tile], low.x, high.x, low.y, high.y, v.x, v.y);
+    multiply(sums[tile], low.z, high.z, low.w, high.w, v.z, v.w);
+  }
+}
+
+// Which output the sum is that a thread joins: of `count` tiles from `tile` on.
+struct Target {
+  int token, row;
+  bool valid;
+};
+__device__ __forceinline__ Target target_of(const volatile Product& product, int tile, int count, int rows) {
+  const int thread = this_thread(), index = thread % 4, in_batch = thread / (NT * 128), outputs = product.outputs, paired = product.paired;
+  const int in_tile = thread / 16 % 8 + (paired ? 0 : index / 2 * 8);
+  Target target;
+  target.token = thread / 128 % NT * 8 + thread / 4 % 4 * 2 + index % 2;
+  target.row = ((int)blockIdx.x + (tile + in_batch) * BLOCKS) * outputs + in_tile;
+  target.valid = in_batch < count && target.token < rows && in_tile < outputs && target.row < product.rows && (!paired || index < 2);
+  return target;
+}
+
+// --- inputs of products -----------------------------------------------------------------------------------------------
+
+// The weights of a norm into shared memory, while others are waited for.
+__device__ __forceinline__ void fetch_gain(u16* gain, const u16* from) {
+  for (int at = threadIdx.x * 8; at < HIDDEN; at += THREADS * 8) copy_async(gain + at, from + at);
+}
+
+// Rows through the root-mean-square norm into shared memory, rounded as transformers rounds them. A warp a row.
+template <class RowOf>
+__device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, RowOf row_of) {
+  constexpr int STEPS = (HIDDEN + 255) / 256;
+  const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
+#pragma unroll 1
+  for (int row = warp; row < rows; row += WARPS) {
+    const u16* from = row_of(row);
+    uint4 values[STEPS];
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      int column = (i * 32 + lane) * 8;
+      values[i] = column < HIDDEN ? load_shared_by_blocks(from + column) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const u32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares += wide_low(pairs[j]) * wide_low(pairs[j]) + wide_high(pairs[j]) * wide_high(pairs[j]);
+    }
+    float scale = rsqrtf(warp_sum(squares) * (1.f / HIDDEN) + EPS);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      int column = (i * 32 + lane) * 8;
+      if (column >= HIDDEN) continue;
+      uint4 g = *reinterpret_cast<const uint4*>(gain + column);
+      const u32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w}, gains[4] = {g.x, g.y, g.z, g.w};
+      u32 out[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[j] = times(narrow2(wide_low(pairs[j]) * scale, wide_high(pairs[j]) * scale), gains[j]);
+      uint4 packed = make_uint4(out[0], out[1], out[2], out[3]);
+      *reinterpret_cast<uint4*>(x + row * (HIDDEN + X_STRIDE_PAD) + column) = packed;
+      if (copy && blockIdx.x == 0) *reinterpret_cast<uint4*>(copy + (i64)row * HIDDEN + column) = values[i];
+      if (normed && blockIdx.x == 0) *reinterpret_cast<uint4*>(normed + (i64)row * HIDDEN + column) = packed;
+    }
+  }
+  __syncthreads();
+}
+
+// Rows as they are into shared memory, where they fit; else they are read where they lie.
+__device__ __forceinline__ const u16* stage(u16* x, int rows, int columns, const u16* from, int limit, int& stride) {
+  stride = columns;
+  if (rows * (columns + X_STRIDE_PAD) > limit) return from;
+  stride += X_STRIDE_PAD;
+  constexpr int BATCH = 4;  // loads of a thread on the way together
+  int row = 0, column = this_thread() * 8;
+#pragma unroll 1
+  for (int at = column; at < rows * columns; at += BATCH * THREADS * 8) {
+    uint4 values[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      values[i] = load_shared_by_blocks(from + min(at + i * THREADS * 8, rows * columns - 8));
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      while (column >= columns) {
+        column -= columns;
+        ++row;
+      }
+      if (row < rows) *reinterpret_cast<uint4*>(x + row * stride + column) = values[i];
+      column += THREADS * 8;
+    }
+  }
+  __syncthreads();
+  return x;
+}
+
+// --- attention ----------------------------------------------------------------------------------------------------------
+
+struct SeqInfo { int length, count, chain; };
+constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
+
+// A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
+__device__ __forceinline__ void rotate(const u16* from, const u16* gain, const float* rope, int position, u16* to) {
+  int lane = threadIdx.x & 31;
+  constexpr int STEPS = HALF / 32;
+  float low[STEPS], high[STEPS], cosine[STEPS], sine[STEPS], squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    cosine[i] = __ldg(rope + position * HEAD_DIM + i * 32 + lane);
+    sine[i] = __ldg(rope + position * HEAD_DIM + HALF + i * 32 + lane);
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    low[i] = wide(load_narrow(from + i * 32 + lane));
+    high[i] = wide(load_narrow(from + HALF + i * 32 + lane));
+    squares += low[i] * low[i] + high[i] * high[i];
+  }
+  if (QK_NORM) {
+    float scale = rsqrtf(warp_sum(squares) * (1.f / HEAD_DIM) + EPS);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      low[i] = low[i] * scale * wide(gain[i * 32 + lane]);
+      high[i] = high[i] * scale * wide(gain[HALF + i * 32 + lane]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i) {
+    to[i * 32 + lane] = narrow(low[i] * cosine[i] - high[i] * sine[i]);
+    to[HALF + i * 32 + lane] = narrow(high[i] * cosine[i] + low[i] * sine[i]);
+  }
+}
+
+// The shares of attention are numbered: sequence by sequence, split by split, tile of nodes by tile, key head by key head.
+__device__ __forceinline__ int node_tiles(const SeqInfo& info) { return info.chain ? divided_up(info.count, NODES_PER_TILE) : info.count; }
+__device__ __forceinline__ int shares(const SeqInfo& info) {
+  return KV_HEADS * node_tiles(info) * divided_up(info.length + info.count, SPLIT);
+}
+
+// Ask L2 for the keys and values that this block's first share of the layer's attention reads: a token a thread.
+__device__ __forceinline__ void prefetch_context(const AttentionArgs& args, const SeqInfo* infos, int num_seqs, int layer) {
+  int share = blockIdx.x, seq = 0;
+  while (seq < num_seqs && share >= shares(infos[seq])) share -= shares(infos[seq++]);
+  if (seq == num_seqs) return;
+  int place = share / KV_HEADS / node_tiles(infos[seq]) * SPLIT + this_thread(), at = seq * args.table_width + place / BLOCK_SIZE;
+  if (place >= infos[seq].length) return;
+  i64 block = args.table ? args.table[at] : args.blocks[at];
+  i64 token = ((i64)layer * args.cache_tokens + block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + share % KV_HEADS * HEAD_DIM;
+#pragma unroll
+  for (int column = 0; column < HEAD_DIM; column += 64) {
+    prefetch_line(args.keys + token + column);
+    prefetch_line(args.values + token + column);
+  }
+}
+
+struct AttentionMemory {
+  alignas(16) u16 queries[HEAD_ROWS][HEAD_DIM + 32];
+  int ancestors[MAX_ROWS];
+  float stats[WARPS][HEAD_ROWS][2], scales[WARPS][HEAD_ROWS], most[HEAD_ROWS];
+  int last;
+  alignas(16) float sums[WARPS][HEAD_ROWS][HEAD_DIM];
+};
+
+// One (sequence, key head, tile of nodes, split of the context).
+__device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer, int layer_index, AttentionMemory& memory, const SeqInfo* infos,
+                       const int* depths, const u64* masks, int seq, int head, int tile, int split, const Flags blocks_done, bool wait_for_qkv) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quarter = lane & 3;
+  int length = infos[seq].length, count = infos[seq].count, end = length + count;
+  bool chain = infos[seq].chain;
+  int nodes_per_tile = chain ? NODES_PER_TILE : 1;
+  int first_node = tile * nodes_per_tile, first_row = seq * args.nodes;
+  int splits = (end + SPLIT - 1) / SPLIT, begin = split * SPLIT;
+  i64 cache_base = (i64)layer_index * args.cache_tokens * KV_STRIDE + head * HEAD_DIM;
+  auto block_of = [&](int place) -> i64 {
+    int at = seq * args.table_width + place / BLOCK_SIZE;
+    return args.table ? args.table[at] : args.blocks[at];
+  };
+
+  // --- what does not depend on this layer's products: ask for it before waiting
+  constexpr int UNITS = HEAD_DIM / 32;
+  int start = begin + warp * CHUNK;
+  int warps = min(WARPS, (end - begin + CHUNK - 1) / CHUNK);
+  const u16* places[4];  // of the keys of this thread's tokens; of tokens that no node sees, any that is in the cache
+  const i64 to_values = args.values - args.keys;
+  if (!chain) {
+    if (threadIdx.x == 0) {
+      u64 mask = masks[first_row + first_node];
+      for (int depth = 0; mask; ++depth) {
+        memory.ancestors[depth] = __ffsll((i64)mask) - 1;
+        mask &= mask - 1;
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int place = min(start + i * 8 + group, end - 1);
+    if (!chain && place >= length)  // along the path of the one node, as if it were a chain
+      place = length + memory.ancestors[min(place - length, depths[first_row + first_node])];
+    places[i] = args.keys + cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + quarter * 8;
+  }
+  uint4 keys[UNITS][4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
+  }
+  if (wait_for_qkv) blocks_done.wait(PHASE_QKV, layer_index);
+
+  // --- queries, a warp each
+  {
+    int node = first_node + warp / GROUP;
+    if (warp < nodes_per_tile * GROUP && node < count) {
+      const u16* from = args.qkv + (i64)(first_row + node) * QKV + (head * GROUP + warp % GROUP) * HEAD_DIM;
+      rotate(from, (const u16*)layer[QUERY_NORM], args.rope, length + depths[first_row + node], memory.queries[warp]);
+    } else {
+      for (int i = lane; i < HEAD_DIM; i += 32) memory.queries[warp][i] = 0;
+    }
+  }
+  // --- new keys and values: each block that reads them stores them, so that a token is treated alike, new or old
+  if (begin + SPLIT > length) {
+#pragma unroll 1
+    for (int node = WARPS - 1 - warp; node < count; node += WARPS) {  // the last warps have no query
+      int place = length + node;
+      i64 at = cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE;
+      const u16* from = args.qkv + (i64)(first_row + node) * QKV + QUERY + head * HEAD_DIM;
+      u16 values[HEAD_DIM / 32];
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 32; ++i) values[i] = load_narrow(from + KV_HEADS * HEAD_DIM + i * 32 + lane);
+      rotate(from, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 32; ++i) args.values[at + i * 32 + lane] = values[i];
+    }
+  }
+  __syncthreads();
+
+  // --- scores of this warp's chunk
+  int limits[2];  // the last position that the two rows of this thread may see
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int row = group + i * 8, node = first_node + row / GROUP;
+    limits[i] = row < nodes_per_tile * GROUP && node < count ? length + depths[first_row + node] : -1;
+  }
+  if (warp < warps) {
+    if (start + CHUNK > length) {  // new keys are stored by now
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
+    }
+    float scores[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[i][j] = 0.f;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) {
+      uint4 low = *reinterpret_cast<const uint4*>(&memory.queries[group][unit * 32 + quarter * 8]);
+      uint4 high = *reinterpret_cast<const uint4*>(&memory.queries[group + 8][unit * 32 + quarter * 8]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        multiply(scores[i], low.x, high.x, low.y, high.y, keys[unit][i].x, keys[unit][i].y);
+        multiply(scores[i], low.z, high.z, low.w, high.w, keys[unit][i].z, keys[unit][i].w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // the keys are used up: their registers take the values
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
+    // --- probabilities
+    float most[2] = {NEGATIVE, NEGATIVE}, total[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int token = start + i * 8 + quarter * 2 + j % 2;
+        scores[i][j] = token <= limits[j / 2] ? scores[i][j] * SCALE : NEGATIVE;
+        most[j / 2] = fmaxf(most[j / 2], scores[i][j]);
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
+      most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], 2));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float m = most[j / 2];
+        scores[i][j] = m == NEGATIVE ? 0.f : __expf(scores[i][j] - m);
+        total[j / 2] += scores[i][j];
+      }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      total[i] += __shfl_xor_sync(0xffffffffu, total[i], 1);
+      total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
+    }
+    // --- weighted values, 32 columns of the head at a time
+    u32 probs[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      probs[i][0] = narrow2(scores[2 * i][0], scores[2 * i][1]);
+      probs[i][1] = narrow2(scores[2 * i][2], scores[2 * i][3]);
+      probs[i][2] = narrow2(scores[2 * i + 1][0], scores[2 * i + 1][1]);
+      probs[i][3] = narrow2(scores[2 * i + 1][2], scores[2 * i + 1][3]);
+    }
+#pragma unroll
+    for (int unit = 0; unit < HEAD_DIM / 32; ++unit) {
+      const uint4(&values)[4] = keys[unit];
+      float out[4][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[j][e] = 0.f;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 first[4] = {values[2 * i].x, values[2 * i].y, values[2 * i].z, values[2 * i].w};
+        const u32 second[4] = {values[2 * i + 1].x, values[2 * i + 1].y, values[2 * i + 1].z, values[2 * i + 1].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          multiply(out[j], probs[i][0], probs[i][1], probs[i][2], probs[i][3], transposed(first[j]), transposed(second[j]));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        int column = unit * 32 + quarter * 8 + j * 2;
+        *reinterpret_cast<float2*>(&memory.sums[warp][group][column]) = make_float2(out[j][0], out[j][1]);
+        *reinterpret_cast<float2*>(&memory.sums[warp][group + 8][column]) = make_float2(out[j][2], out[j][3]);
+      }
+    }
+    if (quarter == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        memory.stats[warp][group + i * 8][0] = most[i];
+        memory.stats[warp][group + i * 8][1] = total[i];
+      }
+    }
+  }
+  __syncthreads();
+
+  // --- join the warps, first to last
+  int item = (first_row + first_node) * KV_HEADS + head;  // one a tile of nodes
+  if (threadIdx.x < warps * HEAD_ROWS) {
+    int row = threadIdx.x % HEAD_ROWS;
+    float most = NEGATIVE;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, memory.stats[w][row][0]);
+    float own = memory.stats[threadIdx.x / HEAD_ROWS][row][0];
+    memory.scales[threadIdx.x / HEAD_ROWS][row] = own == NEGATIVE ? 0.f : __expf(own - most);
+    if (threadIdx.x < HEAD_ROWS) memory.most[row] = most;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
+    int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
+    if (node >= count) continue;
+    float most = memory.most[row], total = 0.f, sum = 0.f;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) {
+      total += memory.stats[w][row][1] * memory.scales[w][row];
+      sum += memory.sums[w][row][column] * memory.scales[w][row];
+    }
+    if (splits == 1) {
+      args.attended[(i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column] = narrow(__fdividef(sum, total));
+    } else {
+      i64 at = (i64)item * args.max_splits + split;
+      args.partial[(at * HEAD_ROWS + row) * HEAD_DIM + column] = sum;
+      if (column == 0) {
+        args.partial_stats[(at * HEAD_ROWS + row) * 2] = most;
+        args.partial_stats[(at * HEAD_ROWS + row) * 2 + 1] = total;
+      }
+    }
+  }
+  if (splits > 1) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      memory.last = atomicAdd(args.splits_done + item, 1) == splits - 1;
+      if (memory.last) args.splits_done[item] = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    if (memory.last) {
+#pragma unroll 1
+      for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
+        int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
+        if (node >= count) continue;
+        float most = NEGATIVE, total = 0.f, sum = 0.f;
+#pragma unroll 1
+        for (int s = 0; s < splits; ++s)
+          most = fmaxf(most, load_float(args.partial_stats + (((i64)item * args.max_splits + s) * HEAD_ROWS + row) * 2));
+#pragma unroll 1
+        for (int s = 0; s < splits; ++s) {
+          i64 at = ((i64)item * args.max_splits + s) * HEAD_ROWS + row;
+          float m = load_float(args.partial_stats + at * 2), scale = m == NEGATIVE ? 0.f : __expf(m - most);
+          total += load_float(args.partial_stats + at * 2 + 1) * scale;
+          if (scale != 0.f) sum += load_float(args.partial + at * HEAD_DIM + column) * scale;
+        }
+        args.attended[(i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column] = narrow(__fdividef(sum, total));
+      }
+    }
+  }
+  __syncthreads();
+}
+
+// --- the pass -------------------------------------------------------------------------------------------------------------
+
+extern __shared__ __align__(16) unsigned char memory[];
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
+    const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
+    const u16* embedding, const u16* final_norm, const u16* lm_head, const float* rope, u16* keys, u16* values, u16* hidden, u16* qkv,
+    u16* attended, u16* activated, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, float* best_value,
+    int* best_index, u16* hidden_out, int* flags, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
+    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit) {
+  __shared__ SeqInfo infos[MAX_ROWS];
+  __shared__ int depths[MAX_ROWS];
+  __shared__ u64 masks[MAX_ROWS];
+  __shared__ int row_tokens[MAX_ROWS];
+  __shared__ i64 table[2][LAYER_FIELDS];
+  __shared__ AttentionArgs args;
+  __shared__ volatile Product products[2];  // of this step and the next
+  __shared__ int block_table[TABLE_SIZE];
+  for (int i = threadIdx.x; i < min(num_seqs * table_width, TABLE_SIZE); i += THREADS) block_table[i] = (int)blocks[i];
+  if (threadIdx.x == 0)
+    args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits};
+  const int rows = num_seqs * nodes, thread = threadIdx.x;
+  float* joined = reinterpret_cast<float*>(memory);
+  unsigned char* ring = memory + WARPS * SUMS * sizeof(float);
+  const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
+  u16* gain = reinterpret_cast<u16*>(ring + SLOTS * SLOT_BYTES);
+  u16* x = gain + HIDDEN;
+  const Flags blocks_done = {flags, flags[NUM_PHASES * BLOCKS]};
+  AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory);
+
+  if (thread < rows) {
+    int seq = thread / nodes, node = thread % nodes;
+    i64 token = tokens[seq * token_stride + token_offset + node];
+    row_tokens[thread] = (int)(token < 0 ? 0 : (token >= VOCAB ? VOCAB - 1 : token));
+    depths[thread] = nodes == 1 ? 0 : (int)depths_[thread];  // a single node is a chain
+    masks[thread] = nodes == 1 ? 1 : (u64)masks_[thread];
+  }
+  if (thread < LAYER_FIELDS) table[0][thread] = layers[thread];
+  __syncthreads();
+  if (thread < num_seqs) {
+    int count = min((int)counts[thread], nodes), chain = 1;
+    for (int node = 0; node < count; ++node) chain &= masks[thread * nodes + node] == (2ull << node) - 1;
+    infos[thread].length = (int)lengths[thread] + offset;
+    infos[thread].count = count;
+    infos[thread].chain = chain;
+  }
+  if (thread == 0) products[0].set(QKV_PRODUCT, table[0], lm_head);
+  __syncthreads();
+
+  float most = NEGATIVE;         // the best logit among the sums that this thread joins, which are all of one token
+  int place = 0;
+#pragma unroll 1
+  for (int step = 0; step <= 4 * num_layers; ++step) {
+    const int index = step / 4, kind = kind_of(step, num_layers);
+    const i64* layer = table[index & 1];
+    const bool normed = kind == QKV_PRODUCT || kind == GATE_PRODUCT || kind == LM_HEAD;
+    if (kind == QKV_PRODUCT && thread < LAYER_FIELDS && index + 1 < num_layers)
+      table[(index + 1) & 1][thread] = layers[(i64)(index + 1) * LAYER_FIELDS + thread];
+    const volatile Product& product = products[step & 1];
+
+    // --- ask for the first weights, then wait for the input
+    if (normed) fetch_gain(gain, kind == LM_HEAD ? final_norm : (const u16*)layer[kind == QKV_PRODUCT ? ATTENTION_NORM : MLP_NORM]);
+    end_group();
+    Stream stream(product, ring_at);
+#pragma unroll 1
+    for (int i = 0; i < SLOTS; ++i) stream.next(product);
+    // What is added to the product, the residual or a bias, is there already.
+    auto added_to = [&](const Target target) {
+      const u16* bias = product.bias;
+      float sum = target.valid && bias ? wide(bias[target.row]) : 0.f;
+      if (target.valid && (kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT)) {
+        const u16* residual = step == 1 ? embedding + (i64)row_tokens[target.token] * HIDDEN : hidden + (i64)target.token * HIDDEN;
+        sum += wide(load_narrow(residual + target.row));
+      }
+      return sum;
+    };
+    float added = kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT ? added_to(target_of(product, 0, product.tiles, rows)) : 0.f;
+    if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
+    wait_groups<SLOTS>();  // the gain is there
+    if (step) {
+      const int before = kind == OUTPUT_PRODUCT ? PHASE_ATTEND : kind == GATE_PRODUCT ? PHASE_OUTPUT : kind == DOWN_PRODUCT ? PHASE_GATE : PHASE_DOWN;
+      blocks_done.wait(before, (step - 1) / 4);
+    } else {
+      __syncthreads();
+    }
+
+    if (thread == THREADS - 32) products[(step + 1) & 1].set(kind_of(step + 1, num_layers), table[(step + 1) / 4 & 1], lm_head);
+
+    // --- the input
+    const u16* input = x;
+    int stride = HIDDEN + X_STRIDE_PAD;
+    if (normed) {
+      stage_normed(x, rows, gain, kind == QKV_PRODUCT ? (u16*)layer[FEATURES] : nullptr, kind == LM_HEAD && want_hidden ? hidden_out : nullptr,
+                   [=](int row) { return step ? hidden + (i64)row * HIDDEN : embedding + (i64)row_tokens[row] * HIDDEN; });
+    } else {
+      input = stage(x, rows, product.columns, kind == OUTPUT_PRODUCT ? attended : activated, x_limit, stride);
+    }
+
+    // --- the product
+    float sums[NT][4];
+#pragma unroll
+    for (int tile = 0; tile < NT; ++tile)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
+    int tile = 0, in_batch = 0, slot = 0;
+#pragma unroll 1
+    while (tile < product.tiles) {
+#pragma unroll 1
+      for (int unit = 0; unit < product.units_per_warp; ++unit) {
+        wait_groups<SLOTS - 1>();
+        add_unit(ring + slot * SLOT_BYTES, unit, product.units, input, stride, rows, sums);
+        stream.next(product);
+        if (++slot == SLOTS) slot = 0;
+      }
+      // --- keep the sums of the tile; at the end of a batch of tiles join those of the warps
+      const int thread = this_thread();
+      float4* own = reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * NT * 32 + (thread & 31);
+#pragma unroll
+      for (int i = 0; i < NT; ++i) {
+        own[i * 32] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+        sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
+      }
+      ++tile;
+      if (++in_batch < TILES_AT_ONCE && tile < product.tiles) continue;
+      const Target target = target_of(product, tile - in_batch, in_batch, rows);
+      __syncthreads();
+      const float* from = joined + thread;
+      float total = 0.f;
+#pragma unroll
+      for (int warp = 0; warp < WARPS; ++warp) total += from[warp * SUMS];
+      const float up = __shfl_down_sync(0xffffffffu, total, 2);
+      if (target.valid) {
+        const i64 token = target.token;
+        if (kind == QKV_PRODUCT) qkv[token * QKV + target.row] = narrow(total + added);
+        else if (kind == GATE_PRODUCT) activated[token * INTER + target.row] = narrow(__fdividef(total, 1.f + __expf(-total)) * up);
+        else if (kind == LM_HEAD) {
+          if (want_logits) logits[token * VOCAB + target.row] = total;
+          if (total > most) { most = total; place = target.row; }
+        } else hidden[token * HIDDEN + target.row] = narrow(total + added);
+      }
+      if (tile < product.tiles) added = added_to(target_of(product, tile, product.tiles - tile, rows));
+      in_batch = 0;
+      __syncthreads();
+    }
+    if (kind == LM_HEAD) break;
+    blocks_done.arrive(kind == QKV_PRODUCT ? PHASE_QKV : kind == OUTPUT_PRODUCT ? PHASE_OUTPUT : kind == GATE_PRODUCT ? PHASE_GATE : PHASE_DOWN, index);
+    if (kind != QKV_PRODUCT) continue;
+
+    // --- attention: blocks without a share of it go on at once. The first share waits inside.
+    bool waited = false;
+    int base = 0;
+#pragma unroll 1
+    for (int seq = 0; seq < num_seqs; ++seq) {
+      const int items = shares(infos[seq]), tiles = node_tiles(infos[seq]);
+#pragma unroll 1
+      for (int item = ((int)blockIdx.x - base % BLOCKS + BLOCKS) % BLOCKS; item < items; item += BLOCKS) {
+        attend(args, layer, index, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles,
+               blocks_done, !waited);
+        waited = true;
+      }
+      base += items;
+    }
+    blocks_done.arrive(PHASE_ATTEND, index);
+  }
+
+  // --- the argmax of this block
+  __syncthreads();
+  joined[thread] = most;
+  joined[THREADS + thread] = __int_as_float(place);
+  __syncthreads();
+  const int lane = thread & 31;
+#pragma unroll 1
+  for (int token = thread >> 5; token < rows; token += WARPS) {
+    float value = NEGATIVE;
+    int found = VOCAB;
+    for (int i = lane; i < SUMS / MAX_ROWS; i += 32) {
+      int sum = i / 16 * NT * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2;
+      better(value, found, joined[sum], __float_as_int(joined[THREADS + sum]));
+    }
+    best_of_warp(value, found);
+    if (lane == 0) {
+      best_value[token * BLOCKS + blockIdx.x] = value;
+      best_index[token * BLOCKS + blockIdx.x] = found;
+    }
+  }
+  // --- the last block joins the blocks and counts the layers
+  __shared__ int last;
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) {
+    last = atomicAdd(flags + NUM_PHASES * BLOCKS + 1, 1) == BLOCKS - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+#pragma unroll 1
+  for (int row = thread >> 5; row < rows; row += WARPS) {
+    float value = NEGATIVE;
+    int found = VOCAB;
+    for (int block = lane; block < BLOCKS; block += 32)
+      better(value, found, load_float(best_value + row * BLOCKS + block), load_int(best_index + row * BLOCKS + block));
+    best_of_warp(value, found);
+    if (lane == 0) best[row] = found < VOCAB ? found : 0;
+  }
+  if (thread == 0) {
+    flags[NUM_PHASES * BLOCKS] = blocks_done.base + num_layers;
+    flags[NUM_PHASES * BLOCKS + 1] = 0;
+  }
+}

@@ -1,0 +1,270 @@
+"""A whole decode pass as one kernel that stays on the device from the first layer to the argmax.
+
+A small model's pass is hundreds of kernels of a few microseconds, and each border between two of them costs about as
+much as the kernel itself. Here blocks wait for each other through counters in memory instead, and load their next
+weights while they wait. The kernel (persistent_pass.cu) is compiled for the shapes of one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.device.nvrtc import CompileError, compiled_kernel
+from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
+from paceline.layers.attention_triton import TritonBatch
+from paceline.layers.decoder_layer import LayerWeights
+from paceline.models.decoder import DecoderModel
+from paceline.runners.native.kv_cache import KVCache
+
+TOKEN_TILES = (1, 2, 4)  # of eight tokens each: what a kernel is compiled for
+TILE = 8
+THREADS = 512
+WARPS = 16
+SLOT_BYTES = 2 * THREADS * 16  # of the ring of weights
+LEAST_SLOTS, MOST_SLOTS = 2, 5
+SPLIT = 512  # tokens of context that one block attends to
+HEAD_ROWS = 16
+MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, not for borders between kernels (docs/log.md)
+MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
+SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
+PAD = 32  # elements between rows of the input in shared memory
+PHASES = 5  # that blocks wait for each other after
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PersistentOutput:
+    """What one launch leaves behind."""
+
+    logits: Tensor  # float32 [rows, vocab]; not written unless asked for
+    best: Tensor  # int64 [rows]
+    hidden: Tensor | None  # [rows, hidden_size], normed
+    features: Tensor | None  # [rows, layers · hidden_size]; the kernel itself writes [layers, rows, hidden_size]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """Where the tokens of a pass lie: node j of sequence i at i * stride + offset + j."""
+
+    tokens: Tensor
+    stride: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputWish:
+    """What a pass shall leave beside the argmax."""
+
+    logits: bool = True
+    hidden: bool = False
+    features: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workspace:
+    """Memory that blocks exchange results through. Passes of one runner follow each other, so they share it."""
+
+    hidden: Tensor
+    qkv: Tensor
+    attended: Tensor
+    activated: Tensor
+    partial: Tensor
+    partial_stats: Tensor
+    splits_done: Tensor
+    best_value: Tensor
+    best_index: Tensor
+    flags: Tensor
+
+    @classmethod
+    def allocate(cls, model: DecoderModel, rows: int, blocks: int, splits: int, device: torch.device) -> Workspace:
+        config, dtype = model.config, model.embedding.dtype
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        items = rows * config.num_kv_heads
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            hidden=zeros(rows, config.hidden_size, dtype=dtype),
+            qkv=zeros(rows, query + 2 * kv, dtype=dtype),
+            attended=zeros(rows, query, dtype=dtype),
+            activated=zeros(rows, config.intermediate_size, dtype=dtype),
+            partial=zeros(items * splits * HEAD_ROWS, config.head_dim),
+            partial_stats=zeros(items * splits * HEAD_ROWS, 2),
+            splits_done=zeros(items, dtype=torch.int32),
+            best_value=zeros(rows, blocks),
+            best_index=zeros(rows, blocks, dtype=torch.int32),
+            flags=zeros(PHASES * blocks + 2, dtype=torch.int32),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class PersistentPass:
+    """Runs passes of up to `max_rows` tokens of one model. `of` makes one where the model and the device allow it."""
+
+    model: DecoderModel
+    kv: KVCache
+    rope_cache: Tensor
+    table: Tensor  # int64 [layers, fields] addresses of the weights
+    max_rows: int
+    blocks: int
+    splits: int
+    workspace: Workspace
+    _kernels: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: DecoderModel, kv: KVCache, rope_cache: Tensor) -> PersistentPass | None:
+        """None: another kind of pass runs this model."""
+        weights = [layer.weights() for layer in model.layers]
+        if not supports_persistent_kernels(kv.device) or not fits(model) or not all(map(_is_plain, weights)):
+            return None
+        rows, blocks = max_rows(model), multiprocessor_count(kv.device)
+        splits = -(-rope_cache.shape[0] // SPLIT)
+        addresses = [layer.addresses() for layer in weights if layer is not None]
+        table = torch.tensor(addresses, dtype=torch.int64, device=kv.device)
+        workspace = Workspace.allocate(model, rows, blocks, splits, kv.device)
+        made = cls(model, kv, rope_cache, table, rows, blocks, splits, workspace)
+        try:
+            made.kernel(1)
+        except CompileError:
+            return None
+        return made
+
+    def holds(self, rows: int) -> bool:
+        return rows <= self.max_rows
+
+    def kernel(self, rows: int) -> Any:
+        """The kernel of the smallest tile that holds so many rows; compiled on first use."""
+        tiles = tiles_of(rows)
+        if tiles not in self._kernels:
+            source = files(__package__).joinpath("persistent_pass.cu").read_text()
+            constants = definitions(self.model, self.kv.block_size, tiles, self.blocks)
+            self._kernels[tiles] = compiled_kernel(source, "decode_pass", constants, MAX_SHARED_MEMORY)
+        return self._kernels[tiles]
+
+    def __call__(self, source: TokenSource, batch: TritonBatch, wish: OutputWish) -> PersistentOutput:
+        """One launch. Its output is read before the next one of this runner."""
+        output = self._new_output(batch.num_seqs * batch.nodes, wish)
+        self.kernel(batch.num_seqs * batch.nodes)(
+            grid=(self.blocks, 1, 1),
+            block=(THREADS, 1, 1),
+            shared_mem=MAX_SHARED_MEMORY,
+            args=self._arguments(source, batch, wish, output),
+        )
+        return self._with_last_feature(output, wish.features)
+
+    def _new_output(self, rows: int, wish: OutputWish) -> PersistentOutput:
+        device, size, dtype = self.kv.device, self.model.config.hidden_size, self.workspace.hidden.dtype
+        logits = torch.empty(rows if wish.logits else 1, self.model.lm_head.out_features, device=device)
+        hidden = torch.empty(rows, size, dtype=dtype, device=device) if wish.hidden else None
+        features = torch.empty(len(wish.features), rows, size, dtype=dtype, device=device) if wish.features else None
+        return PersistentOutput(logits, torch.empty(rows, dtype=torch.int64, device=device), hidden, features)
+
+    def _arguments(
+        self, source: TokenSource, batch: TritonBatch, wish: OutputWish, output: PersistentOutput
+    ) -> list[Tensor | int]:
+        """In the order of the kernel's parameters."""
+        model, kv, work = self.model, self.kv, self.workspace
+        assert model.lm_head.matrix is not None
+        inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
+        weights = [self._table(wish.features, output.features), model.embedding, model.final_norm, model.lm_head.matrix]
+        exchanged = [work.hidden, work.qkv, work.attended, work.activated, work.partial, work.partial_stats]
+        hidden = work.hidden if output.hidden is None else output.hidden
+        results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]
+        sizes = [batch.num_seqs, batch.nodes, batch.blocks.shape[1], batch.offset, model.config.num_layers]
+        places = [kv.keys.shape[1], source.stride, source.offset, self.splits]
+        wishes = [int(wish.hidden), int(wish.logits), self._input_limit(batch.num_seqs * batch.nodes)]
+        tensors = [*inputs, *weights, self.rope_cache, kv.keys, kv.values, *exchanged, work.splits_done, *results]
+        return [*tensors, *sizes, *places, *wishes]
+
+    def _with_last_feature(self, output: PersistentOutput, layers: tuple[int, ...]) -> PersistentOutput:
+        """What leaves the last layer is in the workspace; features of a token stand side by side."""
+        features, last = output.features, self.model.config.num_layers
+        if features is None:
+            return output
+        if last in layers:
+            features[layers.index(last)].copy_(self.workspace.hidden[: features.shape[1]])
+        return replace(output, features=features.transpose(0, 1).flatten(1))
+
+    def _input_limit(self, rows: int) -> int:
+        """Elements of a product's input that shared memory has room for."""
+        taken = SUMS_BYTES + slots(self.model, tiles_of(rows)) * SLOT_BYTES
+        return (MAX_SHARED_MEMORY - taken) // 2 - self.model.config.hidden_size
+
+    def _table(self, layers: tuple[int, ...], features: Tensor | None) -> Tensor:
+        """The addresses of the weights, and of where the inputs of feature layers go."""
+        if features is None:
+            return self.table
+        table = self.table.clone()
+        for layer, feature in zip(layers, features):
+            if layer < self.model.config.num_layers:
+                table[layer, -1] = feature.data_ptr()
+        return table
+
+
+# --- which models -----------------------------------------------------------------------------------------------------
+
+
+def fits(model: DecoderModel) -> bool:
+    """Whether the kernel's tiles fit this model's shapes."""
+    config = model.config
+    query = config.num_heads * config.head_dim
+    sizes = (config.hidden_size, query, config.intermediate_size)
+    return (
+        model.embedding.dtype == torch.bfloat16
+        and model.scale_embedding is None
+        and model.lm_head.matrix is not None
+        and config.hidden_size <= MAX_HIDDEN_SIZE
+        and config.head_dim in (64, 128)
+        and config.num_heads // config.num_kv_heads <= HEAD_ROWS
+        and all(size % 32 == 0 for size in sizes)
+        and max_rows(model) >= TILE
+    )
+
+
+def max_rows(model: DecoderModel) -> int:
+    """Tokens of a pass: their hidden states lie in shared memory beside partial sums and a ring of weights."""
+    return max((TILE * tiles for tiles in TOKEN_TILES if slots(model, tiles) >= LEAST_SLOTS), default=0)
+
+
+def _is_plain(weights: LayerWeights | None) -> bool:
+    return weights is not None and weights.is_plain
+
+
+def tiles_of(rows: int) -> int:
+    """Tiles of eight tokens of the kernel that runs so many rows."""
+    return next(tiles for tiles in TOKEN_TILES if tiles * TILE >= rows)
+
+
+def slots(model: DecoderModel, tiles: int) -> int:
+    """Slots of the ring of weights: what the input of `tiles` tiles leaves of shared memory, as far as it helps."""
+    size = model.config.hidden_size
+    left = MAX_SHARED_MEMORY - SUMS_BYTES - 2 * (size + TILE * tiles * (size + PAD))
+    return min(left // SLOT_BYTES, MOST_SLOTS)
+
+
+def definitions(model: DecoderModel, block_size: int, tiles: int, blocks: int) -> list[str]:
+    """The shapes of a model as constants of the kernel."""
+    config = model.config
+    head_norms = model.layers[0].weights()
+    values = {
+        "HIDDEN": config.hidden_size,
+        "QUERY": config.num_heads * config.head_dim,
+        "HEAD_DIM": config.head_dim,
+        "KV_HEADS": config.num_kv_heads,
+        "GROUP": config.num_heads // config.num_kv_heads,
+        "INTER": config.intermediate_size,
+        "VOCAB": model.lm_head.out_features,
+        "NT": tiles,
+        "BLOCKS": blocks,
+        "BLOCK_SIZE": block_size,
+        "EPS": f"{config.rms_norm_eps!r}f",
+        "SCALE": f"{config.head_dim**-0.5!r}f",
+        "QK_NORM": int(head_norms is not None and head_norms.query_norm is not None),
+        "SLOTS": slots(model, tiles),
+    }
+    return [f"-D{name}={value}" for name, value in values.items()]

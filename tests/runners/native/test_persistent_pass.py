@@ -1,0 +1,162 @@
+"""The decode pass that is one kernel: which models it takes, and on a GPU what it computes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.types import DraftInput, Row
+from paceline.runners.native import NativeRunner
+from paceline.runners.native.loading import load_from_model
+from paceline.runners.native.persistent_pass import MOST_SLOTS, definitions, fits, max_rows, slots, tiles_of
+from tests.runners.native.models import tiny
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1003,
+}
+
+
+def loaded(kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
+    return load_from_model(tiny(kind, dtype, **{**SMALL, **changes}), None)
+
+
+# --- which models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_small_models_of_every_architecture_fit(kind: str) -> None:
+    assert fits(loaded(kind))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"head_dim": 32}, {"intermediate_size": 520}, {"hidden_size": 4096}, {"num_attention_heads": 34}],
+    ids=["a small head", "odd columns", "a large model", "many queries a key head"],
+)
+def test_models_of_other_shapes_run_in_another_way(changes: dict[str, int]) -> None:
+    assert not fits(loaded(**changes))
+
+
+def test_other_precisions_run_in_another_way() -> None:
+    assert not fits(loaded(dtype=torch.float32))
+
+
+def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
+    small, larger = loaded(), loaded(hidden_size=2048)
+    assert slots(small, 1) == MOST_SLOTS
+    assert slots(larger, 4) < slots(larger, 1)
+    assert max_rows(small) == 32
+    assert [tiles_of(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 4]
+
+
+def test_the_kernel_is_told_the_shapes_of_the_model() -> None:
+    constants = definitions(loaded("qwen3"), 64, 2, 132)
+    assert {"-DHIDDEN=256", "-DGROUP=2", "-DQK_NORM=1", "-DNT=2", "-DVOCAB=1003", "-DBLOCKS=132"} <= set(constants)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def gpu_model(kind: str, **changes: Any) -> Any:
+    model = tiny(kind, torch.bfloat16, **{**SMALL, **changes}).to("cuda")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.1)  # norms and biases that are not all alike
+    return model
+
+
+def persistent(model: Any) -> NativeRunner:
+    runner = NativeRunner.of_model(model, "persistent", kv_cache_tokens=8192)
+    assert runner.decode_graphs is not None
+    assert runner.decode_graphs.is_persistent(1)
+    return runner
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {"num_attention_heads": 14, "head_dim": 64, "hidden_size": 896}),
+        ("qwen3", {"head_dim": 128}),
+    ],
+)
+def test_it_rounds_no_worse_than_the_eager_pass(kind: str, changes: dict[str, int]) -> None:
+    model = gpu_model(kind, **changes)
+    ours, eager = persistent(model), NativeRunner.of_model(model, "eager", kv_cache_tokens=8192)
+    exact = NativeRunner.of_model(deepcopy(model).double(), "exact", kv_cache_tokens=8192)
+    eager.decode_graphs = exact.decode_graphs = None
+    prompts = [torch.randint(0, 1003, (length,)).tolist() for length in (20, 500, 700)]
+    outputs = []
+    for runner in (ours, eager, exact):
+        caches = [runner.new_cache() for _ in prompts]
+        runner.forward([Row.chain(cache, prompt) for cache, prompt in zip(caches, prompts)], last_only=True)
+        passes = [[Row.chain(cache, list(range(nodes))) for cache in caches] for nodes in (1, 5, 10)]
+        outputs.append(torch.cat([runner.forward(rows).logits.double().clone() for rows in passes]))
+    off = [float((output - outputs[2]).norm() / outputs[2].norm()) for output in outputs[:2]]
+    assert off[0] < 1.25 * off[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [20, 505, 700], ids=["short", "across a split", "two splits"])
+def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(length: int) -> None:
+    runner = persistent(gpu_model("qwen3", head_dim=128))
+    prompt, tokens = torch.randint(0, 1003, (length,)).tolist(), torch.randint(0, 1003, (9,)).tolist()
+    cache, neighbour = runner.new_cache(), runner.new_cache()
+    runner.forward([Row.chain(cache, prompt)], last_only=True)
+    runner.forward([Row.chain(neighbour, prompt[:17])], last_only=True)
+
+    def passed(row: Row, *others: Row) -> torch.Tensor:
+        logits = runner.forward([row, *others]).logits[: len(row.parents)].clone()
+        runner.truncate(cache, length)
+        return logits
+
+    chain = passed(Row.chain(cache, tokens))
+    beside = passed(Row.chain(cache, tokens[:3]), Row.chain(neighbour, [5, 6, 7]))
+    tree = passed(Row(cache, torch.tensor([tokens[0], 7, tokens[1], 8, 9, tokens[2]]), [-1, 0, 0, 1, 2, 2]))
+    alone = torch.cat([runner.forward([Row.chain(cache, [token])]).logits.clone() for token in tokens])
+    assert torch.equal(chain, alone)
+    assert torch.equal(beside, alone[:3])
+    assert torch.equal(tree[[0, 2, 5]], alone[:3])
+
+
+@pytest.mark.gpu
+def test_a_drafting_loop_drafts_what_single_passes_choose() -> None:
+    runner = persistent(gpu_model("qwen2"))
+    prompt = torch.randint(0, 1003, (50,)).tolist()
+    cache, plain = runner.new_cache(), runner.new_cache()
+    drafted = runner.draft([DraftInput(cache, prompt, 0.0, None)], 6)
+    assert drafted is not None
+    expected, last = [], prompt
+    for _ in range(6):
+        logits = runner.forward([Row.chain(plain, last)], last_only=True).logits
+        last = [int(logits[-1].argmax())]
+        expected += last
+    assert drafted.tokens[0].tolist() == expected
+
+
+@pytest.mark.gpu
+def test_hidden_states_and_features_are_those_of_the_eager_pass() -> None:
+    model = gpu_model("llama")
+    ours, eager = persistent(model), NativeRunner.of_model(model, "eager", kv_cache_tokens=8192)
+    eager.decode_graphs = None
+    layers = (1, ours.info.num_layers)
+    outputs = []
+    for runner in (ours, eager):
+        runner.expose(hidden=True, features=layers)
+        cache = runner.new_cache()
+        runner.forward([Row.chain(cache, list(range(30)))], last_only=True)
+        outputs.append(runner.forward([Row.chain(cache, [3, 4, 5])]))
+    for part in ("hidden", "features"):
+        got, wanted = (getattr(output, part).float() for output in outputs)
+        assert got.shape == wanted.shape
+        assert float((got - wanted).norm() / wanted.norm()) < 0.03

@@ -16,6 +16,7 @@ from paceline.serve.errors import ApiError
 from paceline.serve.limits import limited_route
 from paceline.serve.requests import CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
+from paceline.serve.rounding import near_tie_logprob
 from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from paceline.serve.streaming import EventStream, while_connected
 
@@ -106,6 +107,8 @@ def model_entry(context: ServerContext, name: str) -> Json:
         "methods": list(context.engine.methods),
         "num_draft_tokens": "auto" if num_draft_tokens is None else num_draft_tokens,
         "max_model_len": context.requests.max_model_len,
+        "dtype": context.engine.info.dtype,
+        "near_tie_logprob": near_tie_logprob(context.engine.info.dtype),
     }
     return {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline", "x_paceline": details}
 

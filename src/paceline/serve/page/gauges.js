@@ -9,6 +9,7 @@ export class Gauges {
     this.arrivals = []; // [time, tokens] of the chunks in the window
     this.firstTime = null;
     this.lastTime = null;
+    this.firstTokens = 0; // of the first chunk
     this.tokens = this.accepted = this.drafted = this.steps = 0;
     this.recentDraftLengths = [];
   }
@@ -16,7 +17,10 @@ export class Gauges {
   add(chunk) {
     const now = performance.now();
     const count = chunk.tokens.length;
-    this.firstTime ??= now;
+    if (this.firstTime === null) {
+      this.firstTime = now;
+      this.firstTokens = count;
+    }
     this.lastTime = now;
     this.tokens += count;
     if (chunk.fromDraft) this.accepted += count;
@@ -31,9 +35,17 @@ export class Gauges {
   }
 
   /* From the first chunk on, so that the prefill does not count. */
+  get seconds() {
+    return this.firstTime === null ? 0 : (this.lastTime - this.firstTime) / 1000;
+  }
+
+  /* The tokens that arrived in these seconds: those of the first chunk did not. */
+  get timedTokens() {
+    return this.tokens - this.firstTokens;
+  }
+
   get speed() {
-    const seconds = (this.lastTime - this.firstTime) / 1000;
-    return seconds > 0 ? (this.tokens - 1) / seconds : 0;
+    return this.seconds > 0 ? this.timedTokens / this.seconds : 0;
   }
 
   get liveSpeed() {

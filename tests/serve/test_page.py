@@ -203,7 +203,7 @@ def entry(text: str, logprob: float, rival: str, rival_logprob: float) -> dict[s
 
 
 def answer_with(page: playwright.Page, off: dict[str, Any], on: dict[str, Any]) -> None:
-    """The race gets `a` and then `off` without speculation, `a` and then `on` with it, instead of the model's tokens."""
+    """Instead of the model's tokens a race gets `a`, then `off` without speculation and `on` with it."""
 
     def fulfill(route: playwright.Route) -> None:
         method = route.request.post_data_json["speculative"]["method"]

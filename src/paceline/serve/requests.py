@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
@@ -160,7 +163,7 @@ class RequestBuilder:
         """The request of every choice, but for its prompt and its seed."""
         return Request(
             [],
-            sampling_params(body, self._info.vocab_size),
+            sampling_params(body, self._info.vocab_size, self._config.sampling_defaults),
             max_tokens,
             stop=body.stop_strings,
             ignore_eos=bool(body.ignore_eos),
@@ -193,19 +196,16 @@ def content_text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def sampling_params(body: CommonParams, vocab_size: int) -> SamplingParams:
-    """Sampling parameters with OpenAI's defaults: temperature 1 by default."""
-    return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=logit_bias(body.logit_bias or {}, vocab_size),
-        seed=body.seed,
-    )
+def sampling_params(
+    body: CommonParams, vocab_size: int, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
+    """Sampling parameters of a request. What it leaves open is the model's default, else OpenAI's: temperature 1."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    chosen = {name: getattr(body, name) for name in (*names, "seed") if getattr(body, name) is not None}
+    if "top_k" in chosen:
+        chosen["top_k"] = max(0, chosen["top_k"])
+    bias = logit_bias(body.logit_bias or {}, vocab_size)
+    return SamplingParams(**{"temperature": 1.0, **defaults, **chosen, "logit_bias": bias})
 
 
 def logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -107,6 +107,7 @@ def model_entry(context: ServerContext, name: str) -> Json:
         "methods": list(context.engine.methods),
         "num_draft_tokens": "auto" if num_draft_tokens is None else num_draft_tokens,
         "max_model_len": context.requests.max_model_len,
+        "sampling_defaults": context.config.sampling_defaults,
         "dtype": context.engine.info.dtype,
         "near_tie_logprob": near_tie_logprob(context.engine.info.dtype),
     }

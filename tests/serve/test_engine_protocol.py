@@ -60,7 +60,14 @@ def test_logprobs_need_only_encode_and_decode(server: RunningServer) -> None:
 
 def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> None:
     entry = server.http().get("/v1/models").json()["data"][0]
-    assert entry["x_paceline"] == {"methods": ["reverse"], "num_draft_tokens": "auto", "max_model_len": 32}
+    assert entry["x_paceline"] == {
+        "methods": ["reverse"],
+        "num_draft_tokens": "auto",
+        "max_model_len": 32,
+        "sampling_defaults": {},
+        "dtype": "fp32",
+        "near_tie_logprob": 0.001,
+    }
     assert server.http().get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
     server.http().post(COMPLETIONS, json={"prompt": "abcdef"})
     assert 'paceline_spec_accepted_tokens_total{method="reverse"}' in server.http().get("/metrics").text

@@ -109,6 +109,7 @@ class ServerConfig:
     )
     log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
     log_prompts: bool = option(False, "--log-prompts", "", "write prompts into the log")
+    strict: bool = option(False, "--strict", "", "refuse unknown fields of a request instead of ignoring them")
     generation_config: str = option(
         "model",
         "--generation-config",

@@ -77,7 +77,9 @@ def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> N
 def test_max_model_len_bounds_prompt_and_output(server: RunningServer, engine: ReversingEngine) -> None:
     response = server.http().post(COMPLETIONS, json={"prompt": "x" * 32})
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-    assert server.http().post(COMPLETIONS, json={"prompt": "x" * 20, "max_tokens": 50}).status_code == 200
+    response = server.http().post(COMPLETIONS, json={"prompt": "x" * 20, "max_tokens": 50})
+    assert response.status_code == 400 and "ask for 12 or fewer" in response.json()["error"]["message"]
+    assert server.http().post(COMPLETIONS, json={"prompt": "x" * 20}).status_code == 200
     assert engine.requests[-1].max_new_tokens == 12
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -241,3 +242,7 @@ def test_the_lanes_of_a_race_take_turns_after_one_read_of_the_prompt(
     methods = [body["speculative"]["method"] for body in bodies]
     assert methods == ["none", "none", "ngram", "ngram", "none"], "the first one only reads the prompt"
     assert [body["max_tokens"] for body in bodies] == [1, 24, 24, 24, 24]
+    summaries = [page.inner_text(f"#lane-{name}-summary") for name in ("off", "on")]
+    speeds = [float(speed) for summary in summaries for speed in re.findall(r"([\d.]+) tokens/s", summary)]
+    measured = float(page.inner_text("#result").split("×")[0])
+    assert measured == pytest.approx(speeds[1] / speeds[0], abs=0.03), "the lanes show the speeds that are compared"

@@ -76,9 +76,14 @@ export class Gauges {
   }
 
   get summary() {
+    return this.describe(this.speed);
+  }
+
+  /* speed: of this answer, or of several runs of it. */
+  describe(speed) {
     const percent = Math.round(100 * this.acceptance);
     const accepted = this.acceptance === null ? "no draft tokens" : `${percent} % of draft tokens accepted`;
     const perStep = `${this.tokensPerStep.toFixed(2)} tokens per step`;
-    return `${this.tokens} tokens, ${this.speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
+    return `${this.tokens} tokens, ${speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
   }
 }

@@ -69,6 +69,10 @@ export async function race(model, prompt, rounding, signal) {
     runs.on.map((run) => compareOutputs(plain.answer.tokens, run.answer.tokens, rounding.bound)),
   );
   if (comparison.kind !== "same") markDifference(comparison.index);
-  for (const name of ["off", "on"]) byId(`lane-${name}-bar`).value = 1;
-  byId("result").textContent = describeRace(totals(runs.off), totals(runs.on), comparison, rounding);
+  const lanes = { off: totals(runs.off), on: totals(runs.on) };
+  for (const name of ["off", "on"]) {
+    byId(`lane-${name}-bar`).value = 1;
+    byId(`lane-${name}-summary`).textContent = runs[name][0].gauges.describe(lanes[name].speed);
+  }
+  byId("result").textContent = describeRace(lanes.off, lanes.on, comparison, rounding);
 }

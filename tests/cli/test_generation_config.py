@@ -96,6 +96,17 @@ def test_a_model_without_defaults_is_not_talked_about(run_command: Any, caplog: 
     assert not caplog.records
 
 
+def test_a_setting_that_is_not_available_is_named_once(
+    run_command: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"num_beams": 4, "eos_token_id": 257}')
+    for command in (("chat", str(folder), "--method", "none"), ("generate", "-m", str(folder), "abc")):
+        result = run_command(*command, "--max-new-tokens", "2", stdin="hi\n")
+        assert result.status == 0 and result.err.count("num_beams 4 (not available)") == 1
+    assert not caplog.records
+
+
 def test_a_damaged_file_is_an_error_in_one_line(run_command: Any, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     (folder / "generation_config.json").write_text('{"top_p": 7, "eos_token_id": 257}')

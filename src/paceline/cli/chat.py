@@ -180,7 +180,7 @@ def read_lines() -> Iterator[str]:
 
 
 def show_help(command: str) -> None:
-    """The commands, after a word about one that does not exist."""
+    """List the commands, and say first if this one does not exist."""
     if command not in COMMANDS:
         note(f"there is no command {command}")
     for name, meaning in COMMANDS.items():

@@ -25,7 +25,7 @@ def with_defaults(settings: dict[str, Any], choice: str, defaults: GenerationDef
     """Settings with the model's defaults for what they leave open, or greedy. Says which on stderr."""
     if choice == MODEL:
         mention_applied(defaults)
-        return {**defaults.settings, **settings}
+        return {"temperature": 0.0, **defaults.settings, **settings}
     chosen = any(name in settings for name in SAMPLING)
     if not chosen and not defaults.is_greedy:
         note(f"greedy; the model's generation_config.json asks for {defaults} (--generation-config model)")

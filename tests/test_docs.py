@@ -52,6 +52,21 @@ def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.strip()
 
 
+def test_the_first_example_of_the_readme_goes_through_the_chat_template(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts: list[str] = []
+    generate = SpeculativeDecoder.generate
+
+    def recorded(decoder: SpeculativeDecoder, prompt: Any, **settings: Any) -> Any:
+        prompts.append(decoder.tokenizer.hf_tokenizer.decode(decoder.tokenizer.encode(prompt)))
+        return generate(decoder, prompt, **settings)
+
+    monkeypatch.setattr(SpeculativeDecoder, "generate", recorded)
+    run(blocks(ROOT / "README.md")[0], tiny_folder)
+    assert prompts == ["<s>user: Explain attention.</s><s>assistant: "]
+
+
 def test_the_readme_lists_every_command() -> None:
     rows = re.findall(r"^\| `paceline (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(cli.COMMANDS)

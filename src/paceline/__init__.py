@@ -3,7 +3,7 @@
     from paceline import SpeculativeDecoder
 
     with SpeculativeDecoder("default", method="ngram") as decoder:
-        print(decoder.generate("Explain attention.", max_new_tokens=64).text)
+        print(decoder.generate([{"role": "user", "content": "Explain attention."}], max_new_tokens=64).text)
 """
 
 from __future__ import annotations

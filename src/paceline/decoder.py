@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -18,10 +19,13 @@ from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
 from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
 from paceline.errors import EngineClosed, PromptError
+from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
 from paceline.hub.tokenizer import Message, Tokenizer
 
+LOG = logging.getLogger("paceline")
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
+SAMPLING_CHOICES = SAMPLING_NAMES - {"seed", "logit_bias"} | {"do_sample"}  # a call that names one has chosen
 REQUEST_NAMES = (
     "max_new_tokens",
     "min_new_tokens",
@@ -52,13 +56,16 @@ class SpeculativeDecoder:
     """Generates with a language model, several tokens a pass, without changing what it would have generated.
 
         with SpeculativeDecoder("default", method="ngram") as decoder:
-            print(decoder.generate("Explain attention.", max_new_tokens=64).text)
+            print(decoder.generate([{"role": "user", "content": "Explain attention."}], max_new_tokens=64).text)
 
     model             a name (`default`, a Hub id, a directory, a .gguf file) or a loaded AutoModelForCausalLM
     draft_model       a smaller model, named the same way, or None
     method            how to draft, such as "ngram"; None: `draft_model` if there is one, else `none`
     num_draft_tokens  draft tokens a step, 0 to 128, or "auto": as many as pay here, none if none do
     Further options are the fields of `paceline.config`. One decoder may be used from several threads.
+
+    Decoding is greedy unless a call says otherwise. `generation_defaults.settings` is what the model's authors ask for:
+    pass it on as `**decoder.generation_defaults.settings` to follow them.
     """
 
     def __init__(self, model: Any = "default", draft_model: Any = None, **options: Any) -> None:
@@ -66,6 +73,8 @@ class SpeculativeDecoder:
             options["draft_model"] = draft_model
         self.config = EngineConfig.create(model, **options)
         self._engine: Engine = open_engine(self.config)
+        self.generation_defaults: GenerationDefaults = generation_defaults(self.config.model.model)
+        self._mentions_defaults = not self.generation_defaults.is_greedy
         self._loop = _LoopThread()
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -113,6 +122,7 @@ class SpeculativeDecoder:
     def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
+        A string is continued as it is; messages go through the model's chat template, which a chat model expects.
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, and the fields of SamplingParams
         (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
         sequence i has seed + i.
@@ -148,6 +158,7 @@ class SpeculativeDecoder:
     def _request(self, prompt: Any, index: int, settings: dict[str, Any]) -> Request:
         """One request, or an OptionError or PromptError."""
         chosen = dict(settings)
+        self._mention_defaults(chosen)
         if not chosen.pop("do_sample", True):
             chosen["temperature"] = 0.0
         own = {name: chosen.pop(name) for name in REQUEST_NAMES if name in chosen}
@@ -162,6 +173,16 @@ class SpeculativeDecoder:
             num_draft_tokens = None if number == AUTO else number
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
+
+    def _mention_defaults(self, settings: dict[str, Any]) -> None:
+        """Say once that decoding is greedy where the model's authors ask for something else."""
+        if not self._mentions_defaults or SAMPLING_CHOICES & set(settings):
+            return
+        self._mentions_defaults = False
+        LOG.warning(
+            "decoding is greedy; %s of %s asks for %s (pass **decoder.generation_defaults.settings, or temperature=0)",
+            FILE_NAME, self.info.name, self.generation_defaults,
+        )  # fmt: skip
 
     async def _collect_all(self, requests: list[Request]) -> list[Result]:
         # All requests are checked before any starts, so that a wrong one costs nothing.

@@ -187,3 +187,14 @@ def test_damaged_weights_and_pickles_are_refused(run_command: Any, tmp_path: Pat
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n.")
     result = run_command("generate", "-m", str(folder), "x")
     assert result.status == 2 and "Traceback" not in result.err
+
+
+def test_a_chat_model_that_gets_a_raw_prompt_says_so(run_command: Any, tmp_path: Path) -> None:
+    command = ("generate", "-m", "TINY", "--max-new-tokens", "4", "abc")
+    raw, hidden = run_command(*command), run_command(*command, "--no-chat")
+    assert "the prompt is continued as it is; --chat asks the model" in raw.err and raw.out == hidden.out
+    asked = run_command(*command, "--chat")
+    assert "--chat" not in hidden.err + asked.err and asked.out != raw.out
+    folder = write_tiny_model(tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    assert "--chat" not in run_command("generate", "-m", str(folder), "--max-new-tokens", "4", "abc").err

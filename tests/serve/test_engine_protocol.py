@@ -60,7 +60,14 @@ def test_logprobs_need_only_encode_and_decode(server: RunningServer) -> None:
 
 def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> None:
     entry = server.http().get("/v1/models").json()["data"][0]
-    assert entry["x_paceline"] == {"methods": ["reverse"], "num_draft_tokens": "auto", "max_model_len": 32}
+    assert entry["x_paceline"] == {
+        "methods": ["reverse"],
+        "num_draft_tokens": "auto",
+        "max_model_len": 32,
+        "sampling_defaults": {},
+        "dtype": "fp32",
+        "near_tie_logprob": 0.001,
+    }
     assert server.http().get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
     server.http().post(COMPLETIONS, json={"prompt": "abcdef"})
     assert 'paceline_spec_accepted_tokens_total{method="reverse"}' in server.http().get("/metrics").text
@@ -70,7 +77,9 @@ def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> N
 def test_max_model_len_bounds_prompt_and_output(server: RunningServer, engine: ReversingEngine) -> None:
     response = server.http().post(COMPLETIONS, json={"prompt": "x" * 32})
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
-    assert server.http().post(COMPLETIONS, json={"prompt": "x" * 20, "max_tokens": 50}).status_code == 200
+    response = server.http().post(COMPLETIONS, json={"prompt": "x" * 20, "max_tokens": 50})
+    assert response.status_code == 400 and "ask for 12 or fewer" in response.json()["error"]["message"]
+    assert server.http().post(COMPLETIONS, json={"prompt": "x" * 20}).status_code == 200
     assert engine.requests[-1].max_new_tokens == 12
 
 

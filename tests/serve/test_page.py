@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -154,3 +157,92 @@ def test_every_control_has_an_accessible_name(page: playwright.Page) -> None:
     )
     assert nameless == []
     assert page.get_attribute("html", "lang") == "en" and page.locator("h1").count() == 1
+
+
+# --- what must not be said or sent ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bodies(page: playwright.Page) -> list[dict[str, Any]]:
+    """The chat requests that the page sends, as they come."""
+    sent: list[dict[str, Any]] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    return sent
+
+
+def test_a_new_chat_during_an_answer_forgets_the_old_one(
+    page: playwright.Page, tiny_server: RunningServer, bodies: list[dict[str, Any]]
+) -> None:
+    with slowed(tiny_server, 0.05):
+        send(page, "the old question", 400)
+        playwright.expect(page.locator(".answer .t").nth(3)).to_be_attached(timeout=30_000)
+        page.click("#clear")
+        wait_until_finished(page)
+    assert page.locator(".message").count() == 0
+    tiny_server.wait_until_idle()
+    send(page, "the new question", 8)
+    wait_until_finished(page)
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "the new question"}]
+    assert page.locator(".message").count() == 2, "nothing of the old chat is shown"
+
+
+def test_a_refused_question_is_not_part_of_the_next_request(
+    page: playwright.Page, bodies: list[dict[str, Any]]
+) -> None:
+    send(page, "long " * 400, 4)
+    wait_until_finished(page)
+    send(page, "short", 4)
+    wait_until_finished(page)
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "short"}]
+
+
+def entry(text: str, logprob: float, rival: str, rival_logprob: float) -> dict[str, Any]:
+    """A token of a chunk, with its two likeliest alternatives."""
+    top = [{"token": name, "logprob": value, "bytes": list(name.encode())} for name, value in
+           ((text, logprob), (rival, rival_logprob))]
+    return {**top[0], "top_logprobs": top}
+
+
+def answer_with(page: playwright.Page, off: dict[str, Any], on: dict[str, Any]) -> None:
+    """Instead of the model's tokens a race gets `a`, then `off` without speculation and `on` with it."""
+
+    def fulfill(route: playwright.Route) -> None:
+        method = route.request.post_data_json["speculative"]["method"]
+        tokens = [entry("a", -0.1, "b", -3.0), off if method == "none" else on]
+        events = [
+            {"choices": [{"index": 0, "logprobs": {"content": [token]}, "x_paceline": {"num_draft_tokens": 0}}]}
+            for token in tokens
+        ]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", fulfill)
+
+
+@pytest.mark.parametrize(("gap", "words"), [(0.0001, "near-tie"), (0.4, "A different output from token 2")])
+def test_a_race_calls_a_difference_a_near_tie_only_where_it_is_one(
+    page: playwright.Page, gap: float, words: str
+) -> None:
+    answer_with(page, entry("x", -0.7, "y", -0.7 - gap), entry("y", -0.7, "x", -0.7 - gap))
+    page.click("#tab-race")
+    send(page, "anything", 8)
+    playwright.expect(page.locator("#result")).to_contain_text(words, timeout=30_000)
+    assert page.inner_text("#lane-off .differs") == "x" and page.inner_text("#lane-on .differs") == "y"
+    assert ("please report" in page.inner_text("#result")) == (gap > 0.1)
+
+
+def test_the_lanes_of_a_race_take_turns_after_one_read_of_the_prompt(
+    page: playwright.Page, bodies: list[dict[str, Any]]
+) -> None:
+    page.click("#tab-race")
+    page.select_option("#method", "ngram")
+    page.select_option("#num-draft-tokens", "2")
+    send(page, REPEAT, 24)
+    playwright.expect(page.locator("#result")).to_contain_text("the same output", timeout=60_000)
+    methods = [body["speculative"]["method"] for body in bodies]
+    assert methods == ["none", "none", "ngram", "ngram", "none"], "the first one only reads the prompt"
+    assert [body["max_tokens"] for body in bodies] == [1, 24, 24, 24, 24]
+    summaries = [page.inner_text(f"#lane-{name}-summary") for name in ("off", "on")]
+    speeds = [float(speed) for summary in summaries for speed in re.findall(r"([\d.]+) tokens/s", summary)]
+    measured = float(page.inner_text("#result").split("×")[0])
+    assert measured == pytest.approx(speeds[1] / speeds[0], abs=0.03), "the lanes show the speeds that are compared"

@@ -97,10 +97,31 @@ def test_max_tokens_has_openai_defaults() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).choices[0].request.max_new_tokens == 7
 
 
-def test_max_tokens_is_cut_to_the_context_length() -> None:
-    assert completion(max_tokens=1000).choices[0].request.max_new_tokens == 64 - 3
-    assert completion(max_tokens=1000, config={"max_model_len": 10}).choices[0].request.max_new_tokens == 7
+def test_only_a_default_is_cut_to_the_context_length() -> None:
+    limits = RequestLimits(default_max_tokens=1000)
+    assert chat(config={"limits": limits}).choices[0].request.max_new_tokens == 64 - 3
+    assert completion(config={"max_model_len": 10}).choices[0].request.max_new_tokens == 7
     assert builder(max_model_len=1000).max_model_len == 64
+    assert completion(max_tokens=61).choices[0].request.max_new_tokens == 61
+    for refused in (lambda: completion(max_tokens=62), lambda: chat(max_completion_tokens=62)):
+        with pytest.raises(ContextLengthExceeded, match=r"has 3 tokens and max_tokens is 62, .* ask for 61 or fewer"):
+            refused()
+
+
+def test_truncate_prompt_tokens_reads_the_last_ones() -> None:
+    long = "x" * 100 + "abc"
+    cut = completion(prompt=long, truncate_prompt_tokens=3, echo=True).choices[0]
+    assert cut.request.prompt == [97, 98, 99] and cut.echo == "abc"
+    assert len(completion(prompt=long, truncate_prompt_tokens=-1, max_tokens=60).choices[0].request.prompt) == 4
+    assert len(completion(prompt="ab", truncate_prompt_tokens=-1, max_tokens=60).choices[0].request.prompt) == 2
+    assert len(chat(truncate_prompt_tokens=2).choices[0].request.prompt) == 2
+
+
+def test_no_tokens_are_for_an_echo_alone() -> None:
+    assert completion(max_tokens=0, echo=True).choices[0].request.max_new_tokens == 0
+    for refused in (lambda: completion(max_tokens=0), lambda: chat(max_tokens=0)):
+        with pytest.raises(ApiError, match="echo"):
+            refused()
 
 
 def test_a_prompt_beyond_the_context_length_is_refused_by_type() -> None:
@@ -193,4 +214,5 @@ def test_the_other_fields_reach_the_engine_request() -> None:
     task = completion(stop="x", ignore_eos=True, stream=True, stream_options={"include_usage": True}, x_paceline=True)
     assert task.choices[0].request.stop == ("x",) and task.choices[0].request.ignore_eos
     assert task.stream and task.include_usage and task.include_stats
-    assert completion(stop=["x", "y"]).choices[0].request.stop == ("x", "y")
+    assert completion(stop=["x", "", "y"]).choices[0].request.stop == ("x", "y")
+    assert completion(stop="").choices[0].request.stop == ()

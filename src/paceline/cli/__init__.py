@@ -1,7 +1,7 @@
 """paceline runs language models faster with speculative decoding, and the output is provably unchanged.
 
     paceline demo                                   see it work
-    paceline generate "Explain attention."          generate from a prompt
+    paceline generate --chat "Explain attention."   generate from a prompt
     paceline serve MODEL --draft-model SMALL        an OpenAI-compatible server
     paceline COMMAND --help                         what a command does and takes
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.flags import add_config_flags, config_from_args
+from paceline.cli.generation_config import NONE as NO_DEFAULTS
+from paceline.cli.generation_config import mention_applied
 from paceline.config import AUTO, EngineConfig
 from paceline.errors import MissingExtra, OptionError
 from paceline.serve.config import API_KEYS_VARIABLE, FLAG_CLASSES, NetworkConfig, RequestLimits, ServerConfig
@@ -50,6 +52,7 @@ def main(args: argparse.Namespace) -> int:
     config = server_config(args, engine_config)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
         engine = open_served_engine(engine_config)
+        config = with_sampling_defaults(config, engine_config)
         configure_logging(config.log_level)
         app = create_app(engine, config)
         url = start_listening(bound_socket)
@@ -87,6 +90,17 @@ def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> Serv
         max_model_len=engine_config.model.max_model_len,
         num_draft_tokens=k if isinstance(k, int) else None,
     )
+
+
+def with_sampling_defaults(config: ServerConfig, engine_config: EngineConfig) -> ServerConfig:
+    """The configuration with the sampling defaults of the model's generation config, unless it says none."""
+    from paceline.hub.generation_config import generation_defaults
+
+    if config.generation_config == NO_DEFAULTS:
+        return config
+    defaults = generation_defaults(engine_config.model.model)
+    mention_applied(defaults, "OpenAI's")
+    return replace(config, sampling_defaults=defaults.settings)
 
 
 def api_keys(args: argparse.Namespace) -> tuple[str, ...]:

@@ -57,6 +57,14 @@ def note(text: str) -> None:
     print(f"{DIM}{text}{RESET}" if wants_color("auto", sys.stderr) else text, file=sys.stderr)
 
 
+def enable_line_editing() -> None:
+    """Arrow keys edit a line and recall earlier ones; lines are kept for this process only. Windows does it itself."""
+    try:
+        import readline  # noqa: F401  # input() uses it once it is imported
+    except ImportError:
+        return
+
+
 def quiet_transformers() -> None:
     """No progress bars and no warnings from transformers: what goes wrong reaches the user as a PacelineError."""
     from transformers.utils import logging

@@ -28,6 +28,10 @@ class Tokenizer:
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self.hf_tokenizer, "chat_template", None))
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a string as it is, or of chat messages through the model's template."""
         if isinstance(prompt, str):
@@ -52,7 +56,7 @@ class Tokenizer:
         return [int(token) for token in self.hf_tokenizer(prompt).input_ids]
 
     def _chat_ids(self, messages: list[Message]) -> list[int]:
-        if not getattr(self.hf_tokenizer, "chat_template", None):
+        if not self.has_chat_template:
             raise PromptError("this model has no chat template; give the prompt as a string")
         if not all("role" in message for message in messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')

@@ -99,6 +99,7 @@ class ServerConfig:
 
     served_model_names  what clients call the model; responses carry the first
     max_num_seqs        sequences the engine runs at a time; the admission control counts the others as waiting
+    sampling_defaults   fields of SamplingParams for requests that do not set them, from the model's generation config
     max_model_len       prompt and output tokens of one sequence; None: the model's own limit
     num_draft_tokens    k of requests that do not choose; None: the engine's draft-length policy
     """
@@ -108,8 +109,18 @@ class ServerConfig:
     )
     log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
     log_prompts: bool = option(False, "--log-prompts", "", "write prompts into the log")
+    strict: bool = option(False, "--strict", "", "refuse unknown fields of a request instead of ignoring them")
+    generation_config: str = option(
+        "model",
+        "--generation-config",
+        "WHOSE",
+        "sampling defaults: model, those of its generation_config.json, or none, OpenAI's",
+        "sampling",
+        choices=("model", "none"),
+    )
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
     max_model_len: int | None = None
     num_draft_tokens: int | None = None

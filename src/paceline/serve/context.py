@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.core.protocols import Engine
+from paceline.core.types import RequestOutput
 from paceline.serve.config import ServerConfig
+from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.limits import AdmissionControl
 from paceline.serve.metrics import Metrics, TokenTimer
 from paceline.serve.requests import CompletionTask, RequestBuilder
@@ -29,6 +31,7 @@ class ServerContext:
     config: ServerConfig
     requests: RequestBuilder
     formatter: TokenFormatter
+    extra_fields: ExtraFields
     admission: AdmissionControl
     metrics: Metrics
     tokenizer_thread: ThreadPoolExecutor  # one thread, because tokenizers are not thread-safe
@@ -41,6 +44,7 @@ class ServerContext:
             config,
             RequestBuilder(engine, text, config),
             TokenFormatter(text, engine.info.eos_token_ids),
+            ExtraFields(strict=config.strict),
             AdmissionControl(config.limits, config.max_num_seqs),
             Metrics(engine),
             ThreadPoolExecutor(1, "paceline-tokenizer"),
@@ -52,7 +56,10 @@ class ServerContext:
 
     def generate(self, task: CompletionTask) -> AsyncGenerator[ChoiceDelta, None]:
         """The outputs of all choices as they arrive."""
-        streams = [self.engine.generate(choice.request) for choice in task.choices]
+        streams = [
+            self.engine.generate(choice.request) if choice.request.max_new_tokens else _nothing()
+            for choice in task.choices
+        ]
         timers: list[Observer] = [TokenTimer(self.metrics) for _ in streams]
         return merge_outputs(streams, timers, self.config.limits.request_timeout)
 
@@ -60,3 +67,8 @@ class ServerContext:
         self.admission.shutting_down = True
         await self.engine.close()
         self.tokenizer_thread.shutdown()
+
+
+async def _nothing() -> AsyncIterator[RequestOutput]:
+    """The output of a choice that only echoes its prompt."""
+    yield RequestOutput("", finish_reason="length")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
@@ -24,6 +27,8 @@ from paceline.serve.schema import (
 from paceline.serve.token_text import TokenText
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
+
+LEAST_TOP_P = 1e-9  # top_p 0: the likeliest token alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,11 @@ class RequestBuilder:
         """The engine requests of a chat completion."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        max_tokens = body.max_completion_tokens or body.max_tokens or self._config.limits.default_max_tokens
+        if body.asked_tokens == 0:
+            raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        return self._task(body, [EncodedPrompt(self._encode_messages(body.messages))], max_tokens, logprobs)
+        prompts = [EncodedPrompt(self._encode_messages(body.messages))]
+        return self._task(body, prompts, self._config.limits.default_max_tokens, logprobs)
 
     def completion(self, body: CompletionRequest) -> CompletionTask:
         """The engine requests of a completion."""
@@ -80,10 +87,12 @@ class RequestBuilder:
             raise ApiError(400, "best_of is supported only where it equals n", param="best_of")
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo together with logprobs is not supported", param="echo")
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
         is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         inputs = [body.prompt] if is_single else body.prompt
         prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
-        return self._task(body, prompts, body.max_tokens or COMPLETION_MAX_TOKENS, body.logprobs)
+        return self._task(body, prompts, COMPLETION_MAX_TOKENS, body.logprobs)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages."""
@@ -111,6 +120,21 @@ class RequestBuilder:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
 
+    def _truncated(self, prompt: EncodedPrompt, body: CommonParams) -> EncodedPrompt:
+        """The prompt, cut to its last tokens as truncate_prompt_tokens says; -1: as many as fit."""
+        limit = body.truncate_prompt_tokens
+        if limit is None:
+            return prompt
+        if limit == -1:
+            limit = self.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens)
+        return self._last_tokens(prompt, max(1, limit))
+
+    def _last_tokens(self, prompt: EncodedPrompt, limit: int) -> EncodedPrompt:
+        if len(prompt.token_ids) <= limit:
+            return prompt
+        token_ids = prompt.token_ids[-limit:]
+        return EncodedPrompt(token_ids, self._tokenizer.decode(token_ids) if prompt.echo else "")
+
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int) -> None:
@@ -124,6 +148,7 @@ class RequestBuilder:
             raise ApiError(400, f"max_tokens may be {limits.max_new_tokens} at most", param="max_tokens")
         for prompt in prompts:
             self._check_prompt(prompt.token_ids)
+            self._check_length(len(prompt.token_ids), body.asked_tokens or 0)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         num_tokens, limit = len(token_ids), self._config.limits.max_prompt_tokens
@@ -137,11 +162,22 @@ class RequestBuilder:
                 f"the prompt has {num_tokens} tokens; {self._info.name} reads at most {longest}"
             )
 
+    def _check_length(self, num_tokens: int, asked_tokens: int) -> None:
+        """What a request asks for must fit after its prompt; only a default is cut to what fits."""
+        space = self.max_model_len - num_tokens
+        if asked_tokens > space:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens and max_tokens is {asked_tokens}, together more than the "
+                f"{self.max_model_len} of {self._info.name}; ask for {space} or fewer, or set truncate_prompt_tokens"
+            )
+
     # --- engine requests ----------------------------------------------------------------------------------------------
 
     def _task(
-        self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, logprobs: int | None
+        self, body: CommonParams, prompts: list[EncodedPrompt], default_tokens: int, logprobs: int | None
     ) -> CompletionTask:
+        max_tokens = default_tokens if body.asked_tokens is None else body.asked_tokens
+        prompts = [self._truncated(prompt, body) for prompt in prompts]
         self._check(body, prompts, max_tokens)
         template = self._template(body, max_tokens, logprobs)
         copies = [prompt for prompt in prompts for _ in range(body.n or 1)]
@@ -160,7 +196,7 @@ class RequestBuilder:
         """The request of every choice, but for its prompt and its seed."""
         return Request(
             [],
-            sampling_params(body, self._info.vocab_size),
+            sampling_params(body, self._info.vocab_size, self._config.sampling_defaults),
             max_tokens,
             stop=body.stop_strings,
             ignore_eos=bool(body.ignore_eos),
@@ -193,19 +229,18 @@ def content_text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def sampling_params(body: CommonParams, vocab_size: int) -> SamplingParams:
-    """Sampling parameters with OpenAI's defaults: temperature 1 by default."""
-    return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=logit_bias(body.logit_bias or {}, vocab_size),
-        seed=body.seed,
-    )
+def sampling_params(
+    body: CommonParams, vocab_size: int, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> SamplingParams:
+    """Sampling parameters of a request. What it leaves open is the model's default, else OpenAI's: temperature 1."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    chosen = {name: getattr(body, name) for name in (*names, "seed") if getattr(body, name) is not None}
+    if "top_k" in chosen:
+        chosen["top_k"] = max(0, chosen["top_k"])
+    if "top_p" in chosen:
+        chosen["top_p"] = max(LEAST_TOP_P, chosen["top_p"])
+    bias = logit_bias(body.logit_bias or {}, vocab_size)
+    return SamplingParams(**{"temperature": 1.0, **defaults, **chosen, "logit_bias": bias})
 
 
 def logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:

@@ -13,9 +13,11 @@ from paceline.serve.access_log import LOG_FIELDS
 from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
+from paceline.serve.extra_fields import add_header
 from paceline.serve.limits import limited_route
 from paceline.serve.requests import CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
+from paceline.serve.rounding import near_tie_logprob
 from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from paceline.serve.streaming import EventStream, while_connected
 
@@ -54,14 +56,16 @@ def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/v1/chat/completions", responses=ERROR_RESPONSES, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
+        ignored = context.extra_fields.ignored(body)
         task = await context.tokenized(context.requests.chat, body)
-        return await respond(context, request, task, ChatFormat(context.formatter))
+        return add_header(await respond(context, request, task, ChatFormat(context.formatter)), ignored)
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """The continuation of a prompt."""
+        ignored = context.extra_fields.ignored(body)
         task = await context.tokenized(context.requests.completion, body)
-        return await respond(context, request, task, CompletionFormat(context.formatter))
+        return add_header(await respond(context, request, task, CompletionFormat(context.formatter)), ignored)
 
 
 def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
@@ -106,6 +110,9 @@ def model_entry(context: ServerContext, name: str) -> Json:
         "methods": list(context.engine.methods),
         "num_draft_tokens": "auto" if num_draft_tokens is None else num_draft_tokens,
         "max_model_len": context.requests.max_model_len,
+        "sampling_defaults": context.config.sampling_defaults,
+        "dtype": context.engine.info.dtype,
+        "near_tie_logprob": near_tie_logprob(context.engine.info.dtype),
     }
     return {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline", "x_paceline": details}
 

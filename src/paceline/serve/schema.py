@@ -1,4 +1,4 @@
-"""Request bodies. Unknown fields are refused, so that a misspelt field is an error instead of being ignored."""
+"""Request bodies. Unknown fields of a LenientModel are kept for serve/extra_fields.py; elsewhere they are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.config import MAX_DRAFT_TOKENS
 
 MAX_INT = 1 << 31
 SEED_LIMIT = 1 << 63
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+Stop = Annotated[str, StringConstraints(max_length=256)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -24,7 +24,13 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ContentPart(StrictModel):
+class LenientModel(StrictModel):
+    """Clients send fields here that other servers know."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class ContentPart(LenientModel):
     """A part of a message; only text is supported."""
 
     type: Literal["text"]
@@ -34,7 +40,7 @@ class ContentPart(StrictModel):
 Content = str | list[ContentPart]
 
 
-class ChatMessage(StrictModel):
+class ChatMessage(LenientModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -57,7 +63,7 @@ class PredictionParam(StrictModel):
     content: Content
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(LenientModel):
     """What a stream carries beside the output."""
 
     include_usage: bool | None = None
@@ -80,13 +86,14 @@ class ResponseFormatParam(StrictModel):
     json_schema: JsonSchemaParam | None = None
 
 
-class CommonParams(StrictModel):
+class CommonParams(LenientModel):
     """What chat completions and completions have in common."""
 
     model: str | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Fraction | None = None
     presence_penalty: Penalty | None = None
@@ -112,8 +119,15 @@ class CommonParams(StrictModel):
     prompt_cache_key: str | None = None
 
     @property
+    def asked_tokens(self) -> int | None:
+        """The length that the request itself asks for; None: it leaves it open."""
+        return self.max_tokens
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """An empty string stops nothing."""
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(string for string in strings if string)
 
     @property
     def include_usage(self) -> bool:
@@ -127,11 +141,11 @@ class ChatRequest(CommonParams):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # Tools are not supported. An empty list of tools means the same as no field.
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(CommonParams):
@@ -146,7 +160,6 @@ class CompletionRequest(CommonParams):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    suffix: None = None
 
 
 class TokenizeRequest(StrictModel):

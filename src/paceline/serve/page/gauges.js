@@ -9,6 +9,7 @@ export class Gauges {
     this.arrivals = []; // [time, tokens] of the chunks in the window
     this.firstTime = null;
     this.lastTime = null;
+    this.firstTokens = 0; // of the first chunk
     this.tokens = this.accepted = this.drafted = this.steps = 0;
     this.recentDraftLengths = [];
   }
@@ -16,7 +17,10 @@ export class Gauges {
   add(chunk) {
     const now = performance.now();
     const count = chunk.tokens.length;
-    this.firstTime ??= now;
+    if (this.firstTime === null) {
+      this.firstTime = now;
+      this.firstTokens = count;
+    }
     this.lastTime = now;
     this.tokens += count;
     if (chunk.fromDraft) this.accepted += count;
@@ -31,9 +35,17 @@ export class Gauges {
   }
 
   /* From the first chunk on, so that the prefill does not count. */
+  get seconds() {
+    return this.firstTime === null ? 0 : (this.lastTime - this.firstTime) / 1000;
+  }
+
+  /* The tokens that arrived in these seconds: those of the first chunk did not. */
+  get timedTokens() {
+    return this.tokens - this.firstTokens;
+  }
+
   get speed() {
-    const seconds = (this.lastTime - this.firstTime) / 1000;
-    return seconds > 0 ? (this.tokens - 1) / seconds : 0;
+    return this.seconds > 0 ? this.timedTokens / this.seconds : 0;
   }
 
   get liveSpeed() {
@@ -64,9 +76,14 @@ export class Gauges {
   }
 
   get summary() {
+    return this.describe(this.speed);
+  }
+
+  /* speed: of this answer, or of several runs of it. */
+  describe(speed) {
     const percent = Math.round(100 * this.acceptance);
     const accepted = this.acceptance === null ? "no draft tokens" : `${percent} % of draft tokens accepted`;
     const perStep = `${this.tokensPerStep.toFixed(2)} tokens per step`;
-    return `${this.tokens} tokens, ${this.speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
+    return `${this.tokens} tokens, ${speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
   }
 }

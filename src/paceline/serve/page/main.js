@@ -1,41 +1,16 @@
 // The page: a chat that shows which tokens come from the draft, and a race of one prompt without and with speculation.
 
-import { listModels, streamChat } from "./api.js";
-import { Gauges } from "./gauges.js";
-import { addTokenListeners, Answer } from "./tokens.js";
+import { listModels } from "./api.js";
+import { generate, requestParams } from "./generation.js";
+import { race } from "./race.js";
+import { addTokenListeners } from "./tokens.js";
 
 const byId = (id) => document.getElementById(id);
-const conversation = [];
+let conversation = []; // "New chat" replaces it: a request that still runs keeps the old one
 let abortController = null; // of the running request
 let view = "chat";
 let model = null;
-
-// --- request parameters ----------------------------------------------------------------------------------------------
-
-function speculativeParams(speculate) {
-  if (!speculate) return { method: "none", num_draft_tokens: 0 };
-  const k = byId("num-draft-tokens").value;
-  return { method: byId("method").value, num_draft_tokens: k === "auto" ? "auto" : Number(k) };
-}
-
-function requestParams(messages, speculate, temperature) {
-  const maxTokens = Math.max(1, Math.round(Number(byId("max-tokens").value)) || 256);
-  return { model, messages, temperature, max_tokens: maxTokens, speculative: speculativeParams(speculate) };
-}
-
-// --- generation ------------------------------------------------------------------------------------------------------
-
-async function generate(params, element, onChunk = () => {}) {
-  const answer = new Answer(element);
-  const gauges = new Gauges();
-  for await (const chunk of streamChat(params, byId("key").value, abortController.signal)) {
-    for (const token of chunk.tokens) answer.add(token, chunk.fromDraft);
-    if (chunk.tokens.length) gauges.add(chunk);
-    onChunk(answer, gauges);
-  }
-  gauges.finish();
-  return { answer, gauges };
-}
+let rounding = { dtype: "an unknown dtype", bound: 0 }; // what the server says that rounding can explain
 
 function setRunning(running) {
   abortController = running ? new AbortController() : null;
@@ -57,22 +32,28 @@ function errorText(error) {
   return error.message || "the connection was lost";
 }
 
-async function chat(prompt) {
-  const log = byId("log");
-  byId("hint").hidden = true;
-  conversation.push({ role: "user", content: prompt });
+function addMessages(prompt) {
   const message = createElement("div", "message assistant");
   const element = createElement("div", "answer");
   element.tabIndex = 0;
   element.setAttribute("aria-label", "Answer; the arrow keys describe each token");
   message.append(element);
-  log.append(createElement("div", "message user", prompt), message);
+  byId("log").append(createElement("div", "message user", prompt), message);
+  return { message, element };
+}
+
+async function chat(prompt, signal) {
+  const messages = conversation;
+  const log = byId("log");
+  byId("hint").hidden = true;
+  const { message, element } = addMessages(prompt);
   const scrollToEnd = () => { log.scrollTop = log.scrollHeight; };
   scrollToEnd();
+  messages.push({ role: "user", content: prompt });
   try {
     const temperature = Number(byId("temperature").value) || 0;
-    const params = requestParams(conversation, byId("speculation").checked, temperature);
-    const { answer, gauges } = await generate(params, element, scrollToEnd);
+    const params = requestParams(model, messages, byId("speculation").checked, temperature);
+    const { answer, gauges } = await generate(params, signal, element, scrollToEnd);
     message.append(createElement("p", "summary", gauges.summary));
     byId("announcement").textContent = `Answer: ${answer.text}`;
   } catch (error) {
@@ -80,41 +61,15 @@ async function chat(prompt) {
     message.append(createElement("p", stopped ? "summary" : "summary error", errorText(error)));
     byId("announcement").textContent = errorText(error);
   }
-  conversation.push({ role: "assistant", content: element.textContent });
+  // A question without an answer is not part of the next request: it may be what the server refused.
+  if (element.textContent) messages.push({ role: "assistant", content: element.textContent });
+  else messages.pop();
   scrollToEnd();
 }
 
-async function runLane(name, prompt, speculate) {
-  const element = byId(`lane-${name}`);
-  element.replaceChildren();
-  const bar = byId(`lane-${name}-bar`);
-  bar.value = 0;
-  const params = requestParams([{ role: "user", content: prompt }], speculate, 0);
-  const start = performance.now();
-  const result = await generate(params, element, (answer, gauges) => {
-    bar.value = answer.count / params.max_tokens;
-    const seconds = ((performance.now() - start) / 1000).toFixed(1);
-    byId(`lane-${name}-summary`).textContent = `${answer.count} tokens, ${gauges.steps} steps, ${seconds} s`;
-  });
-  bar.value = 1;
-  byId(`lane-${name}-summary`).textContent = result.gauges.summary;
-  return result;
-}
-
-async function race(prompt) {
-  byId("result").textContent = "";
-  for (const name of ["off", "on"]) {
-    byId(`lane-${name}`).replaceChildren();
-    byId(`lane-${name}-summary`).textContent = "";
-    byId(`lane-${name}-bar`).value = 0;
-  }
+async function runRace(prompt, signal) {
   try {
-    const off = await runLane("off", prompt, false);
-    const on = await runLane("on", prompt, true);
-    const speedup = (on.gauges.speed / off.gauges.speed).toFixed(2);
-    const equal = on.answer.text === off.answer.text;
-    const output = equal ? "the same output" : "another output (two tokens were nearly equally likely)";
-    byId("result").textContent = `${speedup}× speed, ${on.gauges.steps} steps instead of ${off.gauges.steps}; ${output}.`;
+    await race(model, prompt, rounding, signal);
   } catch (error) {
     byId("result").textContent = errorText(error);
   }
@@ -126,7 +81,7 @@ async function submit(event) {
   if (!prompt || abortController) return;
   setRunning(true);
   if (view === "chat") byId("prompt").value = "";
-  await (view === "chat" ? chat(prompt) : race(prompt));
+  await (view === "chat" ? chat : runRace)(prompt, abortController.signal);
   setRunning(false);
 }
 
@@ -152,6 +107,7 @@ async function connect() {
     const [first] = await listModels(byId("key").value);
     model = first.id;
     const details = first.x_paceline;
+    rounding = { dtype: details.dtype, bound: details.near_tie_logprob };
     const methods = details.methods.filter((method) => !["none", "prediction"].includes(method));
     fillSelect(byId("method"), methods, methods[0]);
     const draftLengths = ["auto", "1", "2", "3", "4", "6", "8", "12", "16"];
@@ -162,8 +118,9 @@ async function connect() {
   }
 }
 
-function clear() {
-  conversation.length = 0;
+function startNewChat() {
+  abortController?.abort();
+  conversation = [];
   for (const message of byId("log").querySelectorAll(".message")) message.remove();
   byId("hint").hidden = false;
   byId("prompt").focus();
@@ -174,7 +131,7 @@ byId("prompt").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
 });
 byId("stop").addEventListener("click", () => abortController?.abort());
-byId("clear").addEventListener("click", clear);
+byId("clear").addEventListener("click", startNewChat);
 byId("key").addEventListener("change", connect);
 for (const name of ["chat", "race"]) byId(`tab-${name}`).addEventListener("click", () => showView(name));
 document.querySelector("nav").addEventListener("keydown", (event) => {

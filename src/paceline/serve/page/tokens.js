@@ -7,8 +7,12 @@ export class Answer {
   constructor(element) {
     this.element = element;
     this.decoder = new TextDecoder("utf-8");
-    this.count = 0;
+    this.tokens = []; // as the server sent them
     this.text = "";
+  }
+
+  get count() {
+    return this.tokens.length;
   }
 
   add(token, fromDraft) {
@@ -17,7 +21,8 @@ export class Answer {
     const span = document.createElement("span");
     span.className = `t ${fromDraft ? "accepted" : "target"}`;
     span.textContent = text;
-    span.dataset.position = String(++this.count);
+    this.tokens.push(token);
+    span.dataset.position = String(this.count);
     span.dataset.probability = String(Math.exp(token.logprob));
     this.text += text;
     this.element.append(span);

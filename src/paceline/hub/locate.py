@@ -68,10 +68,11 @@ def _from_file(path: Path) -> Path:
 
 def _from_gguf(path: Path) -> Path:
     """Convert the file once. A changed file is another model, so size and modification time are part of the key."""
-    from paceline.hub.convert import convert_gguf
+    from paceline.hub.convert import CONVERTER, convert_gguf
 
     status = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:12]
+    identity = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERTER}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return cached_directory(f"{path.stem}-{key}", lambda folder: convert_gguf(path, folder))
 
 

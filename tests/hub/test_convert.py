@@ -15,7 +15,7 @@ from paceline import SpeculativeDecoder, cli
 from paceline.errors import WeightsError
 from paceline.hub import locate
 from paceline.hub.gguf_rope import llama3_parameters
-from tests.runners.native.models import tiny
+from tests.runners.native.models import SIZES, tiny
 from tests.support.gguf import gguf_name, llama3_rope_factors, write_gguf
 
 VOCABULARY = 261
@@ -212,19 +212,31 @@ def test_a_file_cut_short_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is it complete?" in refused(path, capsys)
 
 
-def test_other_architectures_are_held_to_the_same_rule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import gguf
+def gemma_of(**changes: Any) -> Any:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    path = tmp_path / "other.gguf"
-    writer = gguf.GGUFWriter(str(path), "phi3")
-    writer.add_string("phi3.some.new_thing", "x")
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    assert "phi3.some.new_thing" in refused(path, capsys) or "tokenizer" in refused(path, capsys)
+    sizes = {**SIZES, "vocab_size": VOCABULARY, "query_pre_attn_scalar": 32, "bos_token_id": 257, "eos_token_id": 258}
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**(sizes | changes))).eval().to(torch.bfloat16).float()
+
+
+def test_a_key_of_another_architecture_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(writer: Any) -> None:
+        writer.add_string("gemma2.some.new_thing", "x")
+
+    assert "gemma2.some.new_thing" in refused(write_gguf(tmp_path / "tiny.gguf", gemma_of(), metadata=write), capsys)
+
+
+@pytest.mark.parametrize(("softcap", "understood"), [(50.0, True), (40.0, False)])
+def test_what_transformers_converts_is_what_the_file_says(tmp_path: Path, softcap: float, understood: bool) -> None:
+    pytest.importorskip("accelerate")
+    model = gemma_of()
+    path = write_gguf(tmp_path / "tiny.gguf", model, metadata=lambda writer: writer.add_attn_logit_softcapping(softcap))
+    if understood:
+        torch.testing.assert_close(converted_logits(path), logits_of(model), rtol=1e-3, atol=1e-3)
+        return
+    with pytest.raises(WeightsError, match=r"gemma2\.attn_logit_softcapping = 40"):
+        locate(str(path))
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ LAYER_NAMES = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -40,7 +42,7 @@ def write_gguf(
     added: dict[str, np.ndarray] | None = None,
     pre_tokenizer: str = "gpt-2",
 ) -> Path:
-    """Write a Llama, Qwen2 or Qwen3 model. metadata: adds keys with the writer; quantization: of every matrix."""
+    """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), model.config.model_type)
@@ -67,6 +69,8 @@ def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
     """The weights under the names of llama.cpp, in float32."""
     tied = model.config.tie_word_embeddings
     state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if model.config.model_type == "gemma2":
+        return {_gemma_name(name): _gemma_stored(name, tensor).numpy() for name, tensor in state.items()}
     return {gguf_name(name): _stored(name, tensor, model.config).numpy() for name, tensor in state.items()}
 
 
@@ -75,6 +79,15 @@ def gguf_name(name: str) -> str:
         return TOP_NAMES[name]
     _, _, layer, *middle, kind = name.split(".")
     return f"blk.{layer}.{LAYER_NAMES['.'.join(middle)]}.{kind}"
+
+
+def _gemma_name(name: str) -> str:
+    return gguf_name(name).replace("ffn_norm", "post_attention_norm") if "post_attention" in name else gguf_name(name)
+
+
+def _gemma_stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """llama.cpp adds the one that Gemma's norms leave out."""
+    return tensor.detach().float() + (1.0 if "norm" in name else 0.0)
 
 
 def _stored(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

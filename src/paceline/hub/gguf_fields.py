@@ -25,15 +25,14 @@ HARMLESS = {
 }
 HARMLESS_OF_ARCHITECTURE = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 # What the tokenizer is built from, and tokens that are in its vocabulary anyway.
-TOKENIZER_KEYS = {
-    f"tokenizer.ggml.{name}"
-    for name in (
-        "tokens token_type token_type_count scores merges bos_token_id eos_token_id eot_token_id eom_token_id "
-        "unknown_token_id seperator_token_id padding_token_id cls_token_id mask_token_id prefix_token_id "
-        "suffix_token_id middle_token_id fim_pre_token_id fim_suf_token_id fim_mid_token_id fim_pad_token_id "
-        "fim_rep_token_id fim_sep_token_id add_sep_token"
-    ).split()
-} | {"tokenizer.chat_template"}
+TOKEN_IDS = (
+    "bos eos eot eom unknown seperator padding cls mask prefix suffix middle "
+    "fim_pre fim_suf fim_mid fim_pad fim_rep fim_sep"
+)
+TOKENIZER_KEYS = {"tokenizer.chat_template", "tokenizer.ggml.add_sep_token"}
+TOKENIZER_KEYS |= {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "token_type_count")}
+TOKENIZER_KEYS |= {"tokenizer.ggml.scores", "tokenizer.ggml.merges"}
+TOKENIZER_KEYS |= {f"tokenizer.ggml.{name}_token_id" for name in TOKEN_IDS.split()}
 # Keys that change the computation in some model, with the values that leave it as it is.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),

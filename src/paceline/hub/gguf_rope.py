@@ -43,7 +43,8 @@ def _scaling(fields: GgufFields, max_seq_len: int) -> dict[str, Any]:
     kind = fields.of_architecture("rope.scaling.type", "linear")  # what llama.cpp takes where the key is missing
     factor = float(fields.number("rope.scaling.factor") or fields.number("rope.scale_linear") or 1.0)
     original = int(fields.number("rope.scaling.original_context_length") or max_seq_len)
-    attention = math.prod(float(fields.number(f"rope.scaling.{key}", 1.0)) for key in ("attn_factor", "yarn_attn_factor"))
+    attention = float(fields.number("rope.scaling.attn_factor", 1.0))
+    attention *= float(fields.number("rope.scaling.yarn_attn_factor", 1.0))
     if kind not in ("none", "linear", "yarn"):
         raise fields.refused(f"{fields.architecture}.rope.scaling.type", kind)
     if kind == "yarn":
@@ -73,11 +74,14 @@ def llama3_parameters(factors: Factors, head_dim: int, theta: float) -> dict[str
     """The settings of Llama 3's scaling that give these divisors. Raises WeightsError if none does."""
     if factors.shape != (head_dim // 2,):
         raise WeightsError(f"the tensor {FREQUENCY_FACTORS} has {factors.size} values for {head_dim // 2} frequencies")
-    for original, low, high in [*((length, USUAL_LOW, USUAL_HIGH) for length in USUAL_LENGTHS), *_fitted(factors, theta)]:
-        if np.allclose(_llama3_factors(float(factors.max()), low, high, original, theta, head_dim), factors, TOLERANCE, 0):
+    factor = float(factors.max())
+    usual = [(length, USUAL_LOW, USUAL_HIGH) for length in USUAL_LENGTHS]
+    for original, low, high in usual + _fitted(factors, theta):
+        candidate = _llama3_factors(factor, low, high, original, theta, head_dim)
+        if np.allclose(candidate, factors, TOLERANCE, 0):
             return {
                 "rope_type": "llama3",
-                "factor": float(factors.max()),
+                "factor": factor,
                 "low_freq_factor": low,
                 "high_freq_factor": high,
                 "original_max_position_embeddings": original,

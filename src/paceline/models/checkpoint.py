@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,23 @@ from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
+
+
+LAYER_NAME = re.compile(r"(.*?\blayers)\.(\d+)\.")
+SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself. Raises WeightsError if it holds NaN or infinity: a sum shows it, and reads it only once."""
+    if tensor.dtype in SUMMABLE and not tensor.sum(dtype=torch.float32).isfinite():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"the tensor {name} holds values that are no numbers in {kind} (NaN or infinity)")
+    return tensor
+
+
+def _layer_of(name: str) -> tuple[str, int]:
+    match = LAYER_NAME.match(name)
+    return (match[1], int(match[2])) if match else ("", -1)
 
 
 class Safetensors:
@@ -78,15 +96,21 @@ class ModelCheckpoint:
         tensor = self.raw(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
-        return tensor.to(self._device, self._dtype)
+        return finite(tensor.to(self._device, self._dtype), name)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
         tensor = self._fetch(name)
         if tensor is None:
-            raise WeightsError(f"the weights lack the tensor {name}")
+            raise WeightsError(f"the weights lack the tensor {name}{self._layers_stored(name)}")
         self._used.add(name)
         return tensor
+
+    def _layers_stored(self, missing: str) -> str:
+        """Words for a config with more layers than the weights have."""
+        prefix, index = _layer_of(missing)
+        last = max((_layer_of(name)[1] for name in self._names if _layer_of(name)[0] == prefix), default=-1)
+        return f": the config says more layers than the {last + 1} that the files hold" if 0 <= last < index else ""
 
     def vector(self, names: list[str], sizes: list[int]) -> Tensor:
         """One-dimensional tensors, joined."""

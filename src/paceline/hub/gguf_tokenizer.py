@@ -23,7 +23,10 @@ def save_tokenizer(gguf: Path, fields: GgufFields, folder: Path) -> None:
         _set_split(tokenizer, fields, pre_tokenizer)
     _set_prefix_space(tokenizer, fields, kind)
     _set_bos(tokenizer, fields, by_default=kind == SENTENCEPIECE or pre_tokenizer in BOS_BY_DEFAULT)
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers has no type for a disk that is full
+        raise OSError(str(error)) from error
 
 
 def _built_by_transformers(gguf: Path, fields: GgufFields) -> Any:

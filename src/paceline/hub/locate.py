@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -10,10 +11,11 @@ from pathlib import Path
 
 from paceline.errors import FetchError, ModelNotFound, WeightsError
 from paceline.hub import default
-from paceline.hub.cache import cached_directory
+from paceline.hub.cache import cached_directory, cannot_write
 
 DEFAULT = "default"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -78,6 +80,7 @@ def _from_gguf(path: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -86,6 +89,8 @@ def _from_hub(name: str) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelNotFound(f"the Hugging Face Hub has no model {name}, or it needs a login (hf auth login)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            raise cannot_write(Path(HF_HUB_CACHE), error, "HF_HOME") from error
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise FetchError(
             f"{name} is not on this machine and the Hugging Face Hub cannot be reached{offline}. Download it where "

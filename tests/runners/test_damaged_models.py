@@ -173,3 +173,18 @@ def test_a_quantization_that_nobody_knows_is_refused(tmp_path: Path, capsys: pyt
     assert cli.main(["generate", "-m", str(tmp_path / "model"), "--device", "cpu", "hello"]) == 2
     message = capsys.readouterr().err.strip()
     assert "quantized with some-new-kind" in message and "damaged" not in message
+
+
+def test_whatever_transformers_raises_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise AttributeError("'Config' object has no attribute 'index_topk'")
+
+    write_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", broken)
+    assert cli.main(["generate", "-m", str(tmp_path / "model"), "--runner", "hf", "--device", "cpu", "hello"]) == 2
+    message = capsys.readouterr().err.strip()
+    assert message.endswith("has no attribute 'index_topk'") and "damaged" not in message

@@ -38,7 +38,7 @@ def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
         with _explained(root):
             root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=root):
-                pass  # a lock would wait for ever where no file can be made
+                pass  # a lock never gives up where no file can be made
             with FileLock(root / f".{name}.lock"):
                 if not final.is_dir():
                     _fill_atomically(root, final, fill)

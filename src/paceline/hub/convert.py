@@ -29,7 +29,7 @@ SIZE_KEYS = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
 }
-END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")  # llama.cpp ends a sequence at each of them
+EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # llama.cpp ends a sequence at each of them
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
@@ -109,14 +109,14 @@ def _config(fields: GgufFields, tensors: GgufTensors, sizes: DecoderSizes) -> di
         "attention_bias": tensors.attention_bias,
         "tie_word_embeddings": tensors.tied,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(fields),
+        "eos_token_id": _eos_token_ids(fields),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "dtype": "bfloat16",
     }
 
 
-def _end_tokens(fields: GgufFields) -> int | list[int] | None:
-    values = [fields.get(f"tokenizer.ggml.{key}") for key in END_TOKENS]
+def _eos_token_ids(fields: GgufFields) -> int | list[int] | None:
+    values = [fields.get(f"tokenizer.ggml.{key}") for key in EOS_KEYS]
     ids = list(dict.fromkeys(int(value) for value in values if value is not None))
     return ids if len(ids) > 1 else next(iter(ids), None)
 

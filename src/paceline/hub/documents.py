@@ -16,7 +16,7 @@ COUNTS = (
     "max_position_embeddings",
 )
 MAY_BE_ZERO = ("intermediate_size", "head_dim", "num_key_value_heads", "max_position_embeddings")
-END_TOKENS = "eos_token_id"
+EOS_TOKEN_ID = "eos_token_id"
 
 
 def read_document(path: Path, name: str) -> dict[str, Any]:
@@ -61,8 +61,8 @@ def generation_config(folder: Path, name: str) -> dict[str, Any]:
     """generation_config.json; empty where there is none. Raises WeightsError if it is malformed."""
     path = folder / "generation_config.json"
     document = read_document(path, name) if path.is_file() else {}
-    tokens = document.get(END_TOKENS)
+    tokens = document.get(EOS_TOKEN_ID)
     listed = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
-        raise WeightsError(f"{name}: generation_config.json says {END_TOKENS} = {tokens!r}, which are no token ids")
+        raise WeightsError(f"{name}: generation_config.json says {EOS_TOKEN_ID} = {tokens!r}, which are no token ids")
     return document

@@ -46,9 +46,9 @@ def cached_models() -> list[CachedModel]:
 
 def cached_model(name: str) -> CachedModel:
     """A model of the caches by its name; `default` is the embedded one. Raises ModelNotFound."""
-    wanted = default.DIRECTORY if name == "default" else name
+    directory = default.DIRECTORY if name == "default" else name
     for model in cached_models():
-        if model.name == wanted:
+        if model.name == directory:
             return model
     raise ModelNotFound(f"{name} is not in the cache; `paceline models list` shows what is")
 

@@ -25,6 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Parts of a model for other inputs than text, and heads that draft: a causal language model runs without them.
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|audio\w*|multi_modal_projector|image_newline|mtp)(\.|$)")
+FILE_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError)
 LIBRARY_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
 
 
@@ -55,12 +56,8 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
         loaded.model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{name} does not fit on {device}: choose a smaller --dtype or another --device") from error
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, ImportError) as error:
+    except Exception as error:  # transformers, safetensors and pickle raise anything
         raise _explained(error, name, method) from error
-    except Exception as error:  # safetensors and pickle raise types of their own
-        if type(error).__name__ in LIBRARY_ERRORS:
-            raise _explained(error, name, method) from error
-        raise
     _check_tensors(loaded, name)
     return loaded.model
 
@@ -128,6 +125,8 @@ def _explained(error: Exception, name: str, method: str) -> ModelError:
         return ModelError(f"{name} needs a package that is not installed: {reason}")
     if method:
         return ModelError(f"{name} is quantized with {method} and cannot be loaded here: {reason}")
+    if not isinstance(error, FILE_ERRORS) and type(error).__name__ not in LIBRARY_ERRORS:
+        return ModelError(f"{name} cannot be loaded by transformers: {type(error).__name__}: {reason}")
     return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {reason}")
 
 

@@ -260,6 +260,32 @@ def test_the_file_may_say_that_a_prompt_begins_with_bos(tmp_path: Path) -> None:
     assert tokenizer_of(path)("he").input_ids == [257, 256]
 
 
+def sentencepiece(writer: Any) -> None:
+    """A vocabulary of the older kind: pieces with scores, a space as ▁."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "h", "e", "he", "▁he"]
+    rest = [f"<0x{index:02X}>" for index in range(VOCABULARY - len(pieces))]
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(pieces + rest)
+    writer.add_token_scores([-float(index) for index in range(VOCABULARY)])
+    writer.add_token_types([2, 3, 3, *([1] * (len(pieces) - 3)), *([6] * len(rest))])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+@pytest.mark.parametrize(("space", "ids"), [(True, [1, 7]), (False, [1, 6])])
+def test_a_sentencepiece_prompt_begins_with_bos_and_a_space_unless_the_file_says_not(
+    tmp_path: Path, space: bool, ids: list[int]
+) -> None:
+    def metadata(writer: Any) -> None:
+        writer.add_add_space_prefix(space)
+
+    tokenizer = tokenizer_of(
+        write_gguf(tmp_path / "tiny.gguf", model_of(), tokenizer=sentencepiece, metadata=metadata)
+    )
+    assert tokenizer("he").input_ids == ids and tokenizer.decode(ids, skip_special_tokens=True) == "he"
+
+
 def test_no_token_is_without_an_embedding(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(write_gguf(tmp_path / "tiny.gguf", model_of()))
     assert len(tokenizer) == VOCABULARY and max(tokenizer("<|endoftext|>").input_ids) < VOCABULARY

@@ -41,13 +41,17 @@ def write_gguf(
     without: tuple[str, ...] = (),
     added: dict[str, np.ndarray] | None = None,
     pre_tokenizer: str = "gpt-2",
+    tokenizer: Change | None = None,
 ) -> Path:
     """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), model.config.model_type)
     _add_sizes(writer, model.config)
-    _add_tokenizer(writer, model.config.vocab_size, pre_tokenizer)
+    if tokenizer is None:
+        _add_tokenizer(writer, model.config.vocab_size, pre_tokenizer)
+    else:
+        tokenizer(writer)
     if metadata is not None:
         metadata(writer)
     tensors = gguf_tensors(model) | (added or {})

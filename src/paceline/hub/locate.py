@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.errors import FetchError, ModelNotFound, WeightsError
 from paceline.hub import default
 from paceline.hub.cache import cached_directory, cannot_write
+from paceline.hub.documents import checked_config
 
 DEFAULT = "default"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -57,6 +58,7 @@ def _checked_directory(folder: Path) -> Path:
         raise ModelNotFound(f"{folder} is not a Hugging Face model directory: it has no config.json")
     if not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
+    checked_config(folder, str(folder))
     return folder
 
 

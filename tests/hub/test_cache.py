@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from paceline import cli
 from paceline.errors import FetchError
+from paceline.hub import locate
 from paceline.hub.cache import cache_folder, cached_directory
+from tests.runners.native.models import tiny
+from tests.support.gguf import write_gguf
 
 SLOW_FILL = """
 import signal, sys, time
@@ -104,3 +110,66 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(FetchError, match="PACELINE_CACHE"):
         cached_directory("model", lambda folder: None)
+
+
+# --- through the command line -----------------------------------------------------------------------------------------
+
+LIMITED = """
+import resource, sys
+from paceline import cli
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # writing beyond it fails, as on a full disk
+sys.exit(cli.main(["generate", "-m", sys.argv[1], "--device", "cpu", "hello"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(vocab_size=261))
+    result = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True)
+    error = [line for line in result.stderr.splitlines() if "error" in line]
+    assert result.returncode == 2 and len(error) == 1 and "cannot write to the cache folder" in error[0], result.stderr
+    assert "PACELINE_CACHE" in error[0] and "Traceback" not in result.stderr
+    assert [folder for folder in cache.iterdir() if folder.is_dir()] == []
+
+
+def test_a_read_only_cache_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny(vocab_size=261))
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    folder.chmod(0o555)
+    if os.access(folder, os.W_OK):  # nothing is read-only to root, but for the kernel's own folders
+        folder = Path("/proc/self/task")
+    if not folder.is_dir():
+        pytest.skip("no folder is read-only to this user")
+    monkeypatch.setenv("PACELINE_CACHE", str(folder))
+    assert cli.main(["generate", "-m", str(path), "--device", "cpu", "hello"]) == 2
+    message = capsys.readouterr().err.strip()
+    assert "cannot write to the cache folder" in message and "PACELINE_CACHE" in message and "\n" not in message
+
+
+def test_a_model_in_a_read_only_cache_still_runs(cache: Path) -> None:
+    cached_directory("model", lambda folder: (folder / "file").touch())
+    cache.chmod(0o555)
+    (cache / "model").chmod(0o555)
+    try:
+        assert (cached_directory("model", lambda folder: None) / "file").exists()
+    finally:
+        cache.chmod(0o755)
+        (cache / "model").chmod(0o755)
+
+
+def test_a_wheel_that_does_not_fit_on_the_disk_is_not_called_damaged(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = tmp_path / "some.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("model.gguf", b"x" * 100)
+
+    def full(self: Path, *arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(FetchError, match="No space left on device"):
+        locate(str(wheel))

@@ -34,6 +34,7 @@ COMMANDS = {
     "pairs": "which draft models go with which targets",
     "check": "whether a draft model fits a target",
     "fetch": "download and convert a model; prints its directory",
+    "models": "what is in the cache: list, show, rm",
 }
 USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -29,16 +30,26 @@ def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
     """The directory `name` of the cache, filled by `fill(folder)` if it is not there yet.
 
     Of two processes at once the first fills it; the other waits for the lock and uses the result.
+    Raises FetchError where the cache cannot be written or is full; nothing half made is left in it.
     """
     root = cache_folder()
     final = root / name
-    if final.is_dir():
-        return final
-    _make_folder(root)
-    with FileLock(root / f".{name}.lock"):
-        if not final.is_dir():
-            _fill_atomically(root, final, fill)
+    if not final.is_dir():
+        with _explained(root):
+            root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):
+                pass  # a lock never gives up where no file can be made
+            with FileLock(root / f".{name}.lock"):
+                if not final.is_dir():
+                    _fill_atomically(root, final, fill)
+    _mark_used(final)
     return final
+
+
+def _mark_used(folder: Path) -> None:
+    """The time of the directory says when the model was last used; a cache that is read-only keeps the old one."""
+    with suppress(OSError):
+        os.utime(folder)
 
 
 def _fill_atomically(root: Path, final: Path, fill: Callable[[Path], None]) -> None:
@@ -55,8 +66,18 @@ def _fill_atomically(root: Path, final: Path, fill: Callable[[Path], None]) -> N
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _make_folder(root: Path) -> None:
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """What goes wrong while writing, in the user's words. safetensors has an error of its own for a full disk."""
+    from safetensors import SafetensorError
+
     try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FetchError(f"cannot write to the cache folder {root}: {error}. Set PACELINE_CACHE to another") from error
+        yield
+    except (OSError, SafetensorError) as error:
+        raise cannot_write(root, error, "PACELINE_CACHE") from error
+
+
+def cannot_write(root: Path, error: Exception, variable: str) -> FetchError:
+    """A cache that is read-only or full. variable: the one of the environment that names another folder."""
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error).splitlines()[0]
+    return FetchError(f"cannot write to the cache folder {root}: {reason}. Let {variable} name another, or make room")

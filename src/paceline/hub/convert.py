@@ -1,130 +1,124 @@
-"""GGUF -> a Hugging Face directory: dequantised bf16 safetensors, config and tokenizer.
+"""GGUF -> a Hugging Face directory: config, tokenizer and safetensors; quantized tensors become bf16.
 
-Llama and Qwen2 files are read tensor by tensor; other architectures go through transformers' own GGUF route, which
-holds the whole model in memory once.
+Llama, Qwen2 and Qwen3 files are read tensor by tensor; other architectures go through transformers' own GGUF route,
+which holds the whole model in memory once. Either way a key or a tensor that is not understood is an error.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import WeightsError
-from paceline.hub.model_config import DecoderSizes, decoder_sizes, gguf_config
-from paceline.hub.progress import stage, track
+from paceline.hub.gguf_fields import GgufFields
+from paceline.hub.model_config import DecoderSizes, decoder_sizes
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
-    from torch import Tensor
 
-TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    from paceline.hub.gguf_tensors import GgufTensors
+
+CONVERTER = 2  # part of the key of the cache: what an older converter wrote is not used again
+SIZE_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
 }
-BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-SKIPPED = {"rope_freqs.weight"}  # derived from the config
+EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # llama.cpp ends a sequence at each of them
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write config, weights and tokenizer of a GGUF file into `folder`."""
+    """Write config, weights and tokenizer of a GGUF file into `folder`. Raises WeightsError."""
+    from paceline.hub.gguf_tensors import ARCHITECTURES
+    from paceline.hub.gguf_tokenizer import save_tokenizer
+
     reader = _open(gguf)
-    architecture = _value(reader, "general.architecture")
-    if architecture in ARCHITECTURES:
-        _convert_known(reader, architecture, folder)
+    fields = GgufFields(reader, gguf)
+    fields.check_whole_model()
+    save_tokenizer(gguf, fields, folder)
+    if fields.architecture in ARCHITECTURES:
+        _convert_known(reader, fields, folder)
     else:
-        _convert_by_transformers(gguf, folder)
-    _save_tokenizer(gguf, reader, folder)
+        from paceline.hub.gguf_transformers import convert_by_transformers
+
+        convert_by_transformers(gguf, reader, fields, folder)
 
 
 def _open(gguf: Path) -> GGUFReader:
     from gguf import GGUFReader
 
     try:
-        return GGUFReader(gguf)
-    except (ValueError, OSError, IndexError, KeyError) as error:
+        reader = GGUFReader(gguf)
+    except (ValueError, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise WeightsError(f"{gguf} is not a readable GGUF file ({error}); is it complete?") from error
+    if "general.architecture" not in reader.fields:
+        raise WeightsError(f"{gguf.name} does not say what model it holds (general.architecture)")
+    return reader
 
 
-def _value(reader: GGUFReader, key: str) -> Any:
-    field = reader.fields.get(key)
-    return None if field is None else field.contents()
-
-
-def _convert_known(reader: GGUFReader, architecture: str, folder: Path) -> None:
+def _convert_known(reader: GGUFReader, fields: GgufFields, folder: Path) -> None:
     from safetensors.torch import save_file
 
-    state = _dequantized(reader, architecture)
+    from paceline.hub.gguf_tensors import ARCHITECTURES, GgufTensors
+
+    architecture = ARCHITECTURES[fields.architecture]
+    tensors = GgufTensors(reader, architecture, _num_layers(fields))
+    sizes = _sizes(fields, tensors.vocab_size)
+    config = _config(fields, tensors, sizes)
+    fields.check_all_understood()
+    state = dict(tensors.dequantized(sizes.num_heads, sizes.num_kv_heads))
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_config(_config(reader, architecture, state), folder)
+    _write_config(config | {"architectures": [architecture.class_name]}, folder)
 
 
-def _dequantized(reader: GGUFReader, architecture: str) -> dict[str, Tensor]:
-    """Every tensor in bf16, under its Hugging Face name."""
-    import torch
-    from gguf import dequantize
-
-    num_heads = _value(reader, f"{architecture}.attention.head_count")
-    rotary_heads = {"attn_q": num_heads}
-    rotary_heads["attn_k"] = _value(reader, f"{architecture}.attention.head_count_kv") or num_heads
-    state: dict[str, Tensor] = {}
-    for tensor in track(reader.tensors, "converting", len(reader.tensors)):
-        if tensor.name in SKIPPED:
-            continue
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        projection = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        if architecture == "llama" and projection in rotary_heads:
-            weight = _two_halves(weight, rotary_heads[projection])
-        state[_hugging_face_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
-    return state
+def _num_layers(fields: GgufFields) -> int:
+    return int(fields.number("block_count", 0))
 
 
-def _two_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """GGUF stores llama's rotary pairs side by side; Hugging Face keeps the two halves of a head apart."""
-    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+def _sizes(fields: GgufFields, vocab_size: int) -> DecoderSizes:
+    metadata = {key: fields.number(gguf_key) for key, gguf_key in SIZE_KEYS.items()}
+    sizes = decoder_sizes({**metadata, "vocab_size": vocab_size}, fields.file_name)
+    value_size = fields.number("attention.value_length", sizes.head_dim)
+    if value_size != sizes.head_dim:
+        raise fields.refused(f"{fields.architecture}.attention.value_length", value_size)
+    window = fields.number("attention.sliding_window", 0)
+    if 0 < window < sizes.max_seq_len:
+        raise fields.refused(f"{fields.architecture}.attention.sliding_window", window)
+    return sizes
 
 
-def _hugging_face_name(name: str) -> str:
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in BLOCK_NAMES:
-        raise WeightsError(f"the GGUF file holds a tensor paceline does not know: {name}")
-    return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}.{match[3]}"
+def _config(fields: GgufFields, tensors: GgufTensors, sizes: DecoderSizes) -> dict[str, Any]:
+    from paceline.hub.gguf_rope import rope_parameters
 
-
-def _config(reader: GGUFReader, architecture: str, state: dict[str, Tensor]) -> dict[str, Any]:
-    metadata = gguf_config(architecture, lambda key: _value(reader, key))
-    vocab_size = state["model.embed_tokens.weight"].shape[0]
-    theta = _value(reader, f"{architecture}.rope.freq_base") or 10000.0
+    factors = tensors.frequency_factors
+    numbers = None if factors is None else factors.numpy()
+    rope = rope_parameters(fields, sizes.head_dim, sizes.max_seq_len, numbers)
     return {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
-        **_size_keys(decoder_sizes({**metadata, "vocab_size": vocab_size})),
+        "model_type": fields.architecture,
+        **_size_keys(sizes),
         "hidden_act": "silu",
         # GGUF stores float32: without the rounding 1e-5 would come back as 9.999999747378752e-06.
-        "rms_norm_eps": float(f"{_value(reader, f'{architecture}.attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
-        "tie_word_embeddings": "lm_head.weight" not in state,
-        "bos_token_id": _value(reader, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(reader, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _value(reader, "tokenizer.ggml.padding_token_id"),
+        "rms_norm_eps": float(f"{fields.number('attention.layer_norm_rms_epsilon', 1e-6):.6g}"),
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "attention_bias": tensors.attention_bias,
+        "tie_word_embeddings": tensors.tied,
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_token_ids(fields),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "dtype": "bfloat16",
     }
+
+
+def _eos_token_ids(fields: GgufFields) -> int | list[int] | None:
+    values = [fields.get(f"tokenizer.ggml.{key}") for key in EOS_KEYS]
+    ids = list(dict.fromkeys(int(value) for value in values if value is not None))
+    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _size_keys(sizes: DecoderSizes) -> dict[str, int]:
@@ -147,28 +141,3 @@ def _write_config(config: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def _convert_by_transformers(gguf: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with stage("converting"):
-            model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
-            model.save_pretrained(folder)
-    except (ValueError, KeyError, OSError) as error:
-        raise WeightsError(f"transformers cannot convert {gguf.name}: {error}") from error
-
-
-def _save_tokenizer(gguf: Path, reader: GGUFReader, folder: Path) -> None:
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if _value(reader, "tokenizer.ggml.pre") == "smollm":
-        # SmolLM2 was trained with digits split one by one; transformers' GGUF route does not restore that.
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    tokenizer.save_pretrained(folder)

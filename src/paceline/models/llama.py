@@ -41,7 +41,7 @@ def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
 def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Tensor) -> Linear:
     """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
     shape = config.vocab_size, config.hidden_size
-    if not config.tie_word_embeddings and checkpoint.stores("lm_head"):
+    if not config.tie_word_embeddings:
         return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if "lm_head.weight" not in checkpoint:
         return checkpoint.linear_of(embedding)

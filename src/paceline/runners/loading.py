@@ -6,6 +6,9 @@ import.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,16 @@ import torch
 
 from paceline.device.properties import default_dtype, supports_integer_weights
 from paceline.errors import ModelError, OptionError, OutOfMemory, WeightsError
+from paceline.hub.documents import checked_config, generation_config
+from paceline.models.checkpoint import HARMLESS_SUFFIXES, finite
 from paceline.quantization import registry as formats
+from paceline.quantization.packages import check_packages
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Parts of a model for other inputs than text, and heads that draft: a causal language model runs without them.
+OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|audio\w*|multi_modal_projector|image_newline|mtp)(\.|$)")
+FILE_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError)
 LIBRARY_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
 
 
@@ -34,31 +43,90 @@ def dtype_named(name: str | None, device: str) -> str:
 
 
 def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trust_remote_code: bool = False) -> Any:
-    """Read a directory with transformers. Pickled weights are opened with weights_only, or refused."""
-    from transformers import AutoModelForCausalLM
+    """Read a directory with transformers. Pickled weights are opened with weights_only, or refused.
 
+    Raises WeightsError that names a tensor which is missing, not used or not finite; transformers itself only warns.
+    """
+    method = _quantization_method(checked_config(folder, name))
+    generation_config(folder, name)  # transformers passes over one that it cannot read
+    check_packages(method, name)
+    _check_known(method, name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, weights_only=True
-        )
-        return model.to(device).eval()
+        loaded = _from_pretrained(folder, dtype, trust_remote_code)
+        loaded.model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{name} does not fit on {device}: choose a smaller --dtype or another --device") from error
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, ImportError) as error:
-        raise _explained(error, name) from error
-    except Exception as error:  # safetensors and pickle raise types of their own
-        if type(error).__name__ in LIBRARY_ERRORS:
-            raise _explained(error, name) from error
-        raise
+    except Exception as error:  # transformers, safetensors and pickle raise anything
+        raise _explained(error, name, method) from error
+    _check_tensors(loaded, name)
+    return loaded.model
 
 
-def _explained(error: Exception, name: str) -> ModelError:
-    reason = str(error).strip().split("\n")[0]
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A transformers model, and the names that its class and its files do not share."""
+
+    model: Any
+    missing: frozenset[str]
+    surplus: frozenset[str]
+
+
+def _from_pretrained(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "weights_only": True}
+    model, names = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+    )
+    return LoadedModel(model, frozenset(names["missing_keys"]), frozenset(names["unexpected_keys"]))
+
+
+def _check_tensors(loaded: LoadedModel, name: str) -> None:
+    """Every weight is read from the files, every tensor of the files is used, and every value is a number."""
+    for tensor in sorted(loaded.missing):
+        if not tensor.endswith(HARMLESS_SUFFIXES):
+            raise WeightsError(f"{name}: the weights lack the tensor {tensor}; the files are not whole")
+    for tensor in sorted(loaded.surplus):
+        if not (tensor.endswith(HARMLESS_SUFFIXES) or OTHER_PARTS.search(tensor)):
+            raise WeightsError(f"{name}: the weights hold the tensor {tensor}, which this architecture does not use")
+    for tensor, weight in loaded.model.named_parameters():
+        finite(weight.detach(), tensor)
+
+
+def _quantization_method(config: Mapping[str, Any]) -> str:
+    """How the weights of a directory are quantized; empty: they are not."""
+    for part in (config, config.get("text_config") or {}):
+        stored = part.get("quantization_config") or part.get("compression_config")
+        if isinstance(stored, Mapping):
+            is_old_bitsandbytes = stored.get("load_in_4bit") or stored.get("load_in_8bit")
+            usual = "bitsandbytes" if is_old_bitsandbytes else "compressed-tensors"
+            return str(stored.get("quant_method") or usual)
+    return ""
+
+
+def _check_known(method: str, name: str) -> None:
+    """transformers warns of a method that it does not have, and takes the weights as they are."""
+    if not method:
+        return
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    if not any(known in (method, f"{method}_4bit") for known in AUTO_QUANTIZER_MAPPING):
+        raise ModelError(f"{name} is quantized with {method}, which this version of transformers does not read")
+
+
+def _explained(error: Exception, name: str, method: str) -> ModelError:
+    reason = (str(error).strip() or type(error).__name__).split("\n")[0]
     if "weights_only" in str(error) or "unpickl" in str(error).lower():
         return WeightsError(
             f"{name} holds pickled weights that would run code when opened, so they are refused. "
             f"Convert them to safetensors first ({reason})"
         )
+    if isinstance(error, ImportError):
+        return ModelError(f"{name} needs a package that is not installed: {reason}")
+    if method:
+        return ModelError(f"{name} is quantized with {method} and cannot be loaded here: {reason}")
+    if not isinstance(error, FILE_ERRORS) and type(error).__name__ not in LIBRARY_ERRORS:
+        return ModelError(f"{name} cannot be loaded by transformers: {type(error).__name__}: {reason}")
     return WeightsError(f"{name} cannot be loaded; its files are damaged, incomplete or of an unknown kind: {reason}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from paceline.core.types import ModelInfo
 from paceline.device.properties import default_dtype, supports_graphs
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
+from paceline.hub.documents import checked_config, generation_config
 from paceline.models import registry
 from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
@@ -80,12 +80,13 @@ def read_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> 
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        document = json.loads((folder / "config.json").read_text())
+        document = checked_config(folder, name)
         if document.get("model_type") in registry.model_types() and not _in_transformers(document["model_type"]):
             return _with_rope_parameters(PreTrainedConfig.from_dict(document), document)
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(f"{name} has no readable config.json: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeightsError(f"{name} has no readable config.json: {reason}") from error
 
 
 def _in_transformers(model_type: str) -> bool:
@@ -104,8 +105,7 @@ def _with_rope_parameters(config: Any, document: dict[str, Any]) -> Any:
 
 def eos_token_ids_in(folder: Path, config: Any) -> frozenset[int]:
     """Every token that ends a sequence: by the generation config, or else the model's."""
-    path = folder / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = generation_config(folder, folder.name).get("eos_token_id")
     if ids is None:
         ids = getattr(config, "eos_token_id", None)
     if ids is None:

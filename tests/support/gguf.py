@@ -1,0 +1,151 @@
+"""A tiny Llama-like model as a GGUF file, written by the gguf package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+TOP_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Change = Callable[[Any], None]
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    metadata: Change | None = None,
+    quantization: Any = None,
+    without: tuple[str, ...] = (),
+    added: dict[str, np.ndarray] | None = None,
+    pre_tokenizer: str = "gpt-2",
+    tokenizer: Change | None = None,
+) -> Path:
+    """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), model.config.model_type)
+    _add_sizes(writer, model.config)
+    if tokenizer is None:
+        _add_tokenizer(writer, model.config.vocab_size, pre_tokenizer)
+    else:
+        tokenizer(writer)
+    if metadata is not None:
+        metadata(writer)
+    tensors = gguf_tensors(model) | (added or {})
+    for name, tensor in tensors.items():
+        if name in without:
+            continue
+        if quantization is not None and tensor.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(tensor, quantization), raw_dtype=quantization)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
+    """The weights under the names of llama.cpp, in float32."""
+    tied = model.config.tie_word_embeddings
+    state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    if model.config.model_type == "gemma2":
+        return {_gemma_name(name): _gemma_stored(name, tensor).numpy() for name, tensor in state.items()}
+    return {gguf_name(name): _stored(name, tensor, model.config).numpy() for name, tensor in state.items()}
+
+
+def gguf_name(name: str) -> str:
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, _, layer, *middle, kind = name.split(".")
+    return f"blk.{layer}.{LAYER_NAMES['.'.join(middle)]}.{kind}"
+
+
+def _gemma_name(name: str) -> str:
+    return gguf_name(name).replace("ffn_norm", "post_attention_norm") if "post_attention" in name else gguf_name(name)
+
+
+def _gemma_stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """llama.cpp adds the one that Gemma's norms leave out."""
+    return tensor.detach().float() + (1.0 if "norm" in name else 0.0)
+
+
+def _stored(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """llama.cpp keeps the rotary pairs of a Llama side by side."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    if config.model_type == "llama" and heads:
+        tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    return tensor.detach().float().contiguous()
+
+
+def _add_sizes(writer: Any, config: Any) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_name("tiny")
+    writer.add_file_type(0)
+
+
+def _add_tokenizer(writer: Any, vocab_size: int, pre_tokenizer: str) -> None:
+    """One token a byte, one merge, and control tokens for the rest of the vocabulary."""
+    from tokenizers import pre_tokenizers
+
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    tokens += [f"<|{index}|>" for index in range(len(tokens), vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3] * (vocab_size - 257))
+    writer.add_token_merges(["h e"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
+
+
+def llama3_rope_factors(config: Any) -> np.ndarray:
+    """rope_freqs.weight as llama.cpp's conversion writes it: by how much each frequency is divided."""
+    rope = config.rope_parameters
+    old_length, low, high = (
+        rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    factors = []
+    for frequency in frequencies:
+        turns = old_length * float(frequency) / (2 * np.pi)
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        factors.append(1.0 / ((1.0 - share) / rope["factor"] + share))
+    return np.array(factors, dtype=np.float32)

@@ -11,6 +11,7 @@ import pytest
 from paceline.tuned import TunedProfile, write_profile
 from tests.support.tiny import write_tiny_model
 
+DTYPE_FLAGS = {"default": (), "int4": ("--dtype", "int4")}
 FIELDS = {
     "text",
     "token_ids",
@@ -175,6 +176,23 @@ def test_the_profile_of_tune_is_used(
     monkeypatch.setattr("paceline.engines.local.warmup.measure_pass", lambda *_, **__: measured.append("a pass"))
     generate_json("abcabcabc", "--method", "suffix")
     assert not measured, "-k auto starts from the profile's costs"
+
+
+def test_a_profile_never_changes_the_text_and_is_always_named(
+    run_command: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "-m", "TINY", "--json", "--max-new-tokens", "24", "abcabcabc")
+    texts = {name: run_command(*command, *dtype).json()["text"] for name, dtype in DTYPE_FLAGS.items()}
+    assert texts["int4"] != texts["default"], "otherwise this test shows nothing"
+    profile = TunedProfile(str(tiny_folder), "cpu", "suffix", 3, dtype="int4")
+    write_profile(profile, tmp_path / "paceline.toml")
+    monkeypatch.chdir(tmp_path)
+    plain = run_command(*command)
+    assert plain.json()["text"] == texts["default"] and plain.json()["method"] == "none"
+    assert "paceline.toml is not used: it was measured with dtype int4" in plain.err and "--dtype int4" in plain.err
+    asked = run_command(*command, "--dtype", "int4")
+    assert asked.json()["text"] == texts["int4"] and asked.json()["method"] == "suffix"
+    assert "using paceline.toml: method suffix, num draft tokens 3" in asked.err
 
 
 def test_damaged_weights_and_pickles_are_refused(run_command: Any, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def open_candidates(args: argparse.Namespace, **overrides: Any) -> Candidates:
 def base_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """What the flags say, without a method. No profile: what is measured must not depend on an earlier measurement."""
     decided = {"method": NONE, "draft_model": None, "num_draft_tokens": 0, "acceptance": "token", "max_num_seqs": 1}
-    return config_from_args(args, advised=False, **{**decided, **overrides}).with_options(tuned=None)
+    return config_from_args(args, with_profile=False, **{**decided, **overrides})
 
 
 def builder(opened: OpenModel) -> EngineBuilder:

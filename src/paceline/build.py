@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
+from paceline.config import NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability
 from paceline.device.load_thread import run_in_load_thread
+from paceline.device.properties import chosen_device
 from paceline.drafting import registry as drafters
 from paceline.drafting.registry import DrafterContext
 from paceline.drafting.router import PREDICTION, DrafterRouter
@@ -92,22 +93,6 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
-
-
-def chosen_device(name: str | None) -> str:
-    """The device's name: cuda where there is one, unless told."""
-    if name is None or name == AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = OptionError(f"device must be cpu, cuda or cuda:N, not {name!r}")
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise wrong from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device cuda was asked for, and torch sees no CUDA device here")
-    if kind not in ("cpu", "cuda", "mps"):
-        raise wrong
-    return name
 
 
 def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = None) -> Runner:

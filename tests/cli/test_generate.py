@@ -126,6 +126,7 @@ def test_stop_ends_before_the_string(generate_json: Any) -> None:
         (["x", "--stop", ""], "stop is a string"),
         (["x", "--method", "ngram", "--draft-option", "longest"], "NAME=VALUE"),
         (["x", "--method", "ngram", "--draft-option", "colour=red"], "colour"),
+        (["x", "--method", "ngram", "--draft-option", "longest=abc"], "longest must be a whole number, not 'abc'"),
         (["x", "--target", "TINY"], "--target is now MODEL or --model"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -134,6 +135,16 @@ def test_bad_input_gets_a_clear_error_and_exit_2(run_command: Any, arguments: li
     result = run_command("generate", *([] if "-m" in arguments else ["-m", "TINY"]), *arguments)
     assert result.status == 2
     assert reason in result.err and "Traceback" not in result.err
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    for command in (("generate", "-m", "TINY", "x"), ("tune", "TINY"), ("train", "eagle", "TINY", "--out", "x")):
+        result = run_command(*command, "--device", "mps")
+        assert result.status == 2 and "Traceback" not in result.err
+        assert "mps" in result.err and "cpu" in result.err
 
 
 def test_a_prompt_longer_than_the_model_reads_is_refused(run_command: Any, tiny_folder: Path) -> None:

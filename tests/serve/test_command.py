@@ -205,6 +205,8 @@ def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypat
     ("flags", "message"),
     [
         (["-k", "999"], "0 to 128"),
+        (["--port", "99999"], "--port must be 0 to 65535, not 99999"),
+        (["--port", "-1"], "--port must be 0 to 65535, not -1"),
         (["--max-waiting", "-1"], "max_waiting"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-model-len", "1"], "max_model_len"),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paceline.train.run import TrainingResult, TrainOptions
 
 SECONDS_BETWEEN_LINES = 10.0
+TRAINING_DEVICES = ("cuda", "cpu")
 COMMAND_ARGUMENTS = ("kind", "out", "resume", "overwrite", "json")  # arguments that are no settings
 
 
@@ -119,15 +120,17 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
-    from paceline.build import build_engine, chosen_device
+    from paceline.build import build_engine
     from paceline.cli.terminal import quiet_transformers
+    from paceline.device.properties import chosen_device
     from paceline.train import distributed
     from paceline.train.run import train
 
     quiet_transformers()
     with TrainingDisplay() as display:
         try:
-            result = train(options, chosen_device(options.run.device), display, build_engine, resume=resume)
+            device = chosen_device(options.run.device, TRAINING_DEVICES)
+            result = train(options, device, display, build_engine, resume=resume)
             return result if distributed.process_rank().first else None
         except KeyboardInterrupt:
             note(f"\nstopped; continue with: paceline train {options.kind} --out {options.run.out} --resume")

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from paceline.device.properties import on_host, supports_graphs
+from paceline.device.properties import on_host, supports_float64, supports_graphs
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,3 +29,8 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+def for_sampling(logits: Tensor) -> Tensor:
+    """Logits where tokens can be drawn from them: on the host where the device has no float64."""
+    return logits if supports_float64(logits.device) else logits.cpu()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.cli import interrupt, loading
 from paceline.cli.terminal import note
 from paceline.config import DEFAULT_MODEL, NONE, PARTS, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from paceline.errors import OptionError
@@ -274,7 +275,10 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
         if isinstance(name, str):
             locate(name)
     quiet_transformers()
-    return SpeculativeDecoder(**flat_options(config))
+    decoder = SpeculativeDecoder(**flat_options(config))
+    loading.done()
+    interrupt.check()
+    return decoder
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import interrupt, loading
 from paceline.cli.flags import add_config_flags, config_from_args
 from paceline.config import AUTO, EngineConfig
 from paceline.errors import MissingExtra, OptionError
@@ -69,7 +70,10 @@ def open_served_engine(config: EngineConfig) -> Engine:
     from paceline.cli.terminal import quiet_transformers
 
     quiet_transformers()
-    return open_engine(config.with_options(num_draft_tokens=AUTO))
+    engine = open_engine(config.with_options(num_draft_tokens=AUTO))
+    loading.done()
+    interrupt.check()
+    return engine
 
 
 # --- the configuration of the server ----------------------------------------------------------------------------------

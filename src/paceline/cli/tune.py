@@ -44,15 +44,14 @@ def main(args: argparse.Namespace) -> int:
     from paceline.bench.tune import tune
     from paceline.bench.workloads import load_prompts
     from paceline.core.sampling import SamplingParams
-    from paceline.hub.progress import stage
+    from paceline.hub.progress import track
     from paceline.tuned import write_profile
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
     SamplingParams(temperature=args.temperature)
     candidates = open_candidates(args, max_num_seqs=args.max_num_seqs)
-    with stage("measuring passes, drafts and the best settings; a few minutes"):
-        result = tune(candidates, _plan(args, candidates, prompts))
+    result = tune(candidates, _plan(args, candidates, prompts), track)
     if not args.json:
         _print(result, candidates)
     if args.out != "none":

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
 SERVE_CACHE_TOKENS = 32768
+DRAFTER_NAMES = frozenset(name for name in vars(Drafter) if not name.startswith("_"))
 PROBES = 64  # tokens a draft tree may carry beyond its draft tokens
 
 
@@ -215,10 +216,22 @@ def drafter_context(
 def _check_method(config: EngineConfig) -> None:
     """A method that does not exist, or lacks what it needs, is an error before any model is loaded."""
     speculative = config.speculative
-    if speculative.drafter is None:
+    if speculative.drafter is not None:
+        _check_own_drafter(speculative.drafter)
+    else:
         method = drafters.spec(speculative.method or NONE)
         method.check_options(speculative.draft_options)
         method.check_weights(speculative.draft_model)
+
+
+def _check_own_drafter(drafter: Any) -> None:
+    """Raise OptionError for an object that is no drafter."""
+    missing = [name for name in sorted(DRAFTER_NAMES) if not hasattr(drafter, name)]
+    if missing:
+        raise OptionError(
+            f"drafter must be an object of a subclass of paceline.core.protocols.Drafter; {type(drafter).__name__} "
+            f"has no {', '.join(missing)}"
+        )
 
 
 def _drafter(config: EngineConfig, context: DrafterContext) -> Drafter:

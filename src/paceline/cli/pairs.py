@@ -6,7 +6,8 @@
     paceline pairs --json                the same for a program; the last line is one JSON document
 
 Only pairs that the installed engines can run are listed. Numbers are as published, on the hardware named; a pair
-without one is listed because the two share a tokenizer. Your own number comes from `paceline tune MODEL --draft-model …`.
+without one is listed because the two share a tokenizer. Your own number comes from `paceline tune MODEL --draft-model
+…`.
 """
 
 from __future__ import annotations

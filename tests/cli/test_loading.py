@@ -30,6 +30,7 @@ COMMANDS = {
     "generate": ("generate", "-m", "TINY", "abc", "--max-new-tokens", "2"),
     "bench": ("bench", "TINY", "--methods", "ngram", "-k", "2", "--limit", "1", "--repeats", "1", "--report", "none"),
     "tune": ("tune", "TINY", "--methods", "ngram", "--limit", "1", "--repeats", "1", "--out", "none"),
+    "serve": ("serve", "TINY", "--port", "0", "--method", "ngram"),
     "audit": ("audit", "TINY", "--methods", "ngram", "--quick", "--draws", "64"),
 }
 
@@ -41,6 +42,7 @@ def test_slow_loading_is_announced_on_stderr(
     run_command: Any, command: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.serve.run.run", lambda *_: None)  # ends at once instead of serving
     result = run_command(*COMMANDS[command])
     assert f"paceline: loading {tiny_folder} …" in result.err
     assert "loading" not in result.out

@@ -165,6 +165,11 @@ def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.Cap
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
+def test_a_port_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "no-such-model", "--port", "99999"]) == 2
+    assert "--port must be 0 to 65535, not 99999" in capsys.readouterr().err
+
+
 def test_connections_are_refused_until_the_server_listens() -> None:
     with bind_socket("127.0.0.1", 0) as bound_socket:
         address = bound_socket.getsockname()

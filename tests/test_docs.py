@@ -47,6 +47,7 @@ def test_the_drafter_of_the_page_changes_no_token(tiny_folder: Path, capsys: pyt
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[1].stats.drafted
 
 
+@pytest.mark.slow
 def test_the_drafter_of_the_page_drafts_for_a_batch(tiny_folder: Path) -> None:
     drafter = run(blocks(ROOT / "docs" / "writing-a-drafter.md")[0], tiny_folder)["RepeatLast"]()
     prompts = ["aaaa", "to be or not to be", "x", "one, one, one"]

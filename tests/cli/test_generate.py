@@ -189,6 +189,7 @@ def test_the_profile_of_tune_is_used(
     assert not measured, "-k auto starts from the profile's costs"
 
 
+@pytest.mark.slow
 def test_a_profile_never_changes_the_text_and_is_always_named(
     run_command: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def parses(command):
     return name in cli.COMMANDS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "mistral-7b", "gemma-2-27b", "my/own-model"])
 def test_every_recommended_command_is_one_that_its_command_takes(capsys, model):
     for situation in ("single-gpu", "many-gpus", "no-draft", "cpu", "apple", "api"):
@@ -127,6 +128,7 @@ def test_every_recommended_command_is_one_that_its_command_takes(capsys, model):
         assert "--dtype int8" not in str(run_json(capsys, plan_command, model, "--advise", "cpu"))
 
 
+@pytest.mark.slow
 def test_every_pair_says_how_it_runs_and_its_command_is_understood(capsys):
     for pair in run_json(capsys, pairs_command)["pairs"]:
         assert pair["engine"] == "local" and pair["runner"] in ("native", "transformers")

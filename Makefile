@@ -1,3 +1,4 @@
+# make shell      a shell in which the command `paceline` is found, with the server and the reports
 # make demo       see it work: one prompt, plain and speculative
 # make test-fast  the tests to run between two edits: under a minute
 # make test       the whole test suite
@@ -9,7 +10,11 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-fast check
+.PHONY: shell demo test test-fast check
+
+shell: $(VENV)/.installed-all
+	@echo "paceline is on the PATH of this shell; exit leaves it"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" "$${SHELL:-/bin/sh}"
 
 demo: $(VENV)/.installed
 	$(RUN) -m paceline demo
@@ -31,6 +36,10 @@ $(RUN):
 $(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
 	@echo "installing into $(VENV) (the first time this takes minutes)"
 	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-all: $(VENV)/.installed
+	$(INSTALL) --editable '.[serve,report]'
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

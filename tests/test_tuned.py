@@ -60,6 +60,7 @@ def test_the_environment_may_name_another_file(tmp_path: Path, monkeypatch: pyte
         '[decoder]\ntarget = "m"\n[pass_seconds]\n1 = -3\n',
         '[decoder]\ntarget = "m"\n[pass_seconds]\nwide = 3\n',
         'decoder = "m"\n',
+        '[decoder]\ntarget = "m"\nacceptance = "lossy-typical"\n',
     ],
 )
 def test_a_file_that_makes_no_sense_is_named(tmp_path: Path, content: str) -> None:
@@ -82,20 +83,24 @@ def _in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_in_force")
 def test_a_user_who_chooses_nothing_gets_the_advice() -> None:
-    config = adopted(EngineConfig.create("some/model"), chosen=False)
+    adoption = adopted(EngineConfig.create("some/model"), chosen=False)
+    config = adoption.config
     speculative = config.speculative
     assert (speculative.method, speculative.draft_model) == ("draft_model", PROFILE.draft_model)
     assert (speculative.num_draft_tokens, speculative.draft_dtype) == (4, "int4")
     assert config.tuned == PROFILE
-    fixed = adopted(EngineConfig.create("some/model", num_draft_tokens=2), chosen=False)
+    assert adoption.note is not None
+    for setting in ("p.toml", "method draft_model", "num draft tokens 4", "draft dtype int4", "measured costs"):
+        assert setting in adoption.note
+    fixed = adopted(EngineConfig.create("some/model", num_draft_tokens=2), chosen=False).config
     assert fixed.speculative.num_draft_tokens == 2
 
 
 @pytest.mark.usefixtures("_in_force")
 def test_a_user_who_chooses_is_not_overruled() -> None:
     own = EngineConfig.create("some/model", method="ngram")
-    assert adopted(own, chosen=True) is own
-    same = adopted(EngineConfig.create("some/model", draft_model=PROFILE.draft_model), chosen=True)
+    assert adopted(own, chosen=True).config is own
+    same = adopted(EngineConfig.create("some/model", draft_model=PROFILE.draft_model), chosen=True).config
     assert (same.tuned, same.speculative.num_draft_tokens) == (PROFILE, "auto")
 
 
@@ -103,4 +108,4 @@ def test_a_user_who_chooses_is_not_overruled() -> None:
 @pytest.mark.parametrize("options", [{"model": "another"}, {"device": "cuda"}, {"dtype": "bf16"}])
 def test_a_profile_of_another_model_device_or_dtype_is_not_in_force(options: dict[str, str]) -> None:
     config = EngineConfig.create(**{"model": "some/model", **options})
-    assert adopted(config, chosen=False) is config
+    assert adopted(config, chosen=False).config is config

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import AUTO, NONE, EngineConfig, ModelConfig
+from paceline.config import NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability
 from paceline.device.load_thread import run_in_load_thread
+from paceline.device.properties import chosen_device
 from paceline.drafting import registry as drafters
 from paceline.drafting.registry import DrafterContext
 from paceline.drafting.router import PREDICTION, DrafterRouter
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
 SERVE_CACHE_TOKENS = 32768
+DRAFTER_NAMES = frozenset(name for name in vars(Drafter) if not name.startswith("_"))
 PROBES = 64  # tokens a draft tree may carry beyond its draft tokens
 
 
@@ -92,22 +94,6 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
-
-
-def chosen_device(name: str | None) -> str:
-    """The device's name: cuda where there is one, unless told."""
-    if name is None or name == AUTO:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    wrong = OptionError(f"device must be cpu, cuda or cuda:N, not {name!r}")
-    try:
-        kind = torch.device(name).type
-    except RuntimeError:
-        raise wrong from None
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise OptionError("device cuda was asked for, and torch sees no CUDA device here")
-    if kind not in ("cpu", "cuda", "mps"):
-        raise wrong
-    return name
 
 
 def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = None) -> Runner:
@@ -230,10 +216,22 @@ def drafter_context(
 def _check_method(config: EngineConfig) -> None:
     """A method that does not exist, or lacks what it needs, is an error before any model is loaded."""
     speculative = config.speculative
-    if speculative.drafter is None:
+    if speculative.drafter is not None:
+        _check_own_drafter(speculative.drafter)
+    else:
         method = drafters.spec(speculative.method or NONE)
         method.check_options(speculative.draft_options)
         method.check_weights(speculative.draft_model)
+
+
+def _check_own_drafter(drafter: Any) -> None:
+    """Raise OptionError for an object that is no drafter."""
+    missing = [name for name in sorted(DRAFTER_NAMES) if not hasattr(drafter, name)]
+    if missing:
+        raise OptionError(
+            f"drafter must be an object of a subclass of paceline.core.protocols.Drafter; {type(drafter).__name__} "
+            f"has no {', '.join(missing)}"
+        )
 
 
 def _drafter(config: EngineConfig, context: DrafterContext) -> Drafter:

@@ -45,7 +45,7 @@ class ModelConfig:
 
     model: Any = field(default=DEFAULT_MODEL)  # a name, a directory, a .gguf file, or a loaded AutoModelForCausalLM
     tokenizer: Any = None
-    device: str | None = option(None, "cpu, cuda or cuda:N; default: cuda if there is one", "D")
+    device: str | None = option(None, "cpu, cuda, cuda:N or mps; default: cuda or mps where there is one", "D")
     dtype: str | None = option(
         None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T"
     )
@@ -279,7 +279,7 @@ def _device_name(device: Any) -> str | None:
         return device
     if type(device).__name__ == "device":
         return str(device)
-    raise OptionError(f"device must be cpu, cuda or cuda:N, not {device!r}")
+    raise OptionError(f"device must be cpu, cuda, cuda:N or mps, not {device!r}")
 
 
 def _dtype_name(dtype: Any) -> str | None:

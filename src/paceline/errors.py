@@ -11,7 +11,7 @@ PacelineError                 catch this to catch all of them
 │   └── CapabilityError          the model cannot do what the method needs
 ├── PairError                 target and draft do not fit together
 ├── OutOfMemory               names the knob that makes it smaller
-├── MissingExtra              an optional package is needed; the message is the exact pip line
+├── MissingExtra              an optional package is needed; the message has the pip line of the README
 ├── StepFailed               the model broke while it was writing; only the texts of that round are lost
 ├── TrainingDiverged          the loss of a training is no longer a number
 └── EngineClosed              the engine was asked to work after it was closed
@@ -82,4 +82,4 @@ class MissingExtra(PacelineError, ImportError):
     """An optional package is needed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"this needs {package}: pip install 'paceline[{extra}]'")
+        super().__init__(f"this needs {package}: in paceline's checkout, pip install '.[{extra}]'")

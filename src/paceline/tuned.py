@@ -3,6 +3,9 @@
 A profile belongs to one model. It names the method and the number of draft tokens that paid there, and holds what
 passes cost, so that `-k auto` starts from measurements. It is read from PACELINE_PROFILE, or else from the current
 directory. A method or draft model that the user names overrules it.
+
+Nothing that changes the output is adopted: a profile that was measured with another dtype is not used until the user
+asks for that dtype. `adopted` says in one line what it did.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens
+from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens, unknown_names
 from paceline.errors import OptionError
 
 FILE_NAME = "paceline.toml"
 VARIABLE = "PACELINE_PROFILE"
+DECODER_SETTINGS = frozenset({"target", "method", "num_draft_tokens", "draft_model", "dtype", "draft_dtype"})
 HEAD = "# Written by `paceline tune`. Delete it to go back to the defaults; edit it to overrule the advice.\n"
 
 
@@ -59,35 +63,54 @@ def profile_for(target: Any, path: Path | None = None) -> TunedProfile | None:
     return profile if isinstance(target, str | Path) and str(target) == profile.target else None
 
 
-def adopted(config: EngineConfig, *, chosen: bool) -> EngineConfig:
-    """A configuration with what the profile in force adds to it.
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A configuration with what the profile in force adds to it. note: the file, and what was adopted or was not."""
+
+    config: EngineConfig
+    note: str | None = None
+
+
+def adopted(config: EngineConfig, *, chosen: bool) -> Adoption:
+    """What the profile in force makes of a configuration.
 
     chosen: the user named a method or a draft model. Then the profile lends its costs, if it is about the same method,
-    and nothing else. A profile of another device or dtype than the one asked for is not in force.
+    and nothing else. A profile of another device or dtype than the one asked for is not used.
     """
     profile = profile_for(config.model.model)
-    if profile is None or not _same_machine(profile, config):
-        return config
+    if profile is None:
+        return Adoption(config)
+    if obstacle := _obstacle(profile, config):
+        return Adoption(config, f"{_default_path()} is not used: {obstacle}")
     speculative = config.speculative
     if chosen:
         same = profile.method == speculative.method and profile.draft_model == speculative.draft_model
-        return config.with_options(tuned=profile) if same else config
-    return config.with_options(
-        method=profile.method,
-        draft_model=profile.draft_model,
-        num_draft_tokens=(
-            profile.num_draft_tokens if speculative.num_draft_tokens == AUTO else speculative.num_draft_tokens
-        ),
-        dtype=config.model.dtype or profile.dtype,
-        draft_dtype=speculative.draft_dtype or profile.draft_dtype,
-        tuned=profile,
-    )
+        return _adoption(config, {"tuned": profile}) if same else Adoption(config)
+    options: dict[str, Any] = {"method": profile.method, "draft_model": profile.draft_model, "tuned": profile}
+    if speculative.num_draft_tokens == AUTO:
+        options["num_draft_tokens"] = profile.num_draft_tokens
+    if speculative.draft_dtype is None:
+        options["draft_dtype"] = profile.draft_dtype
+    return _adoption(config, options)
 
 
-def _same_machine(profile: TunedProfile, config: EngineConfig) -> bool:
+def _adoption(config: EngineConfig, options: dict[str, Any]) -> Adoption:
+    words = {name.replace("_", " "): value for name, value in options.items() if name != "tuned" and value is not None}
+    settings = [f"{name} {value}" for name, value in words.items()]
+    settings += ["measured costs"] if options["tuned"].pass_seconds else []
+    return Adoption(config.with_options(**options), f"using {_default_path()}: {', '.join(settings)}")
+
+
+def _obstacle(profile: TunedProfile, config: EngineConfig) -> str | None:
+    """Why a profile does not hold for a configuration; None: it does."""
     model = config.model
-    device = model.device is None or model.device == AUTO or profile.device.startswith(model.device)
-    return device and (model.dtype is None or model.dtype == profile.dtype)
+    if model.device not in (None, AUTO) and not profile.device.startswith(str(model.device)):
+        return f"it was measured on {profile.device}"
+    if model.dtype == profile.dtype:
+        return None
+    if model.dtype is None:
+        return f"it was measured with dtype {profile.dtype}, which changes the output; add --dtype {profile.dtype}"
+    return f"it was measured with {'the default dtype' if profile.dtype is None else f'dtype {profile.dtype}'}"
 
 
 def _default_path() -> Path:
@@ -100,6 +123,8 @@ def read_profile(path: Path) -> TunedProfile:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         decoder, measured = document["decoder"], document.get("measured", {})
+        if unknown := set(decoder) - DECODER_SETTINGS:
+            raise unknown_names("setting", unknown, DECODER_SETTINGS)
         return TunedProfile(
             target=str(decoder["target"]),
             device=str(measured.get("device", "")),

@@ -11,6 +11,7 @@ import pytest
 from paceline.tuned import TunedProfile, write_profile
 from tests.support.tiny import write_tiny_model
 
+DTYPE_FLAGS = {"default": (), "int4": ("--dtype", "int4")}
 FIELDS = {
     "text",
     "token_ids",
@@ -125,6 +126,7 @@ def test_stop_ends_before_the_string(generate_json: Any) -> None:
         (["x", "--stop", ""], "stop is a string"),
         (["x", "--method", "ngram", "--draft-option", "longest"], "NAME=VALUE"),
         (["x", "--method", "ngram", "--draft-option", "colour=red"], "colour"),
+        (["x", "--method", "ngram", "--draft-option", "longest=abc"], "longest must be a whole number, not 'abc'"),
         (["x", "--target", "TINY"], "--target is now MODEL or --model"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
@@ -133,6 +135,16 @@ def test_bad_input_gets_a_clear_error_and_exit_2(run_command: Any, arguments: li
     result = run_command("generate", *([] if "-m" in arguments else ["-m", "TINY"]), *arguments)
     assert result.status == 2
     assert reason in result.err and "Traceback" not in result.err
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
+    run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    for command in (("generate", "-m", "TINY", "x"), ("tune", "TINY"), ("train", "eagle", "TINY", "--out", "x")):
+        result = run_command(*command, "--device", "mps")
+        assert result.status == 2 and "Traceback" not in result.err
+        assert "mps" in result.err and "cpu" in result.err
 
 
 def test_a_prompt_longer_than_the_model_reads_is_refused(run_command: Any, tiny_folder: Path) -> None:
@@ -175,6 +187,24 @@ def test_the_profile_of_tune_is_used(
     monkeypatch.setattr("paceline.engines.local.warmup.measure_pass", lambda *_, **__: measured.append("a pass"))
     generate_json("abcabcabc", "--method", "suffix")
     assert not measured, "-k auto starts from the profile's costs"
+
+
+@pytest.mark.slow
+def test_a_profile_never_changes_the_text_and_is_always_named(
+    run_command: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "-m", "TINY", "--json", "--max-new-tokens", "24", "abcabcabc")
+    texts = {name: run_command(*command, *dtype).json()["text"] for name, dtype in DTYPE_FLAGS.items()}
+    assert texts["int4"] != texts["default"], "otherwise this test shows nothing"
+    profile = TunedProfile(str(tiny_folder), "cpu", "suffix", 3, dtype="int4")
+    write_profile(profile, tmp_path / "paceline.toml")
+    monkeypatch.chdir(tmp_path)
+    plain = run_command(*command)
+    assert plain.json()["text"] == texts["default"] and plain.json()["method"] == "none"
+    assert "paceline.toml is not used: it was measured with dtype int4" in plain.err and "--dtype int4" in plain.err
+    asked = run_command(*command, "--dtype", "int4")
+    assert asked.json()["text"] == texts["int4"] and asked.json()["method"] == "suffix"
+    assert "using paceline.toml: method suffix, num draft tokens 3" in asked.err
 
 
 def test_damaged_weights_and_pickles_are_refused(run_command: Any, tmp_path: Path) -> None:

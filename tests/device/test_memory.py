@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.device.memory import Upload, host_buffer, zeroed_cache
+from paceline.device import memory
+from paceline.device.memory import Upload, for_sampling, host_buffer, zeroed_cache
 
 STATM = Path("/proc/self/statm")
 ALIGNMENT = 64  # bytes: as torch aligns its own memory
@@ -54,3 +55,11 @@ def test_a_host_buffer_is_refilled_only_after_its_copy_has_left() -> None:
         upload.send()
         copies.append(target.clone())
     assert [int(copy[0]) for copy in copies] == [0, 1, 2, 3]
+
+
+def test_logits_are_sampled_on_the_host_where_the_device_has_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 5)
+    assert for_sampling(logits) is logits
+    monkeypatch.setattr(memory, "supports_float64", lambda device: device.type == "cpu")
+    with pytest.raises(NotImplementedError, match="meta"):  # stands for another device: nothing can be copied from it
+        for_sampling(torch.empty(2, 5, device="meta"))

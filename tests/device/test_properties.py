@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline.device import properties
+from paceline.errors import OptionError
 
 CPU = torch.device("cpu")
 
@@ -28,3 +30,36 @@ def test_wide_tiles_need_two_byte_numbers_on_a_gpu() -> None:
 
 def test_waiting_for_a_cpu_returns_at_once() -> None:
     assert properties.synchronize("cpu") is None
+
+
+# --- the device of a user ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "device"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_the_default_is_cuda_then_mps_then_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, mps: bool, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert properties.chosen_device(None) == properties.chosen_device("auto") == device
+    assert properties.chosen_device(None, ("cuda", "cpu")) == ("cuda" if cuda else "cpu")
+
+
+def test_a_device_that_is_not_there_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert properties.chosen_device("cuda:1") == "cuda:1"
+    for name, words in (("cuda:2", "cuda:1"), ("mps", "no MPS device"), ("meta", "must be"), ("gpu", "must be")):
+        with pytest.raises(OptionError, match=words):
+            properties.chosen_device(name)
+
+
+def test_apples_gpus_have_no_float64_no_graphs_and_no_integer_weights() -> None:
+    assert not properties.supports_float64("mps") and properties.supports_float64("cpu")
+    assert not properties.supports_graphs("mps") and not properties.supports_integer_weights("mps")
+    assert properties.default_dtype("mps") == "bfloat16"

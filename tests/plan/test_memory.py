@@ -25,7 +25,7 @@ BF16 = find_precision("bf16")
 
 
 PLAIN, NGRAM = draft_method("none"), draft_method("ngram")
-DRAFT, EAGLE = draft_method("draft", DraftWeights.MODEL), draft_method("eagle", DraftWeights.HEAD)
+DRAFT, EAGLE = draft_method("draft_model", DraftWeights.MODEL), draft_method("eagle", DraftWeights.HEAD)
 
 
 def deployed(target="llama-3.1-8b", draft="llama-3.2-1b", **changes):

@@ -165,6 +165,11 @@ def test_a_port_in_use_is_an_error_before_the_model_is_loaded(capsys: pytest.Cap
     assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
+def test_a_port_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "no-such-model", "--port", "99999"]) == 2
+    assert "--port must be 0 to 65535, not 99999" in capsys.readouterr().err
+
+
 def test_connections_are_refused_until_the_server_listens() -> None:
     with bind_socket("127.0.0.1", 0) as bound_socket:
         address = bound_socket.getsockname()
@@ -205,6 +210,8 @@ def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypat
     ("flags", "message"),
     [
         (["-k", "999"], "0 to 128"),
+        (["--port", "99999"], "--port must be 0 to 65535, not 99999"),
+        (["--port", "-1"], "--port must be 0 to 65535, not -1"),
         (["--max-waiting", "-1"], "max_waiting"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-model-len", "1"], "max_model_len"),

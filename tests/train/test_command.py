@@ -67,6 +67,17 @@ def test_progress_is_printed_where_there_is_no_terminal(
 
 
 @pytest.mark.slow
+def test_the_time_left_is_never_negative(
+    target_folder: Path, sequences_folder: Path, tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    arguments = [target_folder, "--sequences", sequences_folder, "--answer-tokens", 1, "--batch-tokens", 256]
+    # The only step ends long after the time has.
+    status, output = train("exit-adapter", "--out", tmp_path / "out", *arguments, "--minutes", 1e-6, "--steps", 100000)
+    assert status == 0
+    assert "0:00 left" in output.err and "-1:" not in output.err
+
+
+@pytest.mark.slow
 def test_the_target_generates_its_data_and_a_second_training_reuses_it(
     target_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:

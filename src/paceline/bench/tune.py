@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 from paceline.bench.candidates import Candidates, DecodeSetting
 from paceline.bench.measure import BatchRun, MeasuredEngine, OutputLength, total_stats
@@ -28,6 +30,12 @@ BATCHES_BEFORE_CUT = 2  # then settings far behind plain decoding are dropped: t
 FAR_BEHIND = 0.6  # times plain decoding
 PASS_WIDTHS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 PLAIN = DecodeSetting(NONE)
+ShowProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]  # runs, a label, how many there are at most
+
+
+def untracked(items: Iterable[Any], label: str, total: int) -> Iterable[Any]:
+    """Shows nothing."""
+    return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +110,22 @@ class TuneResult:
     draft: CostCurve
 
 
-def tune(candidates: Candidates, plan: TunePlan) -> TuneResult:
-    """All four steps."""
-    verify = measure_pass(candidates.target, PASS_WIDTHS, num_seqs=plan.max_num_seqs)
-    runs = trial_runs(candidates, plan)
+def tune(candidates: Candidates, plan: TunePlan, show: ShowProgress = untracked) -> TuneResult:
+    """All four steps. show: passes the runs of a step through and shows how many there are."""
+    [verify] = show(_pass_costs(candidates, plan), "step 1 of 3: measuring passes", 1)
+    runs = trial_runs(candidates, plan, show)
     verify = observed_curve(verify, runs[PLAIN])
     methods = measured_methods(runs, verify)
     plain = plain_cost(runs[PLAIN], verify)
     estimates = estimate(methods, plain)
-    confirmed = confirm(candidates, plan, best_of_each_method(estimates))
+    confirmed = confirm(candidates, plan, best_of_each_method(estimates), show)
     advice = advise(estimates, confirmed, methods, plain)
     draft = methods[advice.method].draft_costs() if advice.method in methods else draft_curve()
     return TuneResult(advice, estimates, confirmed, verify, draft)
+
+
+def _pass_costs(candidates: Candidates, plan: TunePlan) -> Iterator[CostCurve]:
+    yield measure_pass(candidates.target, PASS_WIDTHS, num_seqs=plan.max_num_seqs)
 
 
 # --- trial runs -------------------------------------------------------------------------------------------------------
@@ -121,22 +133,37 @@ def tune(candidates: Candidates, plan: TunePlan) -> TuneResult:
 TrialRuns = dict[DecodeSetting, list[BatchRun]]  # by method and k
 
 
-def trial_runs(candidates: Candidates, plan: TunePlan) -> TrialRuns:
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """One setting on one batch."""
+
+    setting: DecodeSetting
+    run: BatchRun
+
+
+def trial_runs(candidates: Candidates, plan: TunePlan, show: ShowProgress = untracked) -> TrialRuns:
     """Plain outputs, and every method with a small and a large k. Settings take turns by batch."""
     tried = [DecodeSetting(method, k) for method in candidates.drafting_methods for k in TRIED_KS]
     engines = {setting: MeasuredEngine(candidates.engine(setting, plan.max_num_seqs)) for setting in [PLAIN, *tried]}
+    runs: TrialRuns = {setting: [] for setting in engines}
+    label = f"step 2 of 3: trying {len(tried)} settings beside plain decoding"
+    for trial in show(_trials(engines, plan, runs), label, len(engines) * len(plan.batches())):
+        runs[trial.setting].append(trial.run)
+    return runs
+
+
+def _trials(engines: dict[DecodeSetting, MeasuredEngine], plan: TunePlan, runs: TrialRuns) -> Iterator[TrialRun]:
+    """Warm up, then run; settings far behind are dropped by what `runs` holds by then."""
     batches = plan.batches()
     for engine in engines.values():
         engine.run(batches[0].prompts, WARM_UP, plan.temperature, plan.seed)
-    runs: TrialRuns = {setting: [] for setting in engines}
-    active = list(runs)
+    active = list(engines)
     for number, batch in enumerate(batches, start=1):
         for setting in active:
             run = engines[setting].run(batch.prompts, plan.length, plan.temperature, plan.seed + number)
-            runs[setting].append(run)
+            yield TrialRun(setting, run)
         if number == BATCHES_BEFORE_CUT:
             active = promising(runs)
-    return runs
 
 
 def promising(runs: TrialRuns) -> list[DecodeSetting]:
@@ -178,7 +205,9 @@ def best_of_each_method(estimates: list[SpeedupEstimate]) -> list[SpeedupEstimat
     return list(best.values())[:NUM_CONFIRMED]
 
 
-def confirm(candidates: Candidates, plan: TunePlan, estimates: list[SpeedupEstimate]) -> list[ConfirmedSpeedup]:
+def confirm(
+    candidates: Candidates, plan: TunePlan, estimates: list[SpeedupEstimate], show: ShowProgress = untracked
+) -> list[ConfirmedSpeedup]:
     """Run the predictions, `auto` with the best one's method, and plain decoding, in turns."""
     predicted = {DecodeSetting(item.method, item.k, plan.temperature): item.speedup for item in estimates}
     settings = list(predicted)
@@ -187,7 +216,8 @@ def confirm(candidates: Candidates, plan: TunePlan, estimates: list[SpeedupEstim
         [DecodeSetting(NONE, 0, plan.temperature), *settings], plan.batches(), plan.length, plan.repeats, seed=plan.seed
     )
     measurements = Measurements(sweep_plan)
-    for measurement in sweep(candidates, sweep_plan):
+    label = f"step 3 of 3: confirming {len(settings)} settings"
+    for measurement in show(sweep(candidates, sweep_plan), label, sweep_plan.total):
         measurements.add(measurement)
     return [
         ConfirmedSpeedup(

@@ -19,6 +19,8 @@ import importlib.util
 import os
 import sys
 
+from paceline.cli import interrupt
+from paceline.config import DEFAULT_MODEL
 from paceline.errors import OptionError, PacelineError
 
 COMMANDS = {
@@ -40,8 +42,13 @@ USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit status, also where argparse exits by itself (--help, wrong usage)."""
+    """Run one command. Returns the exit status, also where argparse exits by itself (--help, wrong usage).
+
+    argv: None for the arguments of this process, which then belongs to the command: an interrupt ends it.
+    """
     try:
+        if argv is None:
+            interrupt.watch()
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # a closed pipe must raise here, not at exit
         return status
@@ -50,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return USER_ERROR
     except KeyboardInterrupt:
         print(file=sys.stderr)
+        if argv is None:
+            interrupt.leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
         # Nothing reads stdout any more. Python would complain once more when it flushes at exit.
@@ -79,13 +88,20 @@ def _run(argv: list[str]) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     if name not in commands():
         raise _unknown_command(name)
+    from paceline.cli import loading
     from paceline.cli.flags import CommandParser
 
     module = importlib.import_module(f"{__name__}.{name}")
     parser = CommandParser(prog=f"paceline {name}", description=module.__doc__)
     module.configure(parser)
-    status: int = module.main(parser.parse_args(arguments))
-    return status
+    args = parser.parse_args(arguments)
+    if name in loading.COMMANDS:
+        loading.begin(vars(args).get("model", DEFAULT_MODEL))
+    try:
+        status: int = module.main(args)
+        return status
+    finally:
+        loading.done()
 
 
 def _unknown_command(name: str) -> OptionError:

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import loading
 from paceline.cli.flags import add_config_flags, config_from_args
 from paceline.cli.terminal import quiet_transformers
 from paceline.config import NONE, EngineConfig
@@ -106,11 +107,13 @@ def open_candidates(args: argparse.Namespace, **overrides: Any) -> Candidates:
     methods = chosen_methods(args.methods)
     config = base_config(args, **overrides)
     quiet_transformers()
+    loading.begin(str(config.model.model))
     opened = open_model(config)
     configs = method_configs(config, methods, args.draft_model)
     models = _HfModels(config, opened, args.draft_model)
     built = candidates.open_candidates(opened.target, opened.tokenizer, configs, builder(opened), cache(models.open))
     models.draft_runner = built.draft_runner
+    loading.done()
     check_named(args.methods, built)
     return built
 
@@ -118,7 +121,7 @@ def open_candidates(args: argparse.Namespace, **overrides: Any) -> Candidates:
 def base_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """What the flags say, without a method. No profile: what is measured must not depend on an earlier measurement."""
     decided = {"method": NONE, "draft_model": None, "num_draft_tokens": 0, "acceptance": "token", "max_num_seqs": 1}
-    return config_from_args(args, advised=False, **{**decided, **overrides}).with_options(tuned=None)
+    return config_from_args(args, with_profile=False, **{**decided, **overrides})
 
 
 def builder(opened: OpenModel) -> EngineBuilder:

@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
 def demo_config(args: argparse.Namespace) -> EngineConfig:
     """In int8 for the default model on a CPU: there a pass over eight tokens costs little more than one over one."""
-    from paceline.build import chosen_device
+    from paceline.device.properties import chosen_device
 
     # Without a prefix cache, or the second run would find the prompt of the first one already read.
     config = config_from_args(args, default_method=AUTO, advised=False, prefix_cache_tokens=0)

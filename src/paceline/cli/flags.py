@@ -13,6 +13,8 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from paceline.cli import interrupt, loading
+from paceline.cli.terminal import note
 from paceline.config import DEFAULT_MODEL, NONE, PARTS, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
 from paceline.errors import OptionError
 from paceline.tuned import adopted
@@ -118,10 +120,16 @@ def add_config_flags(parser: argparse.ArgumentParser, *, positional_model: bool,
 
 
 def config_from_args(
-    args: argparse.Namespace, *, advised: bool = True, default_method: str = NONE, **overrides: Any
+    args: argparse.Namespace,
+    *,
+    with_profile: bool = True,
+    advised: bool = True,
+    default_method: str = NONE,
+    **overrides: Any,
 ) -> EngineConfig:
     """The configuration that the flags ask for, with what `paceline tune` measured for this model.
 
+    with_profile    a profile is used where there is one, and a line on stderr says what for
     advised         the profile of `paceline tune` chooses where the user names neither method nor draft model
     default_method  the method where neither the user nor a profile chooses
     overrides       options that the command decides itself, whatever the flags say; a profile still applies
@@ -131,7 +139,13 @@ def config_from_args(
     options["draft_options"] = draft_options(options.get("draft_options") or ())
     if not options.get("method") and not options.get("draft_model"):
         options["method"] = default_method
-    return adopted(EngineConfig.create(**{**options, **overrides}), chosen=chosen or not advised)
+    config = EngineConfig.create(**{**options, **overrides})
+    if not with_profile:
+        return config
+    adoption = adopted(config, chosen=chosen or not advised)
+    if adoption.note:
+        note(f"paceline: {adoption.note}")
+    return adoption.config
 
 
 def draft_options(items: Iterable[str]) -> dict[str, Any]:
@@ -261,7 +275,10 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
         if isinstance(name, str):
             locate(name)
     quiet_transformers()
-    return SpeculativeDecoder(**flat_options(config))
+    decoder = SpeculativeDecoder(**flat_options(config))
+    loading.done()
+    interrupt.check()
+    return decoder
 
 
 def flat_options(config: EngineConfig) -> dict[str, Any]:

@@ -5,8 +5,9 @@
     paceline pairs --max-draft 1         drafts of at most a billion weights
     paceline pairs --json                the same for a program; the last line is one JSON document
 
-Numbers are as published, on the hardware named; a pair without one is listed because the two share a tokenizer. Your
-own number comes from `paceline tune MODEL --draft-model …`.
+Only pairs that the installed engines can run are listed. Numbers are as published, on the hardware named; a pair
+without one is listed because the two share a tokenizer. Your own number comes from `paceline tune MODEL --draft-model
+…`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import json
 from typing import Any
 
+from paceline.cli.runnable import support
 from paceline.errors import ModelNotFound, OptionError
 from paceline.plan.catalogue import find_model, near_names
 from paceline.plan.pairs import ModelPair, PublishedResult, pairs, pairs_for
+from paceline.plan.support import Support
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +30,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    listed = _listed(args.model, args.max_draft)
+    installed = support()
+    candidates = _listed(args.model, args.max_draft)
+    refused = {pair: why for pair in candidates if (why := pair.refusal(installed))}
+    listed = tuple(pair for pair in candidates if pair not in refused)
     if args.json:
-        print(json.dumps({"pairs": [_as_json(pair) for pair in listed]}))
+        refusals = [{"target": pair.target.name, "method": pair.method, "why": why} for pair, why in refused.items()]
+        print(json.dumps({"pairs": [_as_json(pair, installed) for pair in listed], "refused": refusals}))
     else:
-        _print_table(listed, args.model)
+        _print_table(listed, args.model, installed)
+        for why in refused.values():
+            print(f"not listed: {why}")
     return 0
 
 
@@ -47,7 +56,7 @@ def _listed(model: str | None, max_draft: float | None) -> tuple[ModelPair, ...]
     return tuple(pair for pair in candidates if pair.draft is None or pair.draft.sizes.parameters <= limit)
 
 
-def _as_json(pair: ModelPair) -> dict[str, Any]:
+def _as_json(pair: ModelPair, installed: Support) -> dict[str, Any]:
     published = {key: getattr(pair.published, key) for key in PublishedResult.__slots__}
     return {
         "target": pair.target.name,
@@ -57,11 +66,13 @@ def _as_json(pair: ModelPair) -> dict[str, Any]:
         "published": published,
         "warning": pair.is_warning,
         "source": pair.source,
-        "command": pair.command,
+        "engine": _engine_name(installed),
+        "runner": installed.runner_of(pair.target.sizes),
+        "command": " && ".join(pair.commands(installed)),
     }
 
 
-def _print_table(listed: tuple[ModelPair, ...], model: str | None) -> None:
+def _print_table(listed: tuple[ModelPair, ...], model: str | None, installed: Support) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -70,18 +81,24 @@ def _print_table(listed: tuple[ModelPair, ...], model: str | None) -> None:
         console.print(f"No pair is listed{f' for {model}' if model else ''}: try --method ngram, or train a head.")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("target", "drafter", "published", "good for", "source"):
+    for heading in ("target", "drafter", "runs with", "published", "good for", "source"):
         table.add_column(heading, overflow="fold")
     for pair in listed:
         drafter = pair.draft.name if pair.draft else f"({pair.method})"
         style = "yellow" if pair.is_warning else ""
-        table.add_row(
-            pair.target.name, drafter, _published_figures(pair.published), pair.suits, pair.source, style=style
-        )
+        published = _published_figures(pair.published)
+        runner = f"{_engine_name(installed)}, {installed.runner_of(pair.target.sizes)}"
+        table.add_row(pair.target.name, drafter, runner, published, pair.suits, pair.source, style=style)
     console.print(table)
     console.print("\nPublished numbers come from other hardware; `paceline tune` measures yours.", style="dim")
     if model is not None:
-        console.print(f"Run the first: [bold]{listed[0].command}[/bold]", soft_wrap=True)
+        commands = " && ".join(listed[0].commands(installed))
+        console.print(f"Run the first: [bold]{commands}[/bold]", soft_wrap=True)
+
+
+def _engine_name(installed: Support) -> str:
+    engine = installed.engine()
+    return engine.name if engine else "no engine"
 
 
 def _published_figures(published: PublishedResult) -> str:

@@ -1,7 +1,7 @@
 """Will it fit, and will it pay? Answered from sizes alone, before anything is downloaded or loaded.
 
-    paceline plan llama-3.1-70b --draft-model llama-3.2-1b --hardware h100 --num-gpus 2
-    paceline plan qwen2.5-coder-32b --draft-model qwen2.5-coder-0.5b --hardware rtx-4090 --dtype Q4_K_M
+    paceline plan llama-3.1-70b --draft-model llama-3.2-1b --hardware h100
+    paceline plan qwen2.5-coder-32b --draft-model qwen2.5-coder-0.5b --hardware rtx-4090 --dtype int4
     paceline plan ./my-model --method eagle --hardware "RTX 3090" --max-seq-len 16384
     paceline plan model.gguf --memory 12             any accelerator, by its memory in GiB
     paceline plan --advise                           questions, then a recommendation with its command
@@ -10,7 +10,8 @@
 
 MODEL is a name of the catalogue, a directory, a config.json, a .gguf file or a Hub id; without one, the default model.
 Weights and caches are exact arithmetic. The speed-up is an ESTIMATE from data sheets and published acceptance:
-`paceline tune` measures it. With --json the last line on stdout is one JSON document.
+`paceline tune` measures it. Only what the installed engines can run is recommended. With --json the last line on stdout
+is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from paceline.cli.runnable import support
 from paceline.config import AUTO, DRAFT_MODEL
 from paceline.drafting import registry as drafters
+from paceline.errors import OptionError, PairError
 from paceline.hub import DEFAULT
 from paceline.plan.advise import Question, Recommendation, Situation, advise, first_question, situation_of
-from paceline.plan.catalogue import catalogue
-from paceline.plan.fit import memory_fit
-from paceline.plan.hardware import Accelerator, accelerators, find_accelerator, unnamed_accelerator
+from paceline.plan.catalogue import catalogue, find_model
+from paceline.plan.fit import FitLimits, memory_fit
+from paceline.plan.hardware import Accelerator, AcceleratorKind, accelerators, find_accelerator, unnamed_accelerator
 from paceline.plan.locate import find_sizes
 from paceline.plan.memory import Deployment, plan_memory
 from paceline.plan.methods import PLAIN, DraftMethod, DraftWeights, draft_method, known_weights
@@ -36,6 +39,7 @@ from paceline.plan.pairs import expectation_for, expectation_from_rate, pairing_
 from paceline.plan.precision import PRECISIONS, Precision, find_precision
 from paceline.plan.predict import SpeedEstimate, estimate_speed
 from paceline.plan.report import PlanReport, as_json, print_report
+from paceline.plan.support import FLOAT_DTYPES, Support
 
 _DEFAULT_SEQ_LEN = 4096
 _LISTS = ("models", "hardware", "precisions")
@@ -70,9 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-model", metavar="MODEL", help="the small model that drafts")
     group.add_argument("--method", choices=draft_methods(), help="how draft tokens are made")
-    group.add_argument("--dtype", metavar="P", help="weights of the target: fp32, bf16, fp8, int8, int4, Q4_K_M, …")
+    group.add_argument("--dtype", metavar="P", help="weights of the target: fp32, bf16, fp16, int8, int4")
     group.add_argument("--draft-dtype", metavar="P", help="weights of the draft model or head")
-    group.add_argument("--kv-dtype", metavar="P", help="both KV caches: fp32, bf16, fp8, int8, …")
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
@@ -103,28 +106,52 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> PlanReport:
-    deployment, accelerator = _deployment(args), _accelerator(args)
+    installed, accelerator = support(), _accelerator(args)
+    deployment = _deployment(args, installed, accelerator)
     plan = plan_memory(deployment)
-    fit = memory_fit(plan, accelerator) if accelerator else None
-    return PlanReport(plan, accelerator, fit, _speed(args, deployment, accelerator), _notes(deployment))
+    limits = FitLimits((*installed.dtypes(deployment.target), *_gguf_names(installed)), installed.max_gpus)
+    fit = memory_fit(plan, accelerator, limits) if accelerator else None
+    engine = installed.engine(num_gpus=deployment.num_gpus, gguf=deployment.precision.gguf)
+    runner = installed.runner_of(deployment.target)
+    speed, notes = _speed(args, deployment, accelerator), _notes(deployment, installed)
+    return PlanReport(plan, accelerator, fit, speed, notes, engine.name if engine and runner else None, runner)
 
 
-def _deployment(args: argparse.Namespace) -> Deployment:
+def _deployment(args: argparse.Namespace, installed: Support, accelerator: Accelerator | None) -> Deployment:
+    _check_num_gpus(args.num_gpus, installed)
     target = find_sizes(args.model or DEFAULT)
     draft = find_sizes(args.draft_model) if args.draft_model else None
+    method = _method(args.method, draft)
+    if (refusal := installed.pair_refusal(target, draft, method.name)) and not installed.model_refusal(target):
+        raise PairError(refusal)
+    on_cpu = accelerator is not None and accelerator.kind is AcceleratorKind.CPU
+    precision = _precision(args.dtype, target, installed, on_cpu=on_cpu)
     return Deployment(
         target=target,
-        precision=_precision(args.dtype, target),
-        method=_method(args.method, draft),
+        precision=precision,
+        method=method,
         draft=draft,
-        draft_precision=_draft_precision(args, draft),
-        kv_precision=find_precision(args.kv_dtype) if args.kv_dtype else None,
+        draft_precision=_precision(args.draft_dtype, draft or target, installed) if args.draft_dtype else None,
         max_seq_len=min(_DEFAULT_SEQ_LEN, target.max_seq_len) if args.max_seq_len is None else args.max_seq_len,
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
         tree_nodes=args.tree_nodes,
         num_gpus=args.num_gpus,
     )
+
+
+def _check_num_gpus(num_gpus: int, installed: Support) -> None:
+    """Raise OptionError where no engine divides a model over so many GPUs."""
+    if num_gpus > installed.max_gpus:
+        engines = ", ".join(f"{engine.name}: {engine.max_gpus}" for engine in installed.engines)
+        raise OptionError(
+            f"--num-gpus {num_gpus}: no engine that is installed divides a model over so many GPUs ({engines}); plan "
+            "for one GPU, or install an engine with tensor parallelism"
+        )
+
+
+def _gguf_names(installed: Support) -> list[str]:
+    return [scheme.name for scheme in PRECISIONS.values() if scheme.gguf] if installed.packs_gguf else []
 
 
 def _method(name: str | None, draft: ModelSizes | None) -> DraftMethod:
@@ -134,19 +161,17 @@ def _method(name: str | None, draft: ModelSizes | None) -> DraftMethod:
     return draft_method(name, weights_of(name))
 
 
-def _precision(name: str | None, sizes: ModelSizes) -> Precision:
-    """The named precision, else that of the files, else bf16."""
-    if name:
-        return find_precision(name)
-    stored = (sizes.stored_precision or "bf16").lower()
-    return PRECISIONS.get(stored, PRECISIONS["bf16"])
-
-
-def _draft_precision(args: argparse.Namespace, draft: ModelSizes | None) -> Precision | None:
-    if args.draft_dtype:
-        return find_precision(args.draft_dtype)
-    # A draft on disk keeps its own precision; a name alone follows the target.
-    return _precision(None, draft) if draft is not None and draft.stored_precision and not args.dtype else None
+def _precision(name: str | None, sizes: ModelSizes, installed: Support, *, on_cpu: bool = False) -> Precision:
+    """The named precision; else the one that the model would run in: that of its weight format, or by device."""
+    if name is None:
+        stored = PRECISIONS.get((sizes.stored_precision or "").lower())
+        kept = stored is not None and (installed.packs_gguf if stored.gguf else stored.name not in FLOAT_DTYPES)
+        return stored if stored is not None and kept else PRECISIONS["fp32" if on_cpu else "bf16"]
+    precision = find_precision(name)
+    choices = (*installed.dtypes(sizes), *_gguf_names(installed))
+    if precision.name not in choices:
+        raise OptionError(f"{sizes.name} cannot run in {precision.name} with what is installed: {', '.join(choices)}")
+    return precision
 
 
 def _accelerator(args: argparse.Namespace) -> Accelerator | None:
@@ -163,22 +188,39 @@ def _speed(args: argparse.Namespace, deployment: Deployment, accelerator: Accele
     return estimate_speed(deployment, accelerator, expectation) if accelerator else None
 
 
-def _notes(deployment: Deployment) -> tuple[str, ...]:
+def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
     target, draft = deployment.target, deployment.draft
     notes = [*target.notes, *(draft.notes if draft else ())]
+    if refusal := installed.model_refusal(target):
+        notes.append(f"{refusal}; code that comes with it may (--trust-remote-code)")
     if draft and (warning := pairing_note(target, draft)):
         notes.append(warning)
     if deployment.max_seq_len > target.max_seq_len:
         notes.append(f"{target.name} supports {target.max_seq_len:,} tokens, not {deployment.max_seq_len:,}")
     if target.sliding_window:
         notes.append("sliding-window layers are counted at full length; a runner that truncates them needs less")
-    if deployment.precision.gguf:
-        notes.append("GGUF weights stay packed only under llama.cpp; the torch runners unpack them: plan --dtype bf16")
+    if target.stored_precision and not deployment.precision.gguf and _is_gguf(target.stored_precision):
+        notes.append(
+            f"no engine that is installed keeps {target.stored_precision} weights packed: they are converted to "
+            f"{deployment.precision.name}, and that is what is counted; --dtype int8 or int4 is smaller"
+        )
+    if deployment.method.weights is DraftWeights.HEAD and not _has_head(target, deployment.method.name, installed):
+        notes.append(f"no head comes with paceline for it: train one with `paceline train {deployment.method.name}`")
     if deployment.num_gpus > 1:
         notes.append(
             "the target is divided by layers; the draft, buffers and activations are counted on the fullest GPU"
         )
     return tuple(notes)
+
+
+def _is_gguf(name: str) -> bool:
+    scheme = PRECISIONS.get(name.lower())
+    return scheme is not None and scheme.gguf
+
+
+def _has_head(target: ModelSizes, method: str, installed: Support) -> bool:
+    entry = find_model(target.name)
+    return any(installed.has_head(method, name) for name in (entry.short_names if entry else {target.name}))
 
 
 def _print_list(which: str, as_json: bool) -> int:
@@ -215,7 +257,7 @@ def _precision_rows() -> list[dict[str, Any]]:
 
 
 def _print_advice(args: argparse.Namespace) -> int:
-    recommendations = [advise(situation, args.model) for situation in _situations(args)]
+    recommendations = [advise(situation, args.model, support()) for situation in _situations(args)]
     if args.json:
         print(json.dumps({"advice": [_recommendation_json(entry) for entry in recommendations]}))
         return 0
@@ -229,7 +271,7 @@ def _situations(args: argparse.Namespace) -> list[Situation]:
     if args.advise != "ask":
         return [Situation(args.advise)]
     if args.model is not None or args.hardware or args.num_gpus > 1:
-        return [situation_of(_accelerator(args), args.num_gpus, args.model)]
+        return [situation_of(_accelerator(args), args.num_gpus, args.model, support())]
     if sys.stdin.isatty() and not args.json:
         return [_answered(first_question())]
     return list(Situation)

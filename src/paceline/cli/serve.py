@@ -18,6 +18,7 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import interrupt, loading
 from paceline.cli.flags import add_config_flags, config_from_args
 from paceline.cli.generation_config import NONE as NO_DEFAULTS
 from paceline.cli.generation_config import mention_applied
@@ -72,7 +73,10 @@ def open_served_engine(config: EngineConfig) -> Engine:
     from paceline.cli.terminal import quiet_transformers
 
     quiet_transformers()
-    return open_engine(config.with_options(num_draft_tokens=AUTO))
+    engine = open_engine(config.with_options(num_draft_tokens=AUTO))
+    loading.done()
+    interrupt.check()
+    return engine
 
 
 # --- the configuration of the server ----------------------------------------------------------------------------------

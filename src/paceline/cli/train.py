@@ -20,8 +20,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import loading
 from paceline.cli.terminal import note
 from paceline.errors import OptionError
+from paceline.hub.progress import clock
 from paceline.train.registry import trainer_names, trainer_spec
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.train.run import TrainingResult, TrainOptions
 
 SECONDS_BETWEEN_LINES = 10.0
+TRAINING_DEVICES = ("cuda", "cpu")
 COMMAND_ARGUMENTS = ("kind", "out", "resume", "overwrite", "json")  # arguments that are no settings
 
 
@@ -119,15 +122,17 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
 
 
 def _train(options: TrainOptions, resume: bool) -> TrainingResult | None:
-    from paceline.build import build_engine, chosen_device
+    from paceline.build import build_engine
     from paceline.cli.terminal import quiet_transformers
+    from paceline.device.properties import chosen_device
     from paceline.train import distributed
     from paceline.train.run import train
 
     quiet_transformers()
     with TrainingDisplay() as display:
         try:
-            result = train(options, chosen_device(options.run.device), display, build_engine, resume=resume)
+            device = chosen_device(options.run.device, TRAINING_DEVICES)
+            result = train(options, device, display, build_engine, resume=resume)
             return result if distributed.process_rank().first else None
         except KeyboardInterrupt:
             note(f"\nstopped; continue with: paceline train {options.kind} --out {options.run.out} --resume")
@@ -160,6 +165,7 @@ class TrainingDisplay:
             self._bar.stop()
 
     def stage(self, title: str) -> None:
+        loading.done()
         self._last_line = 0.0
         if self._bar is None:
             self._print_line(title)
@@ -206,19 +212,13 @@ def progress_line(progress: TrainingProgress) -> str:
 
 
 def speed_line(progress: TrainingProgress) -> str:
-    speed, time_left = progress.tokens_per_second, _clock(progress.seconds_left)
+    speed, time_left = progress.tokens_per_second, clock(progress.seconds_left)
     return f"step {progress.step}, loss {progress.loss:.3f}, {speed:.0f} tokens/s, {time_left} left"
 
 
 def held_out_line(measurement: HeldOutMeasurement) -> str:
     shares = " ".join(f"{share:.0%}" for share in measurement.by_position)
     return f"held out {measurement.tokens_per_step:.2f} tokens per step ({shares})"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def as_json(result: TrainingResult) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _print(result: TrainingResult) -> None:
     history = result.history
     before, after = history.measurements[0], history.measurements[-1]
     print(
-        f"{history.step} steps, {history.tokens} tokens, {_clock(history.seconds)}; {held_out_line(after)}, "
+        f"{history.step} steps, {history.tokens} tokens, {clock(history.seconds)}; {held_out_line(after)}, "
         f"{before.tokens_per_step:.2f} before"
     )
     print(f"{result.options.run.out}: {', '.join(result.files)}")

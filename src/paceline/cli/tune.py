@@ -44,20 +44,21 @@ def main(args: argparse.Namespace) -> int:
     from paceline.bench.tune import tune
     from paceline.bench.workloads import load_prompts
     from paceline.core.sampling import SamplingParams
-    from paceline.hub.progress import stage
+    from paceline.hub.progress import track
     from paceline.tuned import write_profile
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
     SamplingParams(temperature=args.temperature)
     candidates = open_candidates(args, max_num_seqs=args.max_num_seqs)
-    with stage("measuring passes, drafts and the best settings; a few minutes"):
-        result = tune(candidates, _plan(args, candidates, prompts))
+    result = tune(candidates, _plan(args, candidates, prompts), track)
     if not args.json:
         _print(result, candidates)
     if args.out != "none":
-        write_profile(_profile(args, candidates, result), Path(args.out).expanduser())
-        print(f"paceline: wrote {args.out}", file=sys.stderr)
+        profile = _profile(args, candidates, result)
+        write_profile(profile, Path(args.out).expanduser())
+        condition = f" with --dtype {profile.dtype}" if profile.dtype else ""
+        print(f"paceline: wrote {args.out}; generate, chat and serve use it{condition}", file=sys.stderr)
     print(json.dumps(_document(result)) if args.json else result.advice.sentence)
     return 0
 
@@ -80,7 +81,7 @@ def _profile(args: argparse.Namespace, candidates: Candidates, result: TuneResul
         method=advice.method,
         num_draft_tokens=advice.num_draft_tokens,
         draft_model=candidates.candidate(advice.method).config.speculative.draft_model,
-        dtype=args.dtype,
+        dtype=_text_changing_dtype(args.dtype, candidates.target.info.device),
         draft_dtype=args.draft_dtype,
         advice=advice.sentence,
         predicted=advice.predicted,
@@ -89,6 +90,13 @@ def _profile(args: argparse.Namespace, candidates: Candidates, result: TuneResul
         pass_seconds=result.verify.as_dict(),
         draft_seconds=result.draft.as_dict(),
     )
+
+
+def _text_changing_dtype(name: str | None, device: str) -> str | None:
+    """None for the dtype that a model has anyway on this device: commands then use the profile without being told."""
+    from paceline.runners.loading import dtype_named
+
+    return None if dtype_named(name, device) == dtype_named(None, device) else name
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from paceline.device.properties import on_host, supports_graphs
+from paceline.device.properties import on_host, supports_float64, supports_graphs
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -50,3 +50,8 @@ class Upload:
         self._device.copy_(self._host, non_blocking=True)
         if self._sent is not None:
             self._sent.record()
+
+
+def for_sampling(logits: Tensor) -> Tensor:
+    """Logits where tokens can be drawn from them: on the host where the device has no float64."""
+    return logits if supports_float64(logits.device) else logits.cpu()

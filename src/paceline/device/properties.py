@@ -4,7 +4,40 @@ from __future__ import annotations
 
 import torch
 
+from paceline.errors import OptionError
+
+DEVICES = ("cuda", "mps", "cpu")  # the first that is there is the default
 HOST_MULTIPROCESSORS = 4  # stands for a multiprocessor count where kernels run through Triton's interpreter
+
+
+def chosen_device(name: str | None, devices: tuple[str, ...] = DEVICES) -> str:
+    """The device's name: the first of `devices` that is there, unless told. Raises OptionError."""
+    if name is None or name == "auto":
+        return next(device for device in devices if _device_count(device))
+    device = _parsed(name, devices)
+    kind, count = device.type, _device_count(device.type)
+    if not count:
+        raise OptionError(f"device {kind} was asked for, and torch sees no {kind.upper()} device here; use device cpu")
+    if (device.index or 0) >= count:
+        raise OptionError(f"device {name} was asked for, and the last one here is {kind}:{count - 1}")
+    return name
+
+
+def _parsed(name: str, devices: tuple[str, ...]) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")  # refused as any other kind
+    if device.type not in devices:
+        choices = ", ".join("cuda, cuda:N" if kind == "cuda" else kind for kind in devices)
+        raise OptionError(f"device must be one of {choices}; not {name!r}")
+    return device
+
+
+def _device_count(kind: str) -> int:
+    if kind == "cuda":
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(kind == "cpu" or torch.backends.mps.is_available())
 
 
 def on_host(device: torch.device | str) -> bool:
@@ -15,6 +48,11 @@ def on_host(device: torch.device | str) -> bool:
 def supports_graphs(device: torch.device | str) -> bool:
     """Whether work can be captured as a graph and replayed."""
     return torch.device(device).type == "cuda"
+
+
+def supports_float64(device: torch.device | str) -> bool:
+    """Whether there are tensors of float64, which drawing a token needs: not on Apple's GPUs."""
+    return torch.device(device).type != "mps"
 
 
 def supports_integer_weights(device: torch.device | str) -> bool:

@@ -18,6 +18,7 @@ from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import distribution, draw
 from paceline.core.sequence import Sequence, group_by_sampling
 from paceline.core.types import DraftOutput
+from paceline.device.memory import for_sampling
 
 UNUSED = 0.5  # the number for steps of a device loop past a sequence's own draft length
 
@@ -68,10 +69,10 @@ def _draw(seqs: list[Sequence], logits: Tensor, drafts: list[SampledDraft]) -> N
     histories = None
     if sampling.penalised:
         histories = [seq.history([int(token) for token in draft.tokens]) for seq, draft in zip(seqs, drafts)]
-    q = distribution(logits, sampling, histories)
+    q = distribution(for_sampling(logits), sampling, histories)
     tokens = draw(q, torch.cat([draft.next_uniform(seq) for seq, draft in zip(seqs, drafts)]))
     for index, draft in enumerate(drafts):
-        draft.tokens.append(tokens[index : index + 1])
+        draft.tokens.append(tokens[index : index + 1].to(logits.device))
         draft.probs.append(q[index])
 
 

@@ -14,12 +14,13 @@ register              adds a method at run time; installed packages use the entr
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from paceline.errors import OptionError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # the list of methods must not load torch
     from paceline.hub.tokenizer import Tokenizer
     from paceline.kv.prefix_cache import PrefixCache
 
+LOG = logging.getLogger(__name__)
 ENTRY_POINTS = "paceline.drafters"
 NAMES: dict[str, str] = {
     "none": "paceline.drafting.no_draft",
@@ -172,7 +174,7 @@ def register(spec: DrafterSpec) -> None:
 
 
 @cache
-def _installed() -> dict[str, Any]:
+def _installed() -> dict[str, EntryPoint]:
     """Entry points of other packages, by the name of their method."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in NAMES}
 
@@ -191,13 +193,27 @@ def spec(name: str) -> DrafterSpec:
         return built_in
     if name not in _installed():
         raise OptionError(f"there is no method {name!r}; the methods are {', '.join(names())}")
-    installed: DrafterSpec = _installed()[name].load()
+    return _loaded(_installed()[name])
+
+
+def _loaded(point: EntryPoint) -> DrafterSpec:
+    """The method of another package. Raises OptionError that names what is wrong with it."""
+    try:
+        installed = point.load()
+    except Exception as error:  # importing it runs anyone's code
+        raise OptionError(f"method {point.name} cannot be loaded from {point.value}: {error}") from error
+    if not isinstance(installed, DrafterSpec) or installed.name != point.name:
+        raise OptionError(f"method {point.name}: {point.value} must be a DrafterSpec with name={point.name!r}")
     return installed
 
 
 def specs() -> Iterator[DrafterSpec]:
-    """All methods, each imported when it is reached."""
-    return map(spec, names())
+    """All methods, each imported when it is reached. One of another package that does not load is left out."""
+    for name in names():
+        try:
+            yield spec(name)
+        except OptionError as error:
+            LOG.warning("%s", error)
 
 
 def names_needing(weights: WeightsNeeded) -> tuple[str, ...]:

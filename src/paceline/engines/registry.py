@@ -1,4 +1,4 @@
-"""Engines by name. An engine is one module with a SPEC; the module is imported when its engine is opened."""
+"""Engines by name. An engine is one module with a SPEC; what the engine needs is imported when it is opened."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ BuildLocal = Callable[[EngineConfig], Any]  # puts a LocalEngine together; engin
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine: its name, a line for --help, and how it is opened."""
+    """One engine: its name, a line for --help, and how it is opened.
+
+    max_gpus    GPUs that it can divide one model over
+    packs_gguf  weights of a GGUF file stay packed in memory
+    """
 
     name: str
     summary: str
     open: Callable[[EngineConfig, BuildLocal], Engine]
+    max_gpus: int = 1
+    packs_gguf: bool = False
 
 
 _MODULES = {"local": "paceline.engines.local"}

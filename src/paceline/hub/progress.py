@@ -1,20 +1,29 @@
-"""Progress of slow work on stderr: a moving bar on a terminal, one line elsewhere."""
+"""Progress of slow work on stderr: a moving bar on a terminal, lines elsewhere.
+
+stage    work of unknown length
+track    a known number of items, with the time left
+LoadNotice  says that a model is loading, if that takes long
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
+SECONDS_BEFORE_NOTICE = 2.0
+SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
 def stage(label: str) -> Iterator[None]:
     """Show a moving bar and the time while the block runs."""
     if not sys.stderr.isatty():
-        print(f"paceline: {label}", file=sys.stderr, flush=True)
+        _print_line(label)
         yield
         return
     from rich.console import Console
@@ -27,12 +36,58 @@ def stage(label: str) -> Iterator[None]:
 
 
 def track(items: Iterable[Item], label: str, total: int) -> Iterator[Item]:
-    """Pass items through and show how many are done."""
+    """Pass items through and show how many are done and the time left. total: at most so many."""
     if not sys.stderr.isatty():
-        print(f"paceline: {label}", file=sys.stderr, flush=True)
-        yield from items
+        yield from _track_in_lines(items, label, total)
         return
     from rich.console import Console
     from rich.progress import track as rich_track
 
     yield from rich_track(items, description=label, total=total, console=Console(stderr=True), transient=True)
+
+
+def _track_in_lines(items: Iterable[Item], label: str, total: int) -> Iterator[Item]:
+    _print_line(label)
+    started = last_line = time.monotonic()
+    for done, item in enumerate(items, start=1):
+        yield item
+        now = time.monotonic()
+        if now - last_line >= SECONDS_BETWEEN_LINES and done < total:
+            last_line = now
+            left = clock((now - started) * (total - done) / done)
+            _print_line(f"{label}: {done} of {total}, {left} left")
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 0:07 or 1:02:03; what is over already is 0:00."""
+    minutes, rest = divmod(max(0, int(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class LoadNotice:
+    """A line on stderr once loading has taken two seconds, and from time to time after that, until `stop`."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._stopped = label, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="paceline-load-notice", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Say nothing from now on. Stopping twice is harmless."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        started, wait = time.monotonic(), SECONDS_BEFORE_NOTICE
+        while not self._stopped.wait(wait):
+            wait = SECONDS_BETWEEN_LINES
+            elapsed = time.monotonic() - started
+            _print_line(f"{self._label} …" if elapsed < wait else f"{self._label}: {clock(elapsed)} so far")
+
+
+def _print_line(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)

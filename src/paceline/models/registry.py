@@ -9,11 +9,12 @@ An architecture module has:
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.models.checkpoint import ModelCheckpoint
-from paceline.models.config import ArchConfig
-from paceline.models.decoder import DecoderModel
+if TYPE_CHECKING:  # the list of architectures must not load torch
+    from paceline.models.checkpoint import ModelCheckpoint
+    from paceline.models.config import ArchConfig
+    from paceline.models.decoder import DecoderModel
 
 
 class ArchitectureModule(Protocol):

@@ -12,7 +12,8 @@ from enum import Enum
 
 from paceline.plan.catalogue import find_model
 from paceline.plan.hardware import Accelerator, AcceleratorKind
-from paceline.plan.pairs import ModelPair, pairs_for
+from paceline.plan.pairs import ModelPair, runnable_pairs
+from paceline.plan.support import NATIVE, Support
 
 
 class Situation(Enum):
@@ -62,7 +63,7 @@ def first_question() -> Question:
     )
 
 
-def situation_of(accelerator: Accelerator | None, num_gpus: int, target: str | None) -> Situation:
+def situation_of(accelerator: Accelerator | None, num_gpus: int, target: str | None, support: Support) -> Situation:
     """The situation that follows from the options of the command line."""
     if accelerator is not None and accelerator.kind is AcceleratorKind.APPLE:
         return Situation.APPLE
@@ -70,11 +71,14 @@ def situation_of(accelerator: Accelerator | None, num_gpus: int, target: str | N
         return Situation.CPU
     if num_gpus > 1:
         return Situation.MANY_GPUS
-    return Situation.NO_DRAFT if target is not None and _draft_pair(target) is None else Situation.SINGLE_GPU
+    return Situation.NO_DRAFT if target is not None and _draft_pair(target, support) is None else Situation.SINGLE_GPU
 
 
-def advise(situation: Situation, target: str | None = None) -> Recommendation:
-    """The recommendation for a situation, with the commands filled in for this target where it is known."""
+def advise(situation: Situation, target: str | None, support: Support) -> Recommendation:
+    """The recommendation for a situation, with the commands filled in for this target where it is known.
+
+    support: what can be run here; nothing else is recommended.
+    """
     makers = {
         Situation.SINGLE_GPU: _single_gpu,
         Situation.MANY_GPUS: _many_gpus,
@@ -83,17 +87,19 @@ def advise(situation: Situation, target: str | None = None) -> Recommendation:
         Situation.APPLE: _apple,
         Situation.API: _api,
     }
-    return makers[situation](_Commands(target))
+    return makers[situation](_Commands(target, support))
 
 
 class _Commands:
     """Command lines for one target: the user's, or an example where none was named."""
 
-    def __init__(self, target: str | None) -> None:
+    def __init__(self, target: str | None, support: Support) -> None:
         name = target or "llama-3.1-8b"
         entry = find_model(name)
+        self.support = support
         self._target = entry.runnable_name if entry else name
-        self._pair = _draft_pair(name)
+        self._pair = _draft_pair(name, support)
+        self.takes_int8 = entry is None or support.runner_of(entry.sizes) == NATIVE
 
     @property
     def draft_options(self) -> str:
@@ -102,12 +108,17 @@ class _Commands:
             return "--method ngram"
         return f"--draft-model {self._pair.draft.runnable_name}"
 
+    @property
+    def tune_options(self) -> str:
+        """The same for `tune`, which tries several methods."""
+        return self.draft_options.replace("--method ", "--methods ")
+
     def __call__(self, command: str, options: str = "") -> str:
         return f"paceline {command} {self._target} {options}".rstrip()
 
 
-def _draft_pair(target: str) -> ModelPair | None:
-    with_draft = [pair for pair in pairs_for(target) if pair.draft is not None and not pair.is_warning]
+def _draft_pair(target: str, support: Support) -> ModelPair | None:
+    with_draft = [pair for pair in runnable_pairs(target, support) if pair.draft is not None and not pair.is_warning]
     return with_draft[0] if with_draft else None
 
 
@@ -119,19 +130,39 @@ def _single_gpu(run: _Commands) -> Recommendation:
         "one. Of a draft model a tenth of the size with the same tokenizer, 55% to 80% of the tokens are accepted.",
         (
             run("plan", run.draft_options),
-            run("tune", run.draft_options),
+            run("tune", run.tune_options),
             run("serve", run.draft_options),
         ),
     )
 
 
 def _many_gpus(run: _Commands) -> Recommendation:
+    engine = run.support.engine(num_gpus=2)
+    return _one_server_a_gpu(run) if engine is None else _divided(run, engine.name)
+
+
+def _one_server_a_gpu(run: _Commands) -> Recommendation:
+    engines = ", ".join(engine.name for engine in run.support.engines)
+    serve = run("serve", f"{run.draft_options} --device cuda:{{0}} --port 800{{0}}")
+    return Recommendation(
+        Situation.MANY_GPUS,
+        "One server on each GPU, behind a load balancer",
+        f"No engine that is installed ({engines}) divides a model over GPUs: each GPU holds the whole model, and "
+        "`plan` says whether it fits on one. Servers side by side answer more requests, none of them sooner.",
+        (run("plan", run.draft_options), serve.format(0), serve.format(1)),
+    )
+
+
+def _divided(run: _Commands, engine: str) -> Recommendation:
     return Recommendation(
         Situation.MANY_GPUS,
         "Divide the target, keep the draft whole on one GPU, and let the load choose the number of draft tokens",
         "A pass over several GPUs is slow and fixed, so draft tokens are worth more; the draft must not be divided, or "
         "its small passes wait for the interconnect. With many users the GPUs are busy, so k must fall with the load.",
-        (run("plan", f"{run.draft_options} --num-gpus 2"), run("serve", f"{run.draft_options} -k auto")),
+        (
+            run("plan", f"{run.draft_options} --num-gpus 2"),
+            run("serve", f"{run.draft_options} --engine {engine} -k auto"),
+        ),
     )
 
 
@@ -150,12 +181,13 @@ def _no_draft(run: _Commands) -> Recommendation:
 
 
 def _cpu(run: _Commands) -> Recommendation:
+    options = "--dtype int8 --method ngram" if run.takes_int8 else "--method ngram"
     return Recommendation(
         Situation.CPU,
         "Measure first: on a CPU speculation often does not pay",
         "A CPU runs out of arithmetic long before a GPU does, so verifying eight tokens can cost six times one. It "
         "pays where wide passes are cheap: int8 weights, and drafts that are nearly free. `tune` measures it.",
-        (run("tune", "--dtype int8 --method ngram"), run("serve", "--dtype int8 --method ngram")),
+        (run("tune", options.replace("--method", "--methods")), run("serve", options)),
     )
 
 
@@ -165,7 +197,7 @@ def _apple(run: _Commands) -> Recommendation:
         "A very small draft model and few draft tokens; mind the shared memory",
         "Memory is plentiful and its bandwidth modest, so a large target gains; but these GPUs have little arithmetic "
         "to spare, and a 3B draft with 16 draft tokens gained nothing. Half a billion weights, k = 3 to 5.",
-        (run("plan", f"{run.draft_options} --hardware m4-max"), run("tune", run.draft_options)),
+        (run("plan", f"{run.draft_options} --hardware m4-max"), run("tune", run.tune_options)),
     )
 
 

@@ -32,6 +32,11 @@ class CatalogueEntry:
         hub_ids = [alias for alias in self.aliases if "/" in alias]
         return hub_ids[-1] if hub_ids else self.name
 
+    @property
+    def short_names(self) -> frozenset[str]:
+        """The last parts of its Hub ids, as heads are named after models."""
+        return frozenset(alias.rpartition("/")[2] for alias in self.aliases)
+
 
 @cache
 def catalogue() -> tuple[CatalogueEntry, ...]:

@@ -14,9 +14,16 @@ from paceline.plan.precision import Precision, find_precision
 # Sequences shorter than this are of no use, so they are not offered as a way out.
 SHORTEST_USEFUL_SEQ_LEN = 512
 _SEQ_LEN_STEP = 256
-_MOST_GPUS = 16
 _FEWER_BITS_TORCH = ("bf16", "int8", "int4")
 _FEWER_BITS_GGUF = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+
+
+@dataclass(frozen=True, slots=True)
+class FitLimits:
+    """What a change may use: precisions by name (None: all), and GPUs that an engine divides a model over."""
+
+    precisions: tuple[str, ...] | None = None
+    max_gpus: int = 16
 
 
 class FitOutcome(Enum):
@@ -44,16 +51,18 @@ class MemoryFit:
     changes: tuple[FitChange, ...]
 
 
-def memory_fit(plan: MemoryPlan, accelerator: Accelerator) -> MemoryFit:
+def memory_fit(plan: MemoryPlan, accelerator: Accelerator, limits: FitLimits | None = None) -> MemoryFit:
     """Compare a plan with an accelerator (with as many of them as the deployment says)."""
     deployment = plan.deployment
     free = accelerator.usable_bytes - plan.fullest_bytes
     longest = longest_seq_len(deployment, accelerator)
     if free >= 0:
         return MemoryFit(FitOutcome.FITS, free, longest, ())
-    here = tuple(_changes_here(deployment, accelerator, longest))
+    limits = limits or FitLimits()
+    fewer_bits = _fewer_bits(deployment.precision, limits)
+    here = tuple(_changes_here(deployment, accelerator, longest, fewer_bits))
     outcome = FitOutcome.FITS_IF_CHANGED if here else FitOutcome.DOES_NOT_FIT
-    return MemoryFit(outcome, free, longest, (*here, *_more_gpus(deployment, accelerator)))
+    return MemoryFit(outcome, free, longest, (*here, *_more_gpus(deployment, accelerator, fewer_bits, limits.max_gpus)))
 
 
 def longest_seq_len(deployment: Deployment, accelerator: Accelerator) -> int:
@@ -82,7 +91,9 @@ def _free_bytes(deployment: Deployment, accelerator: Accelerator) -> int:
     return accelerator.usable_bytes - plan_memory(deployment).fullest_bytes
 
 
-def _changes_here(deployment: Deployment, accelerator: Accelerator, longest: int) -> Iterator[FitChange]:
+def _changes_here(
+    deployment: Deployment, accelerator: Accelerator, longest: int, fewer_bits: list[Precision]
+) -> Iterator[FitChange]:
     """Changes on the same hardware, the mildest first."""
     if longest:
         free = _free_bytes(replace(deployment, max_seq_len=longest), accelerator)
@@ -92,12 +103,14 @@ def _changes_here(deployment: Deployment, accelerator: Accelerator, longest: int
         free = _free_bytes(replace(deployment, method=method, draft=None, draft_precision=None), accelerator)
         if free >= 0:
             yield FitChange("drafts from the sequence itself, without a second model", f"--method {method.name}", free)
-    yield from _first_fitting_precision(deployment, accelerator)
+    yield from _first_fitting_precision(deployment, accelerator, fewer_bits)
 
 
-def _first_fitting_precision(deployment: Deployment, accelerator: Accelerator) -> Iterator[FitChange]:
+def _first_fitting_precision(
+    deployment: Deployment, accelerator: Accelerator, fewer_bits: list[Precision]
+) -> Iterator[FitChange]:
     """The mildest quantisation that fits at this length; else the strongest with shorter sequences."""
-    smaller = [replace(deployment, precision=precision) for precision in _fewer_bits(deployment.precision)]
+    smaller = [replace(deployment, precision=precision) for precision in fewer_bits]
     for candidate in smaller:
         if (free := _free_bytes(candidate, accelerator)) >= 0:
             name = candidate.precision.name
@@ -110,29 +123,31 @@ def _first_fitting_precision(deployment: Deployment, accelerator: Accelerator) -
         yield FitChange(description, f"--dtype {name} --max-seq-len {seq_len}", free)
 
 
-def _fewer_bits(precision: Precision) -> list[Precision]:
+def _fewer_bits(precision: Precision, limits: FitLimits) -> list[Precision]:
     names = _FEWER_BITS_GGUF if precision.gguf else _FEWER_BITS_TORCH
-    schemes = [find_precision(name) for name in names]
+    schemes = [find_precision(name) for name in names if limits.precisions is None or name in limits.precisions]
     return [scheme for scheme in schemes if scheme.body.bits < precision.body.bits]
 
 
-def _more_gpus(deployment: Deployment, accelerator: Accelerator) -> Iterator[FitChange]:
+def _more_gpus(
+    deployment: Deployment, accelerator: Accelerator, fewer_bits: list[Precision], max_gpus: int
+) -> Iterator[FitChange]:
     """How many GPUs it takes as it is, and how many with the fewest bits."""
-    if num_gpus := _gpus_needed(deployment, accelerator):
+    if num_gpus := _gpus_needed(deployment, accelerator, max_gpus):
         free = _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator)
         yield FitChange(f"{num_gpus} of these GPUs", f"--num-gpus {num_gpus}", free)
-    for precision in _fewer_bits(deployment.precision)[-1:]:
+    for precision in fewer_bits[-1:]:
         quantised = replace(deployment, precision=precision)
-        fewer = _gpus_needed(quantised, accelerator)
+        fewer = _gpus_needed(quantised, accelerator, max_gpus)
         if fewer and (num_gpus == 0 or fewer < num_gpus):
             free = _free_bytes(replace(quantised, num_gpus=fewer), accelerator)
             description = f"{fewer} of these GPUs and weights in {precision.name}"
             yield FitChange(description, f"--num-gpus {fewer} --dtype {precision.name}", free)
 
 
-def _gpus_needed(deployment: Deployment, accelerator: Accelerator) -> int:
+def _gpus_needed(deployment: Deployment, accelerator: Accelerator, max_gpus: int) -> int:
     """The smallest number of GPUs above the planned one that holds it; 0 when none does."""
-    for num_gpus in range(deployment.num_gpus + 1, _MOST_GPUS + 1):
+    for num_gpus in range(deployment.num_gpus + 1, max_gpus + 1):
         if _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator) >= 0:
             return num_gpus
     return 0

@@ -8,8 +8,10 @@ from typing import Any
 
 from paceline.plan.catalogue import CatalogueEntry, find_model, load_table
 from paceline.plan.memory import Deployment
+from paceline.plan.methods import DraftWeights, known_weights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.predict import Expectation, tokens_per_step
+from paceline.plan.support import Support, same_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,32 @@ class ModelPair:
     def is_warning(self) -> bool:
         return self.published.speedup is not None and self.published.speedup < 1.0
 
-    @property
-    def command(self) -> str:
-        drafter = f"--draft-model {self.draft.runnable_name}" if self.draft else f"--method {self.method}"
-        return f"paceline serve {self.target.runnable_name} {drafter}"
+    def refusal(self, support: Support) -> str | None:
+        """Why it cannot run here; None: it can."""
+        return support.pair_refusal(self.target.sizes, self.draft.sizes if self.draft else None, self.method)
+
+    def commands(self, support: Support) -> tuple[str, ...]:
+        """The command lines that run it: a head that does not come with paceline is trained first."""
+        target = self.target.runnable_name
+        serve = f"paceline serve {target}"
+        if self.draft is not None:
+            return (f"{serve} --draft-model {self.draft.runnable_name}",)
+        needs_head = known_weights(self.method) is DraftWeights.HEAD
+        if needs_head and not any(support.has_head(self.method, name) for name in self.target.short_names):
+            train = f"paceline train {self.method} {target} --out my-head"
+            return (train, f"{serve} --method {self.method} --draft-model my-head")
+        return (f"{serve} --method {self.method}",)
 
 
 @cache
 def pairs() -> tuple[ModelPair, ...]:
     """Every pair, in the order of the file."""
     return tuple(_pair(row) for row in load_table("pairs.toml")["pair"])
+
+
+def runnable_pairs(name: str, support: Support) -> tuple[ModelPair, ...]:
+    """The pairs with this model as target that can run here."""
+    return tuple(pair for pair in pairs_for(name) if pair.refusal(support) is None)
 
 
 def pairs_for(name: str) -> tuple[ModelPair, ...]:
@@ -83,7 +101,7 @@ def expectation_from_rate(rate: float, num_draft_tokens: int) -> Expectation:
 
 def pairing_note(target: ModelSizes, draft: ModelSizes) -> str | None:
     """A warning about two models that may not share a vocabulary; None when they do, or nothing is known."""
-    if target.tokenizer and draft.tokenizer and target.tokenizer != draft.tokenizer:
+    if not same_vocabulary(target, draft):
         return (
             f"{target.name} and {draft.name} have different tokenizers: draft tokens must be translated, which costs "
             "acceptance; `paceline check` compares them"

@@ -12,23 +12,30 @@ from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.pairs import listed_pair
 from paceline.plan.precision import Precision
 from paceline.plan.predict import SpeedEstimate
+from paceline.plan.support import NATIVE, TRANSFORMERS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _BAR_WIDTH = 60
+RUNNERS = {NATIVE: "paceline's own code", TRANSFORMERS: "the code of transformers"}
 _COLOURS = ("cyan", "blue", "magenta", "bright_magenta", "yellow", "green")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """All results of one run. Without an accelerator there is no fit; without its data sheet no speed."""
+    """All results of one run. Without an accelerator there is no fit; without its data sheet no speed.
+
+    engine, runner  what would run it, and with whose code; None: nothing that is installed
+    """
 
     plan: MemoryPlan
     accelerator: Accelerator | None
     fit: MemoryFit | None
     speed: SpeedEstimate | None
     notes: tuple[str, ...]
+    engine: str | None
+    runner: str | None
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
@@ -41,6 +48,8 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "max_seq_len": deployment.max_seq_len,
         "max_num_seqs": deployment.max_num_seqs,
         "num_gpus": deployment.num_gpus,
+        "engine": report.engine,
+        "runner": report.runner,
         "parts": [{"name": p.name, "bytes": p.bytes, "fullest_bytes": p.fullest} for p in report.plan.parts],
         "total_bytes": report.plan.total_bytes,
         "fullest_bytes": report.plan.fullest_bytes,
@@ -90,6 +99,8 @@ def print_report(report: PlanReport) -> None:
 
     console = Console(highlight=False)
     _print_heading(console, report.plan.deployment)
+    if report.engine and report.runner:
+        console.print(f"runs with engine {report.engine}, {RUNNERS[report.runner]}\n", style="dim")
     _print_parts(console, report)
     if report.fit and report.accelerator:
         _print_fit(console, report.fit, report.accelerator)
@@ -114,7 +125,7 @@ def _print_heading(console: Console, deployment: Deployment) -> None:
     count = deployment.max_num_seqs
     seqs = "one sequence" if count == 1 else f"{count} sequences"
     length, k = deployment.max_seq_len, deployment.num_draft_tokens
-    console.print(f"{heading}, {seqs} of up to {length:,} tokens, k = {k}\n")
+    console.print(f"{heading}, {seqs} of up to {length:,} tokens, k = {k}")
 
 
 def _model_label(sizes: ModelSizes, precision: Precision) -> str:
@@ -155,7 +166,7 @@ def _print_fit(console: Console, fit: MemoryFit, accelerator: Accelerator) -> No
         free = _gib(change.free_bytes)
         console.print(f"  with {change.description}: [bold]{change.options}[/bold] leaves {free} free")
     if not fit.changes:
-        console.print("  not even with the fewest bits, short sequences or 16 of these GPUs")
+        console.print("  not even with the fewest bits or short sequences")
 
 
 def _print_speed(console: Console, speed: SpeedEstimate) -> None:

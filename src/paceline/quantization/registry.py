@@ -11,12 +11,14 @@ Formats that only convert at load match no checkpoint; formats that are only rea
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import OptionError
-from paceline.layers.gemm_types import Linear
+
+if TYPE_CHECKING:  # the list of formats must not load torch
+    from torch import Tensor
+
+    from paceline.layers.gemm_types import Linear
 
 
 class Tensors(Protocol):

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from paceline.core.draft_tree import ancestors, depths
 from paceline.core.protocols import Adapter, Runner
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
+from paceline.device.memory import for_sampling
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.models.registry import model_types
@@ -178,7 +179,7 @@ class HuggingFaceRunner(Runner):
             **extra,
         )
         logits = output.logits if self._picks_logits or columns is None else output.logits[:, columns]
-        return self._pack(rows, logits, ends, output.hidden_states if states else None)
+        return self._pack(rows, for_sampling(logits), ends, output.hidden_states if states else None)
 
     def _inputs(self, rows: list[Row], plan: PassPlan, width: int) -> ModelInputs:
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)

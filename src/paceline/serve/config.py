@@ -15,6 +15,7 @@ from paceline.errors import OptionError
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
 MIN_API_KEY_LENGTH = 8
+MAX_PORT = 65535
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -47,6 +48,8 @@ class NetworkConfig:
     cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port <= MAX_PORT:
+            raise OptionError(f"--port must be 0 to {MAX_PORT}, not {self.port}")
         if any(len(key) < MIN_API_KEY_LENGTH for key in self.api_keys):
             raise OptionError(
                 f"an API key has at least {MIN_API_KEY_LENGTH} characters; `openssl rand -hex 24` makes a good one"

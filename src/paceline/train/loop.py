@@ -186,9 +186,10 @@ class TrainingLoop:
         return self.history.seconds - self._saved_seconds
 
     def _fraction(self, began: float) -> float:
-        """How much of the training is done: by steps, or by the clock where time is limited."""
+        """How much of the training is done, 0 to 1: by steps, or by the clock where time is limited."""
         by_clock = (time.monotonic() - began) / self._options.seconds
-        return max(self.history.step / self._options.steps, distributed.largest(by_clock, self._device))
+        done = max(self.history.step / self._options.steps, distributed.largest(by_clock, self._device))
+        return min(1.0, done)  # the last step may end after the time has
 
     def _step(self, batch: TrainingBatch, learning_rate: float) -> float:
         for group in self._optimizer.param_groups:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paceline.config import EngineConfig
-from paceline.core.protocols import Engine
-from paceline.engines.local.async_engine import AsyncEngine
 from paceline.engines.registry import BuildLocal, EngineSpec
+
+if TYPE_CHECKING:  # planning reads the SPEC and must not wait for torch
+    from paceline.core.protocols import Engine
 
 
 def _open(config: EngineConfig, build: BuildLocal) -> Engine:
+    from paceline.engines.local.async_engine import AsyncEngine
+
     return AsyncEngine(build(config))
 
 

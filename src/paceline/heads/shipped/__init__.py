@@ -11,3 +11,8 @@ def shipped_head(method: str, model: str) -> Path | None:
     """The directory of the head trained for a model (the last part of its name), or None."""
     folder = HERE / f"{method}-{model}"
     return folder if (folder / "config.json").is_file() else None
+
+
+def shipped_heads() -> list[str]:
+    """Every head, as METHOD-MODEL."""
+    return sorted(config.parent.name for config in HERE.glob("*/config.json"))

@@ -65,7 +65,7 @@ class OutputWish:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Workspace:
+class PassWorkspace:
     """Memory that blocks exchange results through. Passes of one runner follow each other, so they share it."""
 
     hidden: Tensor
@@ -80,7 +80,7 @@ class Workspace:
     flags: Tensor
 
     @classmethod
-    def allocate(cls, model: DecoderModel, rows: int, blocks: int, splits: int, device: torch.device) -> Workspace:
+    def allocate(cls, model: DecoderModel, rows: int, blocks: int, splits: int, device: torch.device) -> PassWorkspace:
         config, dtype = model.config, model.embedding.dtype
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         items = rows * config.num_kv_heads
@@ -113,7 +113,7 @@ class PersistentPass:
     max_rows: int
     blocks: int
     splits: int
-    workspace: Workspace
+    workspace: PassWorkspace
     _kernels: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
@@ -126,7 +126,7 @@ class PersistentPass:
         splits = -(-rope_cache.shape[0] // SPLIT)
         addresses = [layer.addresses() for layer in weights if layer is not None]
         table = torch.tensor(addresses, dtype=torch.int64, device=kv.device)
-        workspace = Workspace.allocate(model, rows, blocks, splits, kv.device)
+        workspace = PassWorkspace.allocate(model, rows, blocks, splits, kv.device)
         made = cls(model, kv, rope_cache, table, rows, blocks, splits, workspace)
         try:
             made.kernel(1)
@@ -182,7 +182,7 @@ class PersistentPass:
         return [*tensors, *sizes, *places, *wishes]
 
     def _with_last_feature(self, output: PersistentOutput, layers: tuple[int, ...]) -> PersistentOutput:
-        """What leaves the last layer is in the workspace; features of a token stand side by side."""
+        """What leaves the last layer is in the workspace; the features of a token are joined."""
         features, last = output.features, self.model.config.num_layers
         if features is None:
             return output

@@ -1,0 +1,21 @@
+"""The notice that a model is loading. Importing torch is part of it, so it begins before the command does."""
+
+from __future__ import annotations
+
+from paceline.hub.progress import LoadNotice
+
+COMMANDS = frozenset({"demo", "generate", "chat", "serve", "bench", "tune", "train"})  # those that always load a model
+_notices: list[LoadNotice] = []  # of the command under way: one at most
+
+
+def begin(model: str) -> None:
+    """Say that a model is loading as soon as that takes long, until `done`. Beginning twice is harmless."""
+    if not _notices:
+        _notices.append(LoadNotice(f"loading {model}"))
+        _notices[0].start()
+
+
+def done() -> None:
+    """The model is loaded, or will not be. Harmless where nothing is loading."""
+    while _notices:
+        _notices.pop().stop()

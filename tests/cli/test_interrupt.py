@@ -1,0 +1,86 @@
+"""Ctrl-C: exit status 130 at every moment of loading, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENDS = (130, "\n")
+# The interrupt comes while something is imported or loaded that swallows it.
+SWALLOWED = """
+import os, signal, sys
+from paceline import build, cli
+
+def swallow(config):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        [None for _ in range(10**6)]
+    except KeyboardInterrupt:
+        pass
+    return open_engine(config)
+
+open_engine, build.open_engine = build.open_engine, swallow
+sys.exit(cli.main())
+"""
+# Python is not done with this thread when the process ends.
+BUSY = """
+import sys
+from paceline import build, cli
+
+def endless(config):
+    print("loading", flush=True)
+    while True:
+        sys.getrefcount(config)
+
+build.build_engine = endless
+sys.exit(cli.main())
+"""
+
+
+def serving(folder: Path, script: str | None = None) -> subprocess.Popen[str]:
+    """`paceline serve` as a terminal starts it: SIGINT is not ignored, whatever started the tests."""
+    program = ["-m", "paceline"] if script is None else ["-c", script]
+    return subprocess.Popen(
+        [sys.executable, *program, "serve", str(folder), "--port", "0", "--method", "ngram"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def last_line(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Status, and stderr without the notice that loading takes long."""
+    _, err = process.communicate(timeout=60)
+    return process.returncode, "".join(line for line in err.splitlines(keepends=True) if "loading" not in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.5, 1.0, 2.0, 3.0, 4.0])
+def test_serve_can_be_interrupted_while_it_loads(tiny_folder: Path, seconds: float) -> None:
+    process = serving(tiny_folder)
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    status, err = last_line(process)
+    assert status == 130 and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_an_interrupt_that_a_library_swallows_still_ends_serve(tiny_folder: Path) -> None:
+    assert last_line(serving(tiny_folder, SWALLOWED)) == ENDS
+
+
+@pytest.mark.slow
+def test_a_thread_that_never_ends_does_not_hold_the_process_up(tiny_folder: Path) -> None:
+    process = serving(tiny_folder, BUSY)
+    assert process.stdout is not None and process.stdout.readline() == "loading\n"
+    process.send_signal(signal.SIGINT)
+    assert last_line(process) == ENDS

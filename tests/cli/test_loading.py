@@ -1,0 +1,57 @@
+"""Commands that load a model are never silent for more than two seconds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.hub import progress
+
+
+@pytest.fixture
+def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a model takes ten times as long as a command may be silent."""
+    from paceline import build
+
+    open_runner = build.open_runner
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return open_runner(*arguments, **options)
+
+    monkeypatch.setattr(build, "open_runner", slow)
+    monkeypatch.setattr(progress, "SECONDS_BEFORE_NOTICE", 0.02)
+
+
+COMMANDS = {
+    "generate": ("generate", "-m", "TINY", "abc", "--max-new-tokens", "2"),
+    "bench": ("bench", "TINY", "--methods", "ngram", "-k", "2", "--limit", "1", "--repeats", "1", "--report", "none"),
+    "tune": ("tune", "TINY", "--methods", "ngram", "--limit", "1", "--repeats", "1", "--out", "none"),
+    "serve": ("serve", "TINY", "--port", "0", "--method", "ngram"),
+    "audit": ("audit", "TINY", "--methods", "ngram", "--quick", "--draws", "64"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow_loading")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_slow_loading_is_announced_on_stderr(
+    run_command: Any, command: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.serve.run.run", lambda *_: None)  # ends at once instead of serving
+    result = run_command(*COMMANDS[command])
+    assert f"paceline: loading {tiny_folder} …" in result.err
+    assert "loading" not in result.out
+
+
+@pytest.mark.slow
+def test_tune_shows_its_steps_and_the_time_left(run_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    result = run_command(*COMMANDS["tune"])
+    for line in ("step 1 of 3: measuring passes", "step 2 of 3: trying", "step 3 of 3: confirming"):
+        assert f"paceline: {line}" in result.err
+    assert "1 of 3, 0:0" in result.err and " left" in result.err

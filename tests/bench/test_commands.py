@@ -198,8 +198,8 @@ def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("default_folder")
 def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The large vocabulary and real logits, with few draws; the whole audit is a command of docs/measuring.md."""
-    arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "500", "--quick", "--seconds", "300", "--device", "cpu"]
-    assert main(["audit", *arguments, "--json"]) == 0
+    arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "500", "--seconds", "300"]
+    assert main(["audit", *arguments, "--quick", "--device", "cpu", "--json"]) == 0
     assert [check["outcome"] for check in output(capsys)["checks"]] == ["lossless"] * 3
 
 

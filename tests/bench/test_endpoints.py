@@ -85,7 +85,7 @@ def audit(tested: str, reference: str, *more: str) -> int:
 def test_two_servers_of_one_distribution_are_lossless(capsys: pytest.CaptureFixture[str]) -> None:
     """The probability of a false alarm is 0.001."""
     with server(dice(DICE)) as tested, server(dice(DICE)) as reference:
-        assert audit(tested, reference) == 0
+        assert audit(tested, reference, "--draws", "500", "--seconds", "200") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("lossless: 3 checks, false alarm probability 0.001")
     assert "of the commonest output, more or less, in any setting would have been found with 95% certainty" in last

@@ -22,6 +22,7 @@ from paceline.bench.outcome import CERTAINTY
 
 NUM_WORDS = 3  # of an output, that are compared one by one
 FIRST_PERMUTATIONS = 500
+MAX_PERMUTATIONS = 400_000  # levels below 1 / this are left to the test of each event
 NOT_WORTH_MORE = 0.02  # a first estimate above this will not fall below any level in use
 MAX_ELEMENTS = 2_000_000  # of an array of permutations
 SIMULATIONS = 400
@@ -57,8 +58,9 @@ def compare_samples(first: Counter[str], second: Counter[str], level: float, see
     num_testable = tested_events(events, n, m, level / 2)
     p_values = [fisher(event.first, event.second, n, m) for event in events]
     smallest = min(p_values)
-    together = permutation_p(first, second, level / 2, seed)
-    p_value = min(1.0, 2 * min(num_testable * smallest, together))
+    p_value = min(1.0, 2 * num_testable * smallest)
+    if p_value >= level:  # nothing is decided yet
+        p_value = min(p_value, 2 * permutation_p(first, second, level / 2, seed))
     return TwoSampleResult(p_value, events[p_values.index(smallest)], num_testable)
 
 
@@ -141,7 +143,7 @@ def permutation_p(first: Counter[str], second: Counter[str], level: float, seed:
     p_value = uneven.p_value(first, rng, FIRST_PERMUTATIONS)
     if p_value > NOT_WORTH_MORE:
         return p_value
-    return uneven.p_value(first, rng, math.ceil(4 / level))
+    return uneven.p_value(first, rng, min(math.ceil(4 / level), MAX_PERMUTATIONS))
 
 
 @dataclass(frozen=True, slots=True)

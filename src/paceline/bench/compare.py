@@ -1,7 +1,7 @@
 """Plain against speculative decoding in turns, so that neither a busy machine nor a prompt read once can flatter one.
 
-Only the time between the first output and the last counts, so reading the prompt counts for neither side. A step that
-emits τ tokens takes at least as long as a plain step: a speed-up above τ is noise, and is never stated as a result.
+Only what follows the first step counts, so reading the prompt counts for neither side. A step that emits τ tokens takes
+at least as long as a plain step: a speed-up above τ is noise, and is never stated as a result.
 """
 
 from __future__ import annotations
@@ -22,27 +22,40 @@ class TimedRun:
 
     token_ids: list[int] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
-    first_tokens: int = 0  # that came with the first output; reading the prompt paid for them
-    first_time: float = 0.0
+    first_tokens: int = 0  # of the first step, which is over when the prompt has been read
+    first_time: float | None = None
     last_time: float = 0.0
 
     @property
+    def tokens(self) -> int:
+        """After the first step."""
+        return len(self.token_ids) - self.first_tokens if self.first_time is not None else 0
+
+    @property
+    def steps(self) -> int:
+        """After the first step."""
+        return max(self.stats.steps - 1, 0)
+
+    @property
     def tokens_per_second(self) -> float:
-        """After the first output. 0 where nothing came after it."""
-        seconds = self.last_time - self.first_time
-        return (len(self.token_ids) - self.first_tokens) / seconds if seconds > 0 else 0.0
+        """After the first step. 0 where nothing came after it."""
+        seconds = self.last_time - (self.first_time or 0.0)
+        return self.tokens / seconds if self.tokens and seconds > 0 else 0.0
+
+    def add(self, output: RequestOutput, now: float) -> None:
+        if output.token_ids:
+            self.token_ids += output.token_ids
+            self.last_time = now
+            if self.first_time is None and not output.from_draft:  # a step ends with a token of the target's own
+                self.first_time, self.first_tokens = now, len(self.token_ids)
+        if output.stats is not None:
+            self.stats = output.stats
 
 
 def timed(outputs: Iterable[RequestOutput], run: TimedRun, clock: Clock) -> Iterator[RequestOutput]:
     """Pass outputs on and note in `run` what came when."""
     for output in outputs:
-        if output.token_ids:
-            run.last_time = clock()
-            if not run.token_ids:
-                run.first_time, run.first_tokens = run.last_time, len(output.token_ids)
-            run.token_ids += output.token_ids
-        if output.stats is not None:
-            run.stats = output.stats
+        run.add(output, clock())
         yield output
 
 
@@ -59,10 +72,9 @@ class Comparison:
 
     @property
     def tokens_per_step(self) -> float:
-        total = SpecStats()
-        for run in self.speculative:
-            total.add(run.stats)
-        return total.tokens_per_step
+        """τ of the speculative side, over the steps that are timed."""
+        steps = sum(run.steps for run in self.speculative)
+        return sum(run.tokens for run in self.speculative) / steps if steps else 1.0
 
     @property
     def speedups(self) -> Spread | None:

@@ -121,8 +121,9 @@ def _print_table(comparison: Comparison, method: str) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     for heading in ("", "tokens", "tokens/s", "spread", "speed-up", "accepted", "τ (tokens a step)"):
         table.add_column(heading, justify="left" if not heading else "right")
-    table.add_row("plain", *_cells(comparison.plain, "1.00x"))
-    table.add_row(method, *_cells(comparison.speculative, _speedup_cell(comparison)))
+    table.add_row("plain", *_cells(comparison.plain, "1.00x"), "1.00")
+    tau = f"{comparison.tokens_per_step:.2f}"
+    table.add_row(method, *_cells(comparison.speculative, _speedup_cell(comparison)), tau)
     console = Console()
     console.print()
     console.print(table)
@@ -137,7 +138,7 @@ def _cells(runs: list[TimedRun], speedup: str) -> list[str]:
     accepted = f"{stats.accepted} of {stats.drafted} ({stats.acceptance_rate:.0%})" if stats.drafted else "-"
     rates = Spread.of([run.tokens_per_second for run in runs])
     spread = f"{rates.low:.1f}-{rates.high:.1f}"
-    return [str(stats.new_tokens), f"{rates.median:.1f}", spread, speedup, accepted, f"{stats.tokens_per_step:.2f}"]
+    return [str(stats.new_tokens), f"{rates.median:.1f}", spread, speedup, accepted]
 
 
 def _speedup_cell(comparison: Comparison) -> str:

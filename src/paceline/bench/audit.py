@@ -56,7 +56,7 @@ class AuditPlan:
     """What to check, and how thoroughly.
 
     contexts    to draw from; prompts: to generate greedily
-    seconds     for all sampled checks together
+    seconds     of drawing, for all sampled checks together
     reference   transformers' greedy output, where there is one
     every_pair  False: each method with the first rule, and each further rule with the first method
     evidence    what a sampled check needs before it says lossless
@@ -213,7 +213,7 @@ class _SampledCheck:
 
 
 def sampled_checks(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditCheck]:
-    """Every setting in every context, the time divided evenly."""
+    """Every setting in every context, the time divided evenly. Only drawing counts: building an engine shows nothing."""
     sampling_audit = SamplingAudit(candidates)
     checks = [
         _SampledCheck(setting, context) for setting in plan.sampled_settings() for context in range(len(plan.contexts))
@@ -221,13 +221,13 @@ def sampled_checks(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditChe
     # The cheap ones first: time that they do not need goes to the others.
     checks.sort(key=lambda check: slow_to_draw(candidates.candidate(check.setting.method).drafter))
     threshold = plan.alpha / max(len(checks), 1)
-    began = time.perf_counter()
+    remaining = plan.seconds
     for number, check in enumerate(checks):
         started = time.perf_counter()
-        remaining = max(0.0, plan.seconds - (started - began))
         limit = SampleLimit(plan.draws, remaining / (len(checks) - number))
         context = plan.contexts[check.context]
         result = sampling_audit.test(check.setting, context, limit, plan.seed + number, plan.describe)
+        remaining = max(0.0, remaining - result.seconds)
         name = f"sampled {check.setting}" + (f" context {check.context + 1}" if len(plan.contexts) > 1 else "")
         conclusion = sampled_conclusion(check.setting, result, threshold, plan.evidence)
         yield _sampled_check(name, check.setting, result, conclusion, time.perf_counter() - started)

@@ -66,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     checks.add_argument(
         "--seconds", type=float, metavar="S",
-        help=f"for all sampled checks together; default: {SECONDS:.0f}, quick {QUICK_SECONDS:.0f}",
+        help=f"of drawing, over all sampled checks; default: {SECONDS:.0f}, quick {QUICK_SECONDS:.0f}",
     )  # fmt: skip
     checks.add_argument(
         "--distance", type=float, default=DISTANCE, metavar="D",

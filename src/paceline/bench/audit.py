@@ -213,7 +213,7 @@ class _SampledCheck:
 
 
 def sampled_checks(candidates: Candidates, plan: AuditPlan) -> Iterator[AuditCheck]:
-    """Every setting in every context, the time divided evenly. Only drawing counts: building an engine shows nothing."""
+    """Every setting in every context, the time divided evenly. Only drawing counts, not the building of engines."""
     sampling_audit = SamplingAudit(candidates)
     checks = [
         _SampledCheck(setting, context) for setting in plan.sampled_settings() for context in range(len(plan.contexts))

@@ -57,7 +57,7 @@ class SampleLimit:
 
 @dataclass(frozen=True, slots=True)
 class SamplingResult:
-    """A goodness of fit, the steps it rests on, the outcome that is furthest off, in words, and the seconds of drawing."""
+    """A goodness of fit, the steps it rests on, the outcome furthest off, in words, and the seconds of drawing."""
 
     fit: GoodnessOfFit
     stats: SpecStats

@@ -10,11 +10,14 @@ from typing import Any
 import jsonschema
 import pytest
 
+from paceline.bench.sampling_test import SampleLimit
 from paceline.cli import main
+from paceline.core.verify import RULES
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.registry import save_head
 from paceline.tuned import read_profile
 from tests.bench.test_results import SCHEMA
+from tests.support.wrong_rules import changes_a_twentieth, wrong_rule
 
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu"]
 
@@ -97,12 +100,78 @@ def test_bench_says_what_is_wrong(
 
 @pytest.mark.slow
 def test_audit_proves_the_table_lossless_and_catches_the_lossy_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    table = ["audit", "table", "--methods", "ngram,draft_model", "--quick", "--draws", "300"]
+    table = ["audit", "table", "--methods", "ngram,draft_model", "--quick"]
     assert main([*table, "--acceptance", "token", "--json"]) == 0
-    assert output(capsys)["lossless"] is True
+    document = output(capsys)
+    assert document["outcome"] == "lossless"
+    assert 0 < document["distance"] <= 0.2
     assert main([*table, "--acceptance", "lossy-typical", "--json"]) == 1
-    failed = output(capsys)["failed"]
-    assert failed == ["sampled ngram k=2 T=1 lossy-typical", "sampled draft_model k=2 T=1 lossy-typical"]
+    document = output(capsys)
+    assert document["outcome"] == "different"
+    assert document["different"] == ["sampled ngram k=2 T=1 lossy-typical", "sampled draft_model k=2 T=1 lossy-typical"]
+
+
+@pytest.mark.parametrize("rule", ["lossy-typical", "token"])
+def test_an_audit_with_too_little_data_says_not_shown(capsys: pytest.CaptureFixture[str], rule: str) -> None:
+    table = ["audit", "table", "--methods", "ngram,draft_model", "--quick"]
+    assert main([*table, "--acceptance", rule, "--seconds", "0.01"]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("not shown: sampled ngram k=2 T=1")
+    assert "--seconds" in last
+
+
+def test_an_audit_of_a_method_that_never_drafts_says_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "table", "--methods", "none", "--quick"]) == 3
+    assert "no check could be made" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_audit_finds_a_rule_that_changes_one_token_in_twenty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three checks, each with p below 1e-6 as a rule; that none of them finds it has a probability below 1e-6."""
+    monkeypatch.setitem(RULES, "token", wrong_rule(changes_a_twentieth))
+    command = ["audit", "table", "--methods", "draft_model", "--acceptance", "token", "--temperatures", "1"]
+    assert main([*command, "--seconds", "300", "--json"]) == 1
+    document = output(capsys)
+    assert document["outcome"] == "different"
+    assert {check["draws"] for check in document["checks"] if check["kind"] == "sampled"} == {2000}
+    print([check["p_value"] for check in document["checks"]])
+
+
+@pytest.mark.slow
+def test_bench_says_of_a_lossy_rule_what_audit_says(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a speed-up nor `lossless`, however few draws there is time for."""
+    from paceline.bench import results
+
+    sampled = ["--methods", "ngram", "-k", "2", "--temperatures", "1", "--report", "none"]
+    assert bench(tiny_folder, *sampled, "--acceptance", "lossy-typical") == 0
+    setting = output(capsys)["settings"][1]
+    assert setting["outcome"] in ("different", "not shown")
+    assert setting["speedup"] is None
+    monkeypatch.setattr(results, "SampleLimit", lambda **limits: SampleLimit(seconds=0.0))
+    assert bench(tiny_folder, *sampled) == 0
+    printed = capsys.readouterr().out
+    setting = json.loads(printed.splitlines()[-1])["settings"][1]
+    assert (setting["outcome"], setting["speedup"]) == ("not shown", None)
+    assert "not shown" in printed
+
+
+@pytest.mark.parametrize("content", ["{ not json", "[]", '{"format": "paceline results"}'])
+def test_bench_finds_damaged_results_before_it_loads_a_model(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("paceline.build.open_model", fail)
+    Path("results.json").write_text(content)
+    assert bench(tiny_folder, "--methods", "ngram") == 2
+    message = capsys.readouterr().err
+    assert "results.json" in message and "--out" in message
+    assert Path("results.json").read_text() == content
 
 
 @pytest.mark.slow
@@ -115,7 +184,9 @@ def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.Capture
         "--acceptance",
         "token",
         "--draws",
-        "60",
+        "500",
+        "--seconds",
+        "300",
     ]
     assert main(["audit", str(tiny_folder), *arguments, "--quick"]) == 0
     out = capsys.readouterr().out
@@ -127,9 +198,9 @@ def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.Capture
 @pytest.mark.usefixtures("default_folder")
 def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
     """The large vocabulary and real logits, with few draws; the whole audit is a command of docs/measuring.md."""
-    arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "64", "--quick", "--device", "cpu"]
-    assert main(["audit", *arguments, "--json"]) == 0
-    assert [check["status"] for check in output(capsys)["checks"]] == ["passed"] * 3
+    arguments = ["--methods", "suffix", "--acceptance", "token", "--draws", "500", "--seconds", "300"]
+    assert main(["audit", *arguments, "--quick", "--device", "cpu", "--json"]) == 0
+    assert [check["outcome"] for check in output(capsys)["checks"]] == ["lossless"] * 3
 
 
 @pytest.mark.parametrize(
@@ -141,11 +212,17 @@ def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["table", "--acceptance", "token,sloppy"], "sloppy"),
         (["table", "--methods", "eagle"], "eagle"),
         (["--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"], "cannot be reached"),
+        (["--endpoint", "notaurl", "--against", "http://127.0.0.1:9"], "'notaurl' is not the address of a server"),
+        (["--endpoint", "http://", "--against", "http://127.0.0.1:9"], "is not the address of a server"),
+        (["--endpoint", "http://a:b", "--against", "http://127.0.0.1:9"], "a:b"),
+        (["table", "--distance", "0"], "--distance"),
+        (["table", "--seconds", "0"], "--seconds"),
     ],
 )
 def test_audit_says_what_is_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["audit", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ import jsonschema
 import pytest
 from torch import Tensor
 
+from paceline.bench.results import LosslessCheck, setting_record
+from paceline.bench.sampling_test import SampleLimit
 from paceline.bench.sweep import grid
 from paceline.core.draft_tree import DraftTree
 from paceline.core.types import VerifyResult
 from paceline.core.verify import RULES, AcceptanceRule, verify_tokens
-from tests.support.bench_toys import VOCAB_SIZE, toy_candidates, toy_plan, toy_run
+from tests.support.bench_toys import PASSES, VOCAB_SIZE, measured, toy_candidates, toy_plan, toy_run
 from tests.support.wrong_rules import resample_from_target, wrong_rule
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "results.schema.json"
@@ -36,7 +38,11 @@ def test_a_run_fits_the_schema() -> None:
     by_name = {setting["name"]: setting for setting in run["settings"]}
     assert by_name["plain"]["speedup"] is None
     assert by_name["draft_model k=2"]["speedup"]["median"] > 0
-    assert by_name["draft_model k=2"]["lossless"] == {"passed": True, "detail": "3 of 3 outputs equal"}
+    assert by_name["draft_model k=2"]["lossless"] == {
+        "outcome": "lossless",
+        "passed": True,
+        "detail": "3 of 3 outputs equal",
+    }
     assert set(by_name["draft_model k=2"]["by_domain"]) == {"code", "chat"}
     assert "exact distribution" in by_name["draft_model k=2 T=1"]["lossless"]["detail"]
 
@@ -52,7 +58,7 @@ def test_no_speedup_is_stated_when_the_output_differs(monkeypatch: pytest.Monkey
     monkeypatch.setitem(RULES, "token", AcceptanceRule("token", off_by_one, lossless=False))
     run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model"], [2], [0.0])))
     setting = setting_of(run, "draft_model")
-    assert not setting["lossless"]["passed"]
+    assert setting["lossless"]["outcome"] == "different"
     assert setting["speedup"] is None
     assert setting["predicted_speedup"] is None
     assert all(part["speedup"] is None for part in setting["by_domain"].values())
@@ -64,7 +70,7 @@ def test_no_speedup_is_stated_when_the_distribution_differs(monkeypatch: pytest.
     monkeypatch.setitem(RULES, "token", wrong_rule(resample_from_target))
     run = toy_run(toy_candidates(), toy_plan(settings=grid(["draft_model"], [2], [1.0])))
     setting = setting_of(run, "draft_model")
-    assert (setting["lossless"]["passed"], setting["speedup"]) == (False, None)
+    assert (setting["lossless"]["outcome"], setting["speedup"]) == ("different", None)
 
 
 def test_an_interrupted_sweep_compares_only_what_both_sides_generated() -> None:
@@ -72,3 +78,22 @@ def test_an_interrupted_sweep_compares_only_what_both_sides_generated() -> None:
     validate(run)
     speeds = {setting["name"]: setting["tokens_per_second"]["repeats"] for setting in run["settings"]}
     assert all(len(repeats) == 1 for repeats in speeds.values())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "outcome"), [(0.0, "not shown"), pytest.param(1.0, "different", marks=pytest.mark.slow)]
+)
+def test_a_lossy_rule_is_never_called_lossless_and_has_no_speedup(temperature: float, outcome: str) -> None:
+    """At temperature 0 its outputs happen to be plain decoding's, which does not make it exact."""
+    settings = grid(["draft_model"], [2], [temperature], acceptance="lossy-typical")
+    setting = setting_of(toy_run(toy_candidates(), toy_plan(settings=settings)), "draft_model")
+    assert (setting["lossless"]["outcome"], setting["speedup"]) == (outcome, None)
+
+
+def test_too_few_draws_are_not_shown_and_have_no_speedup() -> None:
+    plan = toy_plan(settings=grid(["draft_model"], [2], [1.0]))
+    candidates = toy_candidates()
+    check = LosslessCheck(candidates, SampleLimit(draws=800, seconds=0.0))
+    record = setting_record(measured(candidates, plan), "draft_model k=2 T=1", check, PASSES)
+    assert (record["lossless"]["outcome"], record["speedup"]) == ("not shown", None)
+    assert "4 draws, at least 200 are needed" in record["lossless"]["detail"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.audit import CheckStatus, sampled_check
+from paceline.bench.audit import sampled_conclusion
 from paceline.bench.candidates import DecodeSetting
+from paceline.bench.outcome import Evidence, Outcome
 from paceline.bench.sampling_test import SampleLimit, SamplingAudit, sampling_for
 from paceline.core.sampling import SamplingParams
 from paceline.runners.table import TableRunner
@@ -69,7 +70,7 @@ def test_the_false_alarm_rate_is_the_one_stated() -> None:
     for seed in range(200):
         setting = DecodeSetting("draft_model", 2, 1.0, ("token", "block")[seed % 2])
         result = sampling_audit.test(setting, CONTEXT, SampleLimit(draws=64), seed=1000 * seed)
-        check = sampled_check("once", result, threshold=0.05, seconds=0.0)
-        alarms += check.status is CheckStatus.FAILED
+        conclusion = sampled_conclusion(setting, result, 0.05, Evidence())
+        alarms += conclusion.outcome is Outcome.DIFFERENT
     print(f"{alarms} alarms in 200 audits at alpha = 0.05")
     assert 1 <= alarms <= 21

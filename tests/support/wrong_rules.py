@@ -11,7 +11,7 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import draw
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, VerifyResult
-from paceline.core.verify import RULES, AcceptanceRule, Verify, residual
+from paceline.core.verify import RULES, AcceptanceRule, Verify, residual, verify_tokens
 
 
 def _walk(tree: DraftTree, target: Tensor, uniforms: Tensor, *, uses_q: bool, from_residual: bool) -> VerifyResult:
@@ -40,6 +40,17 @@ def draft_prob_is_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> Veri
 def resample_from_target(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
     """The right test, and after a rejection a draw from p instead of the residual."""
     return _walk(tree, target, uniforms, uses_q=True, from_residual=False)
+
+
+def changes_a_twentieth(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
+    """The token rule, except that one token in twenty becomes another one."""
+    result = verify_tokens(tree, target, uniforms)
+    emitted = [*result.tokens, result.next_token]
+    for number, token in enumerate(emitted):
+        if float(uniforms[number]) * 1000 % 1 < 0.05:  # decimals that the token itself hardly depends on
+            other = (token + 1) % target.shape[-1]
+            return VerifyResult(result.accepted[:number], other, emitted[:number])
+    return result
 
 
 WRONG_RULES: tuple[Verify, ...] = (target_prob_above_rand, draft_prob_is_one, resample_from_target)

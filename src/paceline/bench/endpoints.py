@@ -1,24 +1,28 @@
 """Two OpenAI-compatible servers that should give the same outputs: one that speculates, one that does not.
 
 Only their responses are used. Greedy outputs are compared as text; where they differ, the reference gives the
-log-probabilities at that place. Sampled outputs are drawn from both and tested for coming from one distribution.
+log-probabilities at that place. Sampled outputs are drawn from both and tested for coming from one distribution: some
+with a seed and some without, since a server may verify draft tokens by another rule where a seed is given.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.audit import AuditCheck, CheckStatus
-from paceline.bench.statistics import GoodnessOfFit, detectable_distance, two_samples
+from paceline.bench.audit import AuditCheck
+from paceline.bench.outcome import Evidence, Outcome
+from paceline.bench.two_samples import TwoSampleResult, compare_samples, detectable_share, disjoint_would_be_found
 from paceline.errors import EngineClosed, OptionError
 
 NEAR_TIE = 0.25  # difference of log-probabilities; servers round in 16 bits
@@ -32,50 +36,96 @@ class Endpoint:
 
     url: str
     model: str
+    api_key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def connect(cls, url: str, model: str | None = None) -> Endpoint:
+    def connect(cls, url: str, model: str | None = None, api_key: str | None = None) -> Endpoint:
         """Ask a server for its model. Raises EngineClosed when it cannot be reached, OptionError if it has none."""
-        base = url.rstrip("/")
-        base = base if base.endswith("/v1") else f"{base}/v1"
+        base = _base_url(url)
         if model is None:
-            models = _fetch(f"{base}/models", None).get("data") or []
-            if not models:
+            models = _fetch(f"{base}/models", None, api_key).get("data")
+            if not isinstance(models, list) or not models or "id" not in models[0]:
                 raise OptionError(f"{url} lists no model; name one with --endpoint-model")
             model = str(models[0]["id"])
-        return cls(base, model)
+        return cls(base, model, api_key)
 
     def complete(self, prompt: str, **settings: Any) -> dict[str, Any]:
         """One completion: its choice, with `text`."""
         body = {"model": self.model, "prompt": prompt, **settings}
-        return dict(_fetch(f"{self.url}/completions", body)["choices"][0])
+        choices = _fetch(f"{self.url}/completions", body, self.api_key).get("choices")
+        if not isinstance(choices, list) or not choices or "text" not in choices[0]:
+            raise EngineClosed(f"{self.url}/completions answered without a completion; does it have OpenAI's API?")
+        return dict(choices[0])
 
     def text(self, prompt: str, **settings: Any) -> str:
         return str(self.complete(prompt, **settings)["text"])
 
 
-def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
+def _base_url(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise OptionError(f"{url!r} is not the address of a server; write one such as http://localhost:8000")
+    base = url.rstrip("/")
+    return base if base.endswith("/v1") else f"{base}/v1"
+
+
+def _fetch(url: str, body: dict[str, Any] | None, api_key: str | None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
     try:
+        request = urllib.request.Request(url, data, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
-            return dict(json.load(response))
+            return _object(json.load(response))
     except urllib.error.HTTPError as error:
-        raise OptionError(f"{url} answered {error.code}: {error.read(300).decode(errors='replace')}") from error
-    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise _refused(url, error) from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
         raise EngineClosed(f"{url} cannot be reached or does not have OpenAI's API: {error}") from error
+
+
+def _object(document: Any) -> dict[str, Any]:
+    if not isinstance(document, dict):
+        raise ValueError("it answered with something other than a JSON object")
+    return document
+
+
+def _refused(url: str, error: urllib.error.HTTPError) -> OptionError:
+    answer = " ".join(error.read(300).decode(errors="replace").split())
+    hint = "; pass --api-key or set OPENAI_API_KEY" if error.code in (401, 403) else ""
+    return OptionError(f"{url} answered {error.code}{hint}: {answer}")
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointPlan:
-    """drawn_tokens: tokens of one sampled output; alpha: the probability of a false alarm in all checks together."""
+    """What to ask.
+
+    draws         of each server for one sampled check; seconds: for all sampled checks together
+    drawn_tokens  tokens of one sampled output: enough for a step with draft tokens after the first token
+    alpha         the probability of a false alarm in all checks together
+    """
 
     prompts: list[str]
     max_tokens: int = 48
     temperatures: tuple[float, ...] = (1.0,)
-    draws: int = 200
-    drawn_tokens: int = 2
+    draws: int = 400
+    drawn_tokens: int = 4
     alpha: float = 0.001
+    seconds: float = 600.0
+    evidence: Evidence = field(default_factory=Evidence)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One sampled check. seeded: every request carries a seed of its own."""
+
+    temperature: float
+    prompt: str
+    seeded: bool
+
+    @property
+    def subject(self) -> str:
+        return f"sampled endpoint = reference T={self.temperature:g} {'with seeds' if self.seeded else 'without seeds'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +139,18 @@ class EndpointPair:
 def compare_endpoints(pair: EndpointPair, plan: EndpointPlan) -> Iterator[AuditCheck]:
     """Greedy equality, then the two-sample tests, yielding each check as it is done."""
     yield _greedy_check(pair, plan)
-    cases = [(temperature, prompt) for temperature in plan.temperatures if temperature > 0 for prompt in plan.prompts]
-    threshold = plan.alpha / max(len(cases), 1)
-    for temperature, prompt in cases:
-        yield _sampled_check(pair, plan, temperature, prompt, threshold)
+    cases = [
+        _Case(temperature, prompt, seeded)
+        for temperature in plan.temperatures
+        if temperature > 0
+        for prompt in plan.prompts
+        for seeded in (False, True)
+    ]
+    level = plan.alpha / max(len(cases), 1)
+    began = time.perf_counter()
+    for number, case in enumerate(cases):
+        remaining = max(0.0, plan.seconds - (time.perf_counter() - began))
+        yield _sampled_check(pair, plan, case, level, remaining / (len(cases) - number))
 
 
 # --- greedy -----------------------------------------------------------------------------------------------------------
@@ -112,8 +170,8 @@ def _greedy_check(pair: EndpointPair, plan: EndpointPlan) -> AuditCheck:
             bugs.append(_difference(output, expected))
     detail = f"{same} of {len(plan.prompts)} outputs equal, {near_ties} differ at a near-tie"
     detail += f"; {bugs[0]}" if bugs else ""
-    status = CheckStatus.FAILED if bugs else CheckStatus.PASSED
-    return AuditCheck("greedy endpoint = reference", "greedy", status, detail, time.perf_counter() - started)
+    outcome = Outcome.DIFFERENT if bugs else Outcome.LOSSLESS
+    return AuditCheck("greedy endpoint = reference", "greedy", outcome, detail, time.perf_counter() - started)
 
 
 def _is_near_tie(reference: Endpoint, prompt: str, a: str, b: str) -> bool:
@@ -138,33 +196,73 @@ def _common_prefix(a: str, b: str) -> str:
 
 
 def _sampled_check(
-    pair: EndpointPair, plan: EndpointPlan, temperature: float, prompt: str, threshold: float
+    pair: EndpointPair, plan: EndpointPlan, case: _Case, level: float, seconds: float
 ) -> AuditCheck:
     started = time.perf_counter()
-    counts, expected = (_draw(server, plan, temperature, prompt) for server in (pair.tested, pair.reference))
-    fit = two_samples(counts, expected)
-    # Two samples of n each show as much as one of n/2 against the exact distribution.
-    distance = detectable_distance(fit.draws // 2, fit.degrees_of_freedom, threshold)
-    status = CheckStatus.FAILED if fit.p_value < threshold else CheckStatus.PASSED
-    detail = _explained(fit, counts, expected, distance)
-    name = f"sampled endpoint = reference T={temperature:g} {prompt[:24]!r}"
-    return AuditCheck(name, "sampled", status, detail, time.perf_counter() - started, fit.p_value, fit.draws, distance)
-
-
-def _explained(fit: GoodnessOfFit, counts: Counter[str], expected: Counter[str], distance: float) -> str:
-    n, m = sum(counts.values()), sum(expected.values())
-    worst = max(counts | expected, key=lambda text: abs(counts[text] / n - expected[text] / m))
-    return (
-        f"p = {fit.p_value:.2g} over {n} and {m} draws; furthest apart is {worst!r}: {counts[worst] / n:.1%} and "
-        f"{expected[worst] / m:.1%}; a distance of {distance:.2f} would be found with 95% certainty"
+    samples = _draw(pair, plan, case, seconds)
+    result = compare_samples(samples.tested, samples.reference, level)
+    share = detectable_share(samples.tested, samples.reference, level, result.num_testable)
+    missing = plan.evidence.missing(samples.draws, share) or _too_diverse(samples, level)
+    outcome = Outcome.NOT_SHOWN if missing else Outcome.LOSSLESS
+    if result.p_value < level:
+        outcome, missing = Outcome.DIFFERENT, None
+    return AuditCheck(
+        f"{case.subject} {case.prompt[:24]!r}",
+        "sampled",
+        outcome,
+        _explained(samples, result, missing or _power(share)),
+        time.perf_counter() - started,
+        result.p_value,
+        samples.draws,
+        share,
+        case.subject,
     )
 
 
-def _draw(server: Endpoint, plan: EndpointPlan, temperature: float, prompt: str) -> Counter[str]:
-    def draw(seed: int) -> str:
-        return server.text(prompt, max_tokens=plan.drawn_tokens, temperature=temperature, seed=seed)
+@dataclass(slots=True)
+class EndpointSamples:
+    """Outputs of both servers, as many of one as of the other."""
 
-    # Other seeds for each server: with the same ones, two servers could agree or differ for the wrong reason.
-    first = zlib.crc32(f"{server.url} {prompt}".encode())
+    tested: Counter[str] = field(default_factory=Counter)
+    reference: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def draws(self) -> int:
+        return self.tested.total()
+
+
+def _too_diverse(samples: EndpointSamples, level: float) -> str | None:
+    if disjoint_would_be_found(samples.tested, samples.reference, level):
+        return None
+    return "the outputs hardly ever repeat, so even two servers with none in common would not be found"
+
+
+def _power(share: float) -> str:
+    return f"{share:.2f} more or less of the commonest output would be found with 95% certainty"
+
+
+def _explained(samples: EndpointSamples, result: TwoSampleResult, remark: str) -> str:
+    event, draws = result.furthest, samples.draws
+    return (
+        f"p = {result.p_value:.2g} over {draws} draws each; furthest apart is {event.name} {event.value!r}: "
+        f"{event.first / draws:.1%} and {event.second / draws:.1%}; {remark}"
+    )
+
+
+def _draw(pair: EndpointPair, plan: EndpointPlan, case: _Case, seconds: float) -> EndpointSamples:
+    """Both servers in turns. The clock is asked between turns only, so what an output is does not decide who counts."""
+    samples, started = EndpointSamples(), time.perf_counter()
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        return Counter(pool.map(draw, range(first, first + plan.draws)))
+        while samples.draws < plan.draws and (not samples.draws or time.perf_counter() - started < seconds):
+            numbers = range(samples.draws, min(samples.draws + CONCURRENCY, plan.draws))
+            for server, counts in ((pair.tested, samples.tested), (pair.reference, samples.reference)):
+                counts.update(pool.map(lambda number, server=server: _sampled(server, plan, case, number), numbers))
+    return samples
+
+
+def _sampled(server: Endpoint, plan: EndpointPlan, case: _Case, number: int) -> str:
+    settings: dict[str, Any] = {"max_tokens": plan.drawn_tokens, "temperature": case.temperature}
+    if case.seeded:
+        # Other seeds for each server: with the same ones, two servers could agree or differ for the wrong reason.
+        settings["seed"] = zlib.crc32(f"{server.url} {case.prompt}".encode()) + number
+    return server.text(case.prompt, **settings)

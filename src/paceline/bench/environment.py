@@ -100,14 +100,28 @@ def save_run(path: Path, run: dict[str, Any]) -> None:
         _replace(path, json.dumps({"format": FORMAT, "runs": [*runs, run]}, indent=1))
 
 
+def check_results_file(path: Path) -> None:
+    """Raise OptionError for a file that a run could not be added to, before anything is measured."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise OptionError(f"{path} cannot be written; choose another file with --out")
+    if path.exists():
+        load_runs(path)
+
+
 def load_runs(path: Path) -> list[dict[str, Any]]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OptionError(f"{path} cannot be read as results: {error}") from error
+        raise OptionError(f"{path} is damaged ({error}); move it away or choose another with --out") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise OptionError(f"{path} is not a results file of paceline bench; choose another with --out")
-    return list(document["runs"])
+    runs = document.get("runs")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
+        raise OptionError(f"{path} is damaged (it has no list of runs); move it away or choose another with --out")
+    return runs
 
 
 def _replace(path: Path, text: str) -> None:

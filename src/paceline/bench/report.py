@@ -55,8 +55,7 @@ def build_report(run: Record) -> str:
 
 def headline(run: Record) -> str:
     """The result in one sentence."""
-    lossy = [setting["name"] for setting in run["settings"] if not setting["lossless"]["passed"]]
-    warning = f" Not lossless, so without a speed-up: {', '.join(lossy)}." if lossy else ""
+    warning = _without_speedup(run)
     best = best_setting(run)
     if best is None:
         return f"No setting could be compared with plain decoding.{warning}"
@@ -64,6 +63,15 @@ def headline(run: Record) -> str:
     if gain < 1.0:
         return f"Plain decoding is fastest here; the best method, {name}, reaches {gain:.2f}x of it.{warning}"
     return f"Fastest: {name} with {speed:.1f} tokens per second, {gain:.2f}x plain decoding.{warning}"
+
+
+def _without_speedup(run: Record) -> str:
+    """The settings that have no speed-up, and why."""
+    names: dict[str, list[str]] = {}
+    for setting in run["settings"]:
+        names.setdefault(setting["lossless"]["outcome"], []).append(setting["name"])
+    sentences = {"different": "Different output, so without a speed-up", "not shown": "Not shown to be lossless"}
+    return "".join(f" {text}: {', '.join(names[key])}." for key, text in sentences.items() if key in names)
 
 
 def best_setting(run: Record) -> Record | None:
@@ -100,7 +108,8 @@ def _settings_table(run: Record) -> str:
 def _row(setting: Record, *, is_best: bool) -> str:
     kind = "text" if setting["lossless"]["passed"] else "text bad"
     columns = "".join(f"<td>{_safe(cell)}</td>" for cell in cells(setting, "–"))
-    columns += f'<td class="{kind}">{_safe(setting["lossless"]["detail"])}</td>'
+    lossless = setting["lossless"]
+    columns += f'<td class="{kind}">{_safe(lossless["outcome"])}: {_safe(lossless["detail"])}</td>'
     return f"<tr{' class=best' if is_best else ''}>{columns}</tr>"
 
 

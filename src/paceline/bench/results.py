@@ -9,9 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.bench.audit import LOSSLESS_RULES, sampled_conclusion
 from paceline.bench.candidates import Candidates, DecodeSetting
 from paceline.bench.measure import BatchRun, total_stats
 from paceline.bench.near_ties import GreedyComparison, bugs_in, compare, summary
+from paceline.bench.outcome import Evidence, Outcome
 from paceline.bench.sampling_test import NUM_TOKENS, SampleLimit, SamplingAudit
 from paceline.bench.speedup_model import behaviour_of, plain_cost
 from paceline.bench.statistics import Spread
@@ -26,10 +28,17 @@ CONTEXT_TOKENS = 12  # of a prompt, that a short audit draws from
 
 @dataclass(frozen=True, slots=True)
 class LosslessResult:
-    """Whether the output was still the target's. Without it no speed-up is stated."""
+    """Whether the output was still the target's. Only a lossless setting has a speed-up."""
 
-    passed: bool
+    outcome: Outcome
     detail: str
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome is Outcome.LOSSLESS
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"outcome": self.outcome.value, "passed": self.passed, "detail": self.detail}
 
 
 @dataclass(slots=True)
@@ -86,18 +95,18 @@ class LosslessCheck:
     """Checks every setting once; sampled settings go through a short audit."""
 
     def __init__(self, candidates: Candidates, limit: SampleLimit | None = None) -> None:
-        self._candidates, self._limit = candidates, limit or SampleLimit(draws=400, seconds=6.0)
+        self._candidates, self._limit = candidates, limit or SampleLimit(draws=800, seconds=10.0)
         self._audit: SamplingAudit | None = None
         self._results: dict[DecodeSetting, LosslessResult] = {}
 
     def __call__(self, measurements: Measurements, name: str) -> LosslessResult:
         first = measurements.by_name[name][0]
         if first.setting.is_plain:
-            return LosslessResult(True, "plain decoding itself")
+            return LosslessResult(Outcome.LOSSLESS, "plain decoding itself")
         if first.setting.temperature == 0:
             return self._greedy(measurements, name)
         if first.is_baseline:
-            return LosslessResult(True, "sampled outputs of a baseline are not compared")
+            return LosslessResult(Outcome.NOT_SHOWN, "sampled outputs of a baseline are not compared")
         return self._sampled(first.setting, measurements.plan.batches[0].prompts[0])
 
     def _greedy(self, measurements: Measurements, name: str) -> LosslessResult:
@@ -109,7 +118,7 @@ class LosslessCheck:
                 prompts = measurements.plan.batches[item.batch].prompts
                 outputs = zip(prompts, reference[item.batch], item.run.outputs)
                 comparisons += [compare(self._candidates.target, *row) for row in outputs]
-        return LosslessResult(not bugs_in(comparisons), summary(comparisons))
+        return _greedy_result(comparisons, measurements.by_name[name][0].setting.acceptance)
 
     def _sampled(self, setting: DecodeSetting, prompt: list[int]) -> LosslessResult:
         # The sequences drawn are short: more draft tokens than that are never made.
@@ -118,10 +127,23 @@ class LosslessCheck:
         short = DecodeSetting(setting.method, k, setting.temperature, setting.acceptance)
         if short not in self._results:
             self._audit = self._audit or SamplingAudit(self._candidates)
-            fit = self._audit.test(short, repeating(prompt[-CONTEXT_TOKENS:]), self._limit).fit
-            detail = f"{fit.draws} draws against the exact distribution: p = {fit.p_value:.2g}"
-            self._results[short] = LosslessResult(fit.p_value >= SAMPLED_ALPHA, detail)
+            result = self._audit.test(short, repeating(prompt[-CONTEXT_TOKENS:]), self._limit)
+            conclusion = sampled_conclusion(short, result, SAMPLED_ALPHA, Evidence())
+            detail = f"against the exact distribution: {conclusion.detail}"
+            self._results[short] = LosslessResult(conclusion.outcome, detail)
         return self._results[short]
+
+
+def _greedy_result(comparisons: list[GreedyComparison], acceptance: str) -> LosslessResult:
+    """Equal outputs of a few prompts do not make a rule exact that is lossy by its own name."""
+    line = summary(comparisons)
+    if bugs_in(comparisons):
+        return LosslessResult(Outcome.DIFFERENT, line)
+    if not comparisons:
+        return LosslessResult(Outcome.NOT_SHOWN, "no output of plain decoding to compare with")
+    if acceptance not in LOSSLESS_RULES:
+        return LosslessResult(Outcome.NOT_SHOWN, f"{line}, but {acceptance} is not an exact rule")
+    return LosslessResult(Outcome.LOSSLESS, line)
 
 
 def repeating(prompt: list[int]) -> list[int]:
@@ -150,7 +172,7 @@ def setting_record(
         "acceptance": setting.acceptance,
         "tokens_per_second": _spread(rates) | {"repeats": rates},
         "speedup": _spread(gains) if gains else None,
-        "lossless": {"passed": result.passed, "detail": result.detail},
+        "lossless": result.as_dict(),
         "stats": total_stats(runs).as_dict(),
         "by_domain": _by_domain(measurements, name, with_speedup=result.passed and name != plain),
         "running_acceptance": _running_acceptance(runs),

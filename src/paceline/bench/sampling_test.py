@@ -33,10 +33,11 @@ FIRST_BATCH, MAX_BATCH = 4, 32  # sequences together: few at first, so that a sl
 
 @dataclass(slots=True)
 class Samples:
-    """Outcomes counted so far, and the counts of the steps behind them."""
+    """Outcomes counted so far, the counts of the steps behind them, and the seconds it took to draw them."""
 
     counts: Counter[TokenPath] = field(default_factory=Counter)
     stats: SpecStats = field(default_factory=SpecStats)
+    seconds: float = 0.0
 
     @property
     def total(self) -> int:
@@ -56,11 +57,12 @@ class SampleLimit:
 
 @dataclass(frozen=True, slots=True)
 class SamplingResult:
-    """A goodness of fit, the steps it rests on, and the outcome that is furthest off, in words."""
+    """A goodness of fit, the steps it rests on, the outcome furthest off, in words, and the seconds of drawing."""
 
     fit: GoodnessOfFit
     stats: SpecStats
     furthest: str
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,7 @@ class SamplingAudit:
             count = min(batch_size, limit.draws - samples.total)
             _draw_batch(engine, context.prompt, sampling, torch.randint(1 << 62, (count,), generator=rng), samples)
             batch_size = min(2 * batch_size, MAX_BATCH)
+        samples.seconds = time.perf_counter() - started
         return samples
 
     def test(
@@ -178,7 +181,7 @@ class SamplingAudit:
             f"{describe(context.model_ids(worst))} came {samples.frequency(worst):.1%} of the time, "
             f"its probability under the target is {exact.get(worst, 0.0):.1%}"
         )
-        return SamplingResult(against_exact(samples.counts, exact), samples.stats, sentence)
+        return SamplingResult(against_exact(samples.counts, exact), samples.stats, sentence, samples.seconds)
 
 
 def _draw_batch(

@@ -132,28 +132,6 @@ def _pooled(counts: Mapping[Event, int], exact: Mapping[Event, float], draws: in
     return cells
 
 
-def two_samples(first: Counter[Event], second: Counter[Event]) -> GoodnessOfFit:
-    """Homogeneity of two sets of draws, where the exact distribution is not available."""
-    n, m = sum(first.values()), sum(second.values())
-    both = first + second
-    chi2, num_cells, rare_first, rare_second = 0.0, 0, 0, 0
-    for event, total in both.items():
-        if total * min(n, m) / (n + m) < LEAST_EXPECTED:
-            rare_first, rare_second = rare_first + first[event], rare_second + second[event]
-            continue
-        chi2, num_cells = chi2 + _two_sample_term(first[event], second[event], n, m), num_cells + 1
-    if rare_first + rare_second:
-        chi2, num_cells = chi2 + _two_sample_term(rare_first, rare_second, n, m), num_cells + 1
-    distance = sum(abs(first[event] / n - second[event] / m) for event in both) / 2
-    p_value = chi2_tail(chi2, num_cells - 1) if num_cells > 1 else 1.0
-    return GoodnessOfFit(min(n, m), chi2, num_cells, p_value, distance)
-
-
-def _two_sample_term(a: int, b: int, n: int, m: int) -> float:
-    share = (a + b) / (n + m)
-    return (a - n * share) ** 2 / (n * share) + (b - m * share) ** 2 / (m * share)
-
-
 def _distance(counts: Mapping[Event, int], exact: Mapping[Event, float], draws: int) -> float:
     events = set(counts) | set(exact)
     return sum(abs(counts.get(event, 0) / draws - exact.get(event, 0.0)) for event in events) / 2

@@ -8,18 +8,21 @@
 
 Greedy outputs are compared with plain decoding and with transformers; a difference is explained by the measured
 rounding of a pass, or it is a bug. Sampled outputs are drawn thousands of times and tested against the target's exact
-distribution. All tests together raise a false alarm with probability --alpha, and each states how large a deviation it
-would have found. Exit status 0: lossless; 1: not, and the message names what is wrong. With --json the last line on
-stdout is one JSON document.
+distribution. All tests together raise a false alarm with probability --alpha, and each states how large a difference it
+would have found. Outcomes, and exit status: lossless (0): nothing differs, and a difference of --distance would have
+been found with 95% certainty; different (1), with what differs; not shown (3): too little evidence for either.
+With --json the last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from typing import TYPE_CHECKING
 
+from paceline.bench.outcome import DISTANCE, MIN_DRAWS
 from paceline.cli.bench import (
     add_candidate_flags,
     base_config,
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from paceline.bench.audit import AuditCheck, AuditPlan, AuditResult, ReferenceGenerate
     from paceline.bench.candidates import Candidates
 
-NOT_LOSSLESS = 1
+DIFFERENT, NOT_SHOWN = 1, 3
 TABLE = "table"
 TABLE_VOCABULARY = 5
 PROMPTS = (
@@ -47,7 +50,8 @@ PROMPTS = (
     "One apple, two apples, three apples. One apple, two",
 )
 TABLE_PROMPTS = ([0, 1, 2, 3, 0, 1, 2], [4, 4, 1, 4, 4], [2, 0, 3, 1, 2, 0])
-QUICK_SECONDS = 25.0  # for the sampled checks; loading and greedy outputs take more time
+SECONDS, QUICK_SECONDS = 600.0, 40.0  # for the sampled checks; loading and greedy outputs take more time
+DRAWS, QUICK_DRAWS = 2000, 800
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,8 +60,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     checks.add_argument("--acceptance", default="token,block,coupled", metavar="R", help="rules, separated by commas")
     checks.add_argument("--temperatures", default="0.7,1", metavar="T", help="of sampled checks, separated by commas")
     checks.add_argument("-k", "--num-draft-tokens", type=int, default=2, metavar="N", help="default: 2")
-    checks.add_argument("--draws", type=int, default=2000, metavar="N", help="per check; fewer where time runs out")
-    checks.add_argument("--seconds", type=float, default=600.0, metavar="S", help="for all sampled checks together")
+    checks.add_argument(
+        "--draws", type=int, metavar="N",
+        help=f"per check, fewer where time runs out; default: {DRAWS}, quick {QUICK_DRAWS}",
+    )  # fmt: skip
+    checks.add_argument(
+        "--seconds", type=float, metavar="S",
+        help=f"of drawing, over all sampled checks; default: {SECONDS:.0f}, quick {QUICK_SECONDS:.0f}",
+    )  # fmt: skip
+    checks.add_argument(
+        "--distance", type=float, default=DISTANCE, metavar="D",
+        help=f"the largest difference (total variation) that lossless may leave unseen; default: {DISTANCE:g}",
+    )  # fmt: skip
     checks.add_argument("--alpha", type=float, default=0.001, metavar="A", help="probability of a false alarm in all")
     checks.add_argument("--seed", type=int, default=0, metavar="N")
     checks.add_argument(
@@ -67,6 +81,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     servers.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible server to audit")
     servers.add_argument("--against", metavar="URL", help="the server that is taken to be right")
     servers.add_argument("--endpoint-model", metavar="NAME", help="the model's name on both servers")
+    servers.add_argument("--api-key", metavar="KEY", help="for both servers; default: $OPENAI_API_KEY")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
 
 
@@ -79,37 +94,56 @@ def main(args: argparse.Namespace) -> int:
     for check in _endpoint_checks(args) if args.endpoint else _model_checks(args):
         checks.append(check)
         if not args.json:
-            print(f"{check.status.value:9}{check.name}: {check.detail}", flush=True)
+            print(f"{check.outcome.value:10}{check.name}: {check.detail}", flush=True)
     result, seconds = AuditResult(checks, args.alpha), time.perf_counter() - started
-    print(_summary(result, seconds))
+    print(_summary(result, seconds, of_servers=bool(args.endpoint)))
     if args.json:
         print(json.dumps({**result.as_dict(), "seconds": seconds}))
-    return 0 if result.lossless else NOT_LOSSLESS
+    return _exit_status(result)
+
+
+def _exit_status(result: AuditResult) -> int:
+    if result.lossless:
+        return 0
+    return DIFFERENT if result.different else NOT_SHOWN
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Fill in what --quick decides, and raise OptionError for what cannot be."""
     if (args.endpoint is None) != (args.against is None):
         raise OptionError("--endpoint and --against go together: a server to audit, and one that is taken to be right")
-    if not 0 < args.alpha < 1:
-        raise OptionError(f"--alpha is a probability between 0 and 1, not {args.alpha:g}")
-    if args.draws < 50:
-        raise OptionError(f"--draws must be 50 or more to show anything, not {args.draws}")
+    if args.draws is None:
+        args.draws = QUICK_DRAWS if args.quick else DRAWS
+    if args.seconds is None:
+        args.seconds = QUICK_SECONDS if args.quick else SECONDS
+    for name, value in (("alpha", args.alpha), ("distance", args.distance)):
+        if not 0 < value < 1:
+            raise OptionError(f"--{name} is a number between 0 and 1, not {value:g}")
+    if args.draws < MIN_DRAWS:
+        raise OptionError(f"--draws must be {MIN_DRAWS} or more to show anything, not {args.draws}")
+    if not args.seconds > 0:
+        raise OptionError(f"--seconds must be above 0, not {args.seconds:g}")
     if args.num_draft_tokens < 1:
         raise OptionError("an audit needs at least one draft token")
 
 
-def _summary(result: AuditResult, seconds: float) -> str:
-    if result.failed:
-        names = "; ".join(check.name for check in result.failed)
-        return f"NOT LOSSLESS: {names} ({len(result.failed)} of {len(result.checks)} checks, {seconds:.0f} s)"
+def _summary(result: AuditResult, seconds: float, *, of_servers: bool) -> str:
+    took = f"({len(result.checks)} checks, {seconds:.0f} s)"
+    if result.different:
+        return f"different: {'; '.join(check.name for check in result.different)} {took}"
     if not result.lossless:
-        return "nothing was shown: no check could be made"
-    distances = [check.distance for check in result.checks if check.distance is not None]
-    power = ""
-    if distances:
-        power = f"; a total variation of {max(distances):.2f} anywhere would have been found with 95% certainty"
+        subjects = "; ".join(result.not_shown) or "no check could be made"
+        return f"not shown: {subjects} {took}. More --draws and --seconds show more"
     alarm = f"false alarm probability {result.alpha:g} in all"
-    return f"lossless: {len(result.checks)} checks, {alarm}{power} ({seconds:.0f} s)"
+    return f"lossless: {len(result.checks)} checks, {alarm}{_power(result, of_servers)} ({seconds:.0f} s)"
+
+
+def _power(result: AuditResult, of_servers: bool) -> str:
+    """The smallest difference that would have been found; without sampled checks, what was compared at all."""
+    if result.distance is None:
+        return "; greedy outputs only"
+    kind = "of the commonest output, more or less," if of_servers else "of total variation"
+    return f"; {result.distance:.2f} {kind} in any setting would have been found with 95% certainty"
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -128,6 +162,7 @@ def _model_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
 def _plan(args: argparse.Namespace, candidates: Candidates, rules: tuple[str, ...]) -> AuditPlan:
     from paceline.bench.audit import AuditPlan
     from paceline.bench.measure import OutputLength
+    from paceline.bench.outcome import Evidence
     from paceline.bench.sweep import parse_numbers
 
     temperatures = parse_numbers(args.temperatures, "--temperatures")
@@ -145,10 +180,11 @@ def _plan(args: argparse.Namespace, candidates: Candidates, rules: tuple[str, ..
         length=OutputLength(12 if args.quick else 48),
         alpha=args.alpha,
         draws=args.draws,
-        seconds=min(args.seconds, QUICK_SECONDS) if args.quick else args.seconds,
+        seconds=args.seconds,
         seed=args.seed,
         reference=_reference(candidates),
         every_pair=not args.quick,
+        evidence=Evidence(args.distance),
         describe=str if args.model == TABLE else lambda ids: repr(tokenizer.decode(ids)),
     )
 
@@ -189,14 +225,18 @@ def table_candidates(args: argparse.Namespace) -> Candidates:
 
 def _endpoint_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
     from paceline.bench.endpoints import Endpoint, EndpointPair, EndpointPlan, compare_endpoints
+    from paceline.bench.outcome import Evidence
     from paceline.bench.sweep import parse_numbers
 
-    pair = EndpointPair(*(Endpoint.connect(url, args.endpoint_model) for url in (args.endpoint, args.against)))
+    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    servers = [Endpoint.connect(url, args.endpoint_model, api_key) for url in (args.endpoint, args.against)]
     temperatures = tuple(parse_numbers(args.temperatures, "--temperatures"))
     plan = EndpointPlan(
         list(PROMPTS[:1] if args.quick else PROMPTS),
         temperatures=temperatures[-1:] if args.quick else temperatures,
-        draws=min(args.draws, 200) if args.quick else args.draws,
+        draws=args.draws,
         alpha=args.alpha,
+        seconds=args.seconds,
+        evidence=Evidence(args.distance),
     )
-    return compare_endpoints(pair, plan)
+    return compare_endpoints(EndpointPair(*servers), plan)

@@ -6,8 +6,9 @@
     paceline bench --prompts humaneval.jsonl --baselines hf    beside transformers' own generate
 
 Settings take turns on every prompt, so that a machine that slows down slows all of them. Results are appended to
-results.json, and a report with plots is written beside it. A setting whose output is not the target's gets no speed-up.
-Ctrl-C keeps what has been measured. The last line on stdout is one JSON document.
+results.json, and a report with plots is written beside it. The output of every setting is lossless, different or not
+shown, by the tests of paceline audit; only a lossless setting gets a speed-up. Ctrl-C keeps what has been measured.
+The last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ def add_workload_flags(parser: argparse.ArgumentParser, *, limit: int, repeats: 
 
 
 def main(args: argparse.Namespace) -> int:
+    from paceline.bench.environment import check_results_file
     from paceline.bench.workloads import load_prompts
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_results_file(results_file(args))
     candidates = open_candidates(args, acceptance=args.acceptance)
     plan = _plan(args, candidates, prompts)
     run = _measure(args, candidates, plan)
@@ -87,6 +90,10 @@ def main(args: argparse.Namespace) -> int:
         _print(run, candidates)
     print(json.dumps(_summary(run)))
     return 0 if run["complete"] else INTERRUPTED
+
+
+def results_file(args: argparse.Namespace) -> Path:
+    return Path(args.out).expanduser()
 
 
 def check_counts(args: argparse.Namespace) -> None:
@@ -270,7 +277,7 @@ def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
     from paceline.bench.environment import save_run
     from paceline.bench.report import build_report
 
-    out = Path(args.out).expanduser()
+    out = results_file(args)
     save_run(out, run)
     if args.report == "none":
         return
@@ -306,10 +313,11 @@ def _print(run: dict[str, Any], candidates: Candidates) -> None:
 
 
 def _lossless_cell(lossless: dict[str, Any]) -> str:
-    """Short where the check passed; the report has the details."""
+    """lossless, different or not shown; with the reason unless it is lossless without a remark."""
+    outcome, detail = str(lossless["outcome"]), str(lossless["detail"])
     if not lossless["passed"]:
-        return f"NO: {lossless['detail']}"
-    return "near-tie" if "near-tie" in lossless["detail"] else "yes"
+        return f"{outcome}: {detail}"
+    return f"{outcome}, near-tie" if "near-tie" in detail else outcome
 
 
 def _summary(run: dict[str, Any]) -> dict[str, Any]:
@@ -335,4 +343,5 @@ def _setting_summary(setting: dict[str, Any]) -> dict[str, Any]:
         "acceptance_rate": setting["stats"]["acceptance_rate"],
         "tokens_per_step": setting["stats"]["tokens_per_step"],
         "lossless": setting["lossless"]["passed"],
+        "outcome": setting["lossless"]["outcome"],
     }

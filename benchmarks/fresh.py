@@ -1,0 +1,416 @@
+"""What a user gets: every row in a fresh process, through SpeculativeDecoder, on prompts it meets for the first time.
+
+    python benchmarks/fresh.py --limit-prompts 2 --max-new-tokens 32 --rows plain,ngram:5,auto      the default model
+    python benchmarks/fresh.py --model BIG --draft SMALL --dtype bf16 --device cuda --batch 1,8 \\
+        --prompts code.jsonl chat.jsonl --rows plain,ngram:5,draft:5,draft:auto,auto --peers hf --json fresh.json
+
+A row is METHOD or METHOD:K; `draft` is the draft model of --draft, `plain` decodes without speculation. A plain process
+runs before every other one, and a row is compared with the plain process before it (--plain-once: with the first).
+
+first  tokens per second over all prompts, the first time; nothing was generated before, prefill is included
+warm   the same prompts a second time in the same process, without a prefix cache
+ready  seconds from the start of the process to a decoder that is ready
+equal  prompts whose greedy output is plain decoding's of the same batch, token for token
+A gain above τ, the tokens per step, is noise of the machine and is marked so.
+
+Prompts: .jsonl with a `prompt` a line, or any file of `paceline bench --prompts`. They are sent as chat messages where
+the model has a chat template (--raw: as they are). Prints one markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PLAIN, DRAFT, AUTO = "plain", "draft", "auto"
+HF, LLAMA_CPP = "hf", "llama_cpp"
+PEER_PACKAGES = {HF: "transformers", LLAMA_CPP: "xllamacpp"}
+DEFAULT_ROWS = "plain,ngram:5,auto"
+HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+COLUMNS = ("row", "batch", "first, tokens/s", "warm, tokens/s", "first / warm", "× plain, first", "× plain, warm", "τ",
+           "equal", "ready, s")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one process does."""
+
+    name: str
+    batch: int
+    prompts: list[str]
+    model: str
+    kind: str = "paceline"
+    draft: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    method: str | None = None
+    num_draft_tokens: int | str = AUTO
+    max_new_tokens: int = 128
+    raw: bool = False
+    gguf: str | None = None
+
+
+@dataclass(slots=True)
+class Pass:
+    """All prompts once. outputs: token ids, or texts where a peer gives no ids."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    accepted: int = 0
+    outputs: list[Any] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FreshResult:
+    """What one process measured, or why it failed."""
+
+    job: Job
+    first: Pass = field(default_factory=Pass)
+    warm: Pass = field(default_factory=Pass)
+    ready: float = 0.0
+    error: str | None = None
+
+    @property
+    def tau(self) -> float | None:
+        steps = self.first.steps + self.warm.steps
+        return 1 + (self.first.accepted + self.warm.accepted) / steps if steps else None
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+GenerateBatch = Callable[[list[str], Pass], None]  # adds the outputs and counts of one batch
+
+
+def run_job(job: Job, started: float) -> FreshResult:
+    """In the fresh process: load, then all prompts twice. started: when the process was started."""
+    generate = {"paceline": open_paceline, HF: open_hf, LLAMA_CPP: open_llama_cpp}[job.kind](job)
+    ready = time.time() - started
+    return FreshResult(job, measured(job, generate), measured(job, generate), ready)
+
+
+def measured(job: Job, generate: GenerateBatch) -> Pass:
+    result = Pass()
+    for start in range(0, len(job.prompts), job.batch):
+        began = time.perf_counter()
+        generate(job.prompts[start : start + job.batch], result)
+        result.seconds += time.perf_counter() - began
+    return result
+
+
+def open_paceline(job: Job) -> GenerateBatch:
+    from paceline import SpeculativeDecoder
+
+    decoder = SpeculativeDecoder(job.model, **decoder_options(job))
+    as_chat = not job.raw and bool(getattr(decoder.tokenizer.hf_tokenizer, "chat_template", None))
+
+    def generate(prompts: list[str], result: Pass) -> None:
+        asked = [[{"role": "user", "content": prompt}] if as_chat else prompt for prompt in prompts]
+        for answer in decoder.generate(asked, max_new_tokens=job.max_new_tokens, temperature=0.0):
+            result.tokens += len(answer.token_ids)
+            result.steps += answer.stats.steps
+            result.accepted += answer.stats.accepted
+            result.outputs.append(answer.token_ids)
+
+    return generate
+
+
+def decoder_options(job: Job) -> dict[str, Any]:
+    """No prefix cache: the second time a prompt is read as the first time."""
+    options: dict[str, Any] = {"prefix_cache_tokens": 0, "max_num_seqs": job.batch, "num_draft_tokens": 0}
+    if job.method is not None:
+        options |= {"method": job.method, "num_draft_tokens": job.num_draft_tokens, "draft_model": job.draft}
+    options |= {"dtype": job.dtype, "device": job.device}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def open_hf(job: Job) -> GenerateBatch:
+    """transformers' own generate, one sequence at a time: its assisted generation takes no batch."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from paceline.hub import locate
+
+    dtype = getattr(torch, HF_DTYPES[job.dtype or "fp32"])
+    device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def load(name: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(locate(name).folder, dtype=dtype).to(device).eval()
+
+    tokenizer = AutoTokenizer.from_pretrained(locate(job.model).folder)
+    model, options = load(job.model), {}
+    if job.method == DRAFT:
+        options = {"assistant_model": load(str(job.draft))}
+    elif job.method is not None:
+        options = {"prompt_lookup_num_tokens": job.num_draft_tokens}
+    as_chat = not job.raw and bool(tokenizer.chat_template)
+
+    def generate(prompts: list[str], result: Pass) -> None:
+        for prompt in prompts:
+            ids = _hf_ids(tokenizer, prompt, as_chat).to(device)
+            limits = {"max_new_tokens": job.max_new_tokens, "do_sample": False, "pad_token_id": 0}
+            with torch.inference_mode():
+                output = model.generate(ids, attention_mask=torch.ones_like(ids), **limits, **options)
+            generated = output[0, ids.shape[1] :].tolist()
+            result.tokens += len(generated)
+            result.outputs.append(generated)
+
+    return generate
+
+
+def _hf_ids(tokenizer: Any, prompt: str, as_chat: bool) -> Any:
+    if not as_chat:
+        return tokenizer(prompt, return_tensors="pt").input_ids
+    messages = [{"role": "user", "content": prompt}]
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+
+
+def open_llama_cpp(job: Job) -> GenerateBatch:
+    """llama.cpp through xllamacpp, one sequence at a time; its texts are those of another weight format."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(job.gguf)
+    params.n_ctx, params.n_parallel, params.cache_ram_mib = 4096, 1, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+    server = xllamacpp.Server(params)
+
+    def generate(prompts: list[str], result: Pass) -> None:
+        for prompt in prompts:
+            body = {"max_tokens": job.max_new_tokens, "temperature": 0.0, "cache_prompt": False}
+            ask = server.handle_completions if job.raw else server.handle_chat_completions
+            body |= {"prompt": prompt} if job.raw else {"messages": [{"role": "user", "content": prompt}]}
+            answer = ask(body)
+            if "usage" not in answer:
+                raise RuntimeError(f"llama.cpp answered {answer}")
+            result.tokens += answer["usage"]["completion_tokens"]
+            result.outputs.append(str(answer["choices"][0]))
+
+    return generate
+
+
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+
+def in_fresh_process(job: Job) -> FreshResult:
+    """Run one job in a process of its own; a failure becomes a row that says so."""
+    print(f"{job.name}, batch {job.batch} …", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
+        job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
+        command = [sys.executable, __file__, "--child", str(job_file), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not out.exists():
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            return FreshResult(job, error=lines[-1] if lines else f"exit status {done.returncode}")
+        document = json.loads(out.read_text())
+    return FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
+
+
+def child(job_file: str, out: str) -> int:
+    document = json.loads(Path(job_file).read_text())
+    result = run_job(Job(**document["job"]), document["started"])
+    Path(out).write_text(json.dumps(asdict(result)))
+    return 0
+
+
+def jobs_of(args: argparse.Namespace, prompts: list[str], batch: int) -> list[Job]:
+    """The rows without plain, then those of the peers."""
+    base = {"batch": batch, "prompts": prompts, "model": args.model, "max_new_tokens": args.max_new_tokens}
+    base |= {"dtype": args.dtype, "device": args.device, "raw": args.raw}
+    jobs = [Job(name, **base, **row_options(name, args.draft)) for name in args.rows.split(",") if name != PLAIN]
+    if batch > 1:
+        return jobs
+    for peer in installed_peers(args):
+        jobs += peer_jobs(peer, args, base)
+    return jobs
+
+
+def plain_job(args: argparse.Namespace, prompts: list[str], batch: int) -> Job:
+    return Job(PLAIN, batch, prompts, args.model, dtype=args.dtype, device=args.device,
+               max_new_tokens=args.max_new_tokens, raw=args.raw)  # fmt: skip
+
+
+def row_options(name: str, draft: str | None) -> dict[str, Any]:
+    """`ngram:5` -> the method and its k; the draft goes to methods that need weights, and to auto."""
+    from paceline.drafting.registry import WeightsNeeded, names, spec
+
+    method, _, k = name.partition(":")
+    method = "draft_model" if method == DRAFT else method
+    if method not in names():
+        sys.exit(f"fresh.py: there is no method {method!r}; there are {PLAIN}, {DRAFT}, {', '.join(names())}")
+    takes_draft = spec(method).weights is not WeightsNeeded.NONE or method == AUTO
+    if spec(method).weights is WeightsNeeded.MODEL and draft is None:
+        sys.exit(f"fresh.py: the row {name} needs a draft model; name it with --draft")
+    if k and k != AUTO and not k.isdigit():
+        sys.exit(f"fresh.py: {name}: k is a number or auto, not {k!r}")
+    number = int(k) if k.isdigit() else AUTO
+    return {"method": method, "num_draft_tokens": number, "draft": draft if takes_draft else None}
+
+
+def installed_peers(args: argparse.Namespace) -> list[str]:
+    """Peers that can run here; the others are named with what is missing."""
+    peers: list[str] = []
+    for name in filter(None, args.peers.split(",")):
+        missing = missing_for(name, args)
+        if missing:
+            print(f"{name}: not measured, {missing}", file=sys.stderr)
+        else:
+            peers.append(name)
+    return peers
+
+
+def missing_for(name: str, args: argparse.Namespace) -> str | None:
+    if name not in PEER_PACKAGES:
+        return f"there is no such peer; there are {', '.join(PEER_PACKAGES)}"
+    if importlib.util.find_spec(PEER_PACKAGES[name]) is None:
+        return f"{PEER_PACKAGES[name]} is not installed"
+    if name == HF and (args.dtype or "fp32") not in HF_DTYPES:
+        return f"transformers does not run {args.dtype}"
+    if name == LLAMA_CPP and args.gguf is None:
+        return "it needs a GGUF file: --gguf FILE"
+    return None
+
+
+def peer_jobs(peer: str, args: argparse.Namespace, base: dict[str, Any]) -> list[Job]:
+    if peer == LLAMA_CPP:
+        return [Job("llama.cpp", kind=LLAMA_CPP, gguf=args.gguf, **base)]
+    jobs = [Job("transformers", kind=HF, **base)]
+    if args.draft is not None:
+        return [*jobs, Job("transformers, assisted", kind=HF, method=DRAFT, draft=args.draft, **base)]
+    return [*jobs, Job("transformers, prompt lookup", kind=HF, method="lookup", num_draft_tokens=5, **base)]
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRow:
+    """A row beside the plain process that ran before it."""
+
+    result: FreshResult
+    plain: FreshResult
+
+    def cells(self) -> list[str]:
+        result = self.result
+        head = [result.job.name, str(result.job.batch)]
+        if result.error is not None:
+            return [*head, f"failed: {result.error}", *[""] * (len(COLUMNS) - 3)]
+        first, warm = result.first.rate, result.warm.rate
+        tau = "-" if result.tau is None else f"{result.tau:.2f}"
+        speeds = [f"{first:.1f}", f"{warm:.1f}", f"{first / warm:.2f}" if warm else "-"]
+        return [*head, *speeds, self.gain("first"), self.gain("warm"), tau, self.equal(), f"{result.ready:.1f}"]
+
+    def gain(self, which: str) -> str:
+        own, plain = (getattr(side, which).rate for side in (self.result, self.plain))
+        if not plain or self.result is self.plain:
+            return "-"
+        ratio, tau = own / plain, self.result.tau
+        is_noise = self.result.job.kind == "paceline" and tau is not None and ratio > tau
+        return f"noise ({ratio:.2f})" if is_noise else f"{ratio:.2f}"
+
+    def equal(self) -> str:
+        own, plain = self.result.first.outputs, self.plain.first.outputs
+        if self.result.job.kind == LLAMA_CPP or not plain:
+            return "-"
+        return f"{sum(a == b for a, b in zip(own, plain))} of {len(own)}"
+
+
+def table(rows: list[ComparedRow]) -> str:
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells() for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def plain_note(plains: list[FreshResult]) -> str:
+    """How much plain decoding itself varied from process to process."""
+    rates = [result.first.rate for result in plains if result.error is None]
+    if not rates:
+        return "plain decoding failed"
+    batch = plains[0].job.batch
+    spread = f"{min(rates):.1f} to {max(rates):.1f}, median {statistics.median(rates):.1f} tokens/s"
+    return f"plain, batch {batch}: {len(rates)} processes, first time {spread}"
+
+
+def run_batch(args: argparse.Namespace, prompts: list[str], batch: int) -> tuple[list[ComparedRow], list[FreshResult]]:
+    """Plain, row, plain, row, …: the rows, and every plain process."""
+    plains = [in_fresh_process(plain_job(args, prompts, batch))]
+    rows = [ComparedRow(plains[0], plains[0])]
+    for number, job in enumerate(jobs_of(args, prompts, batch)):
+        if number and not args.plain_once:
+            plains.append(in_fresh_process(plain_job(args, prompts, batch)))
+        rows.append(ComparedRow(in_fresh_process(job), plains[-1]))
+    return rows, plains
+
+
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    from paceline.bench.workloads import load_prompts
+
+    texts = [[prompt.text for prompt in load_prompts(source)] for source in args.prompts]
+    limit = args.limit_prompts or max(map(len, texts))
+    return [text for source in texts for text in source[:limit]]
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default")
+    parser.add_argument("--draft", help="a draft model or a trained head")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device")
+    parser.add_argument("--prompts", nargs="+", default=["builtin:code,chat"], metavar="FILE")
+    parser.add_argument("--limit-prompts", type=int, metavar="N", help="of each file")
+    parser.add_argument("--rows", default=DEFAULT_ROWS, help=f"default: {DEFAULT_ROWS}")
+    parser.add_argument("--batch", default="1", metavar="N", help="1,8: prompts generated together")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--peers", default="", help="hf, llama_cpp: other systems beside it, where installed")
+    parser.add_argument("--gguf", metavar="FILE", help="the model for llama_cpp")
+    parser.add_argument("--raw", action="store_true", help="prompts as they are, without a chat template")
+    parser.add_argument("--plain-once", action="store_true", help="one plain process a batch size")
+    parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    prompts = read_prompts(args)
+    rows: list[ComparedRow] = []
+    notes: list[str] = []
+    for batch in map(int, args.batch.split(",")):
+        batch_rows, plains = run_batch(args, prompts, batch)
+        rows += batch_rows
+        notes.append(plain_note(plains))
+    print(f"{len(prompts)} prompts, up to {args.max_new_tokens} new tokens, greedy, {args.model}\n")
+    print(table(rows))
+    print("\n" + "\n".join(notes))
+    if args.json:
+        write_json(Path(args.json), rows)
+    return 1 if any(row.result.error for row in rows) else 0
+
+
+def write_json(path: Path, rows: list[ComparedRow]) -> None:
+    from paceline.bench.environment import hardware, versions
+
+    results = [{**asdict(row.result), "plain": asdict(row.plain), "tau": row.result.tau} for row in rows]
+    document = {"hardware": hardware(), "versions": versions(), "columns": COLUMNS, "results": results}
+    path.write_text(json.dumps({**document, "table": [row.cells() for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        sys.exit(child(*sys.argv[2:4]))
+    sys.exit(main())

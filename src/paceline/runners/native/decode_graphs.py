@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import draw
+from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.scratch import Scratch
@@ -268,7 +268,7 @@ class DecodeGraphs:
                 token, vectors = best.token, best.hidden_states
             else:
                 probs[:, step] = torch.softmax(logits.out / buffers.temperatures, dim=-1)
-                token, vectors = draw(probs[:, step], buffers.uniforms[:, step]), None
+                token, vectors = draw_keyed(probs[:, step], buffers.uniforms[:, step]), None
             tokens.append(token)
             hidden_states = model.embed(token) if vectors is None else vectors
             batch = _single(batch, LEAD_TOKENS + step)

@@ -70,7 +70,7 @@ class RequestBuilder:
         """The engine requests of a chat completion."""
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        max_tokens = body.max_completion_tokens or body.max_tokens or self._config.limits.default_max_tokens
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._config.limits.chat_max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         return self._task(body, [EncodedPrompt(self._encode_messages(body.messages))], max_tokens, logprobs)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, chain, empty, merge
 from paceline.core.rng import SequenceRng
-from paceline.core.sampling import SamplingParams, distribution, draw, draw_keyed
+from paceline.core.sampling import SamplingParams, distribution, draw_keyed
 from paceline.core.types import VerifyResult
 from paceline.core.verify import (
     RULES,

@@ -224,10 +224,10 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 def draw_keyed(probs: Tensor, uniform: Tensor) -> Tensor:
     """The token that wins a race whose noise is keyed by the number and the token id (Gumbel-max).
 
-    probs [..., vocab], uniform [...] in [0, 1); returns int64 [...]. Runner i of a race arrives after E_i / w_i with E_i
-    exponential, and the first is i with probability w_i / sum(w): log w_i plus Gumbel noise has its maximum there. Blocks
-    of tokens race first, weighed by their sums, then the tokens of the winning block, with noise of their own: the
-    probability of a token is P(block) · p / P(block) = p.
+    probs [..., vocab], uniform [...] in [0, 1); returns int64 [...]. In a race the entry i arrives after E_i / w_i with
+    E_i exponential, and the first is i with probability w_i / sum(w): log w_i plus Gumbel noise is largest there.
+    Blocks of tokens race first, weighed by their sums, then the tokens of the winning block, with noise of their own:
+    the probability of a token is P(block) · p / P(block) = p.
 
     Unlike `draw`, a rounding error of relative size e in probs changes the token with a probability of order e: noise
     stays with its token, while a cumulative sum carries every error on to all tokens behind it. For the same reason a
@@ -236,7 +236,8 @@ def draw_keyed(probs: Tensor, uniform: Tensor) -> Tensor:
     number, vocab_size = uniform.to(probs.device).unsqueeze(-1), probs.shape[-1]
     if vocab_size <= BLOCK_TOKENS:
         return _race(probs, number, torch.arange(vocab_size, device=probs.device))
-    blocks = torch.nn.functional.pad(probs, (0, -vocab_size % BLOCK_TOKENS)).unflatten(-1, (-1, BLOCK_TOKENS))
+    padded = torch.nn.functional.pad(probs, (0, -vocab_size % BLOCK_TOKENS))
+    blocks = padded.reshape(*probs.shape[:-1], -1, BLOCK_TOKENS)
     weights = blocks.sum(dim=-1, dtype=torch.float64)  # [..., blocks]
     block = _race(weights, number, -1 - torch.arange(weights.shape[-1], device=probs.device))
     inside = blocks.take_along_dim(block[..., None, None], dim=-2).squeeze(-2)  # [..., BLOCK_TOKENS]

@@ -194,6 +194,19 @@ def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
     assert same.token_ids == greedy.token_ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("max_seq_len", [16, 32])
+@pytest.mark.parametrize("options", [{}, {"method": "ngram"}, {"method": "suffix", "num_draft_tokens": 24}], ids=str)
+def test_a_model_of_a_short_context_loads_and_fills_it(max_seq_len: int, options: dict[str, Any]) -> None:
+    """Learned positions end with the context: a warm-up or a draft beyond it would fail."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=259, n_positions=max_seq_len, n_embd=32, n_layer=2, n_head=4)
+    with SpeculativeDecoder(GPT2LMHeadModel(config).eval(), tokenizer=byte_tokenizer(), **options) as decoder:
+        result = decoder.generate("abcab", max_new_tokens=99, ignore_eos=True)
+    assert len(result.token_ids) == max_seq_len - 5 and result.finish_reason == "length"
+
+
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
@@ -214,10 +227,10 @@ def test_a_rule_that_is_chosen_is_the_rule_with_a_seed_too(tiny_folder: Path) ->
     assert texts[None] == texts["coupled"] != texts["token"]
 
 
-def test_coupled_acceptance_gives_the_same_text_with_any_drafter(tiny_folder: Path) -> None:
+def test_a_seed_gives_the_same_text_with_any_drafter_and_any_number_of_draft_tokens(tiny_folder: Path) -> None:
     texts = set()
     for options in DRAFTING:
-        with SpeculativeDecoder(tiny_folder, acceptance="coupled", **options) as decoder:
+        with SpeculativeDecoder(tiny_folder, **options) as decoder:
             texts.add(decoder.generate(PROMPTS[1], max_new_tokens=20, temperature=1.0, seed=3).text)
     assert len(texts) == 1
 

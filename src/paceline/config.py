@@ -72,8 +72,8 @@ class SpeculativeConfig:
 
     method            a name of drafting/registry.py; None: `draft_model` if a draft model is named, else `none`
     num_draft_tokens  draft tokens a step, or "auto": as many as pay on this machine with this sequence, none if none do
-    acceptance        None: `token`; a seeded sequence is `coupled` where what is drafted depends on more than the
-                      sequence and its seed, so that the same seed gives the same output
+    acceptance        None: `token`; `coupled` for a seeded sequence, so that the same seed gives the same output with
+                      every method
     """
 
     method: str | None = option(None, "how to draft: {methods}", "M")
@@ -85,7 +85,7 @@ class SpeculativeConfig:
         ("-k", "--num-draft-tokens"),
     )
     draft_dtype: str | None = option(None, "dtype of the draft model; its errors cost acceptance, never output", "T")
-    acceptance: str | None = option(None, f"{', '.join(ACCEPTANCE)}; default: token", "R")
+    acceptance: str | None = option(None, f"{', '.join(ACCEPTANCE)}; default: token, coupled with a seed", "R")
     draft_options: dict[str, Any] = option(
         {}, "an option of the method, such as nodes=24; repeatable", "NAME=VALUE", ("--draft-option",), action="append"
     )
@@ -111,11 +111,6 @@ class SpeculativeConfig:
         if self.drafter is not None:
             return CUSTOM
         return NONE if self.draft_model is None else DRAFT_MODEL
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether what is drafted depends on how long passes take, and so on more than the sequence and its seed."""
-        return self.method != NONE and AUTO in (self.method, self.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)

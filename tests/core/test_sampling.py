@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
+from torch import Tensor
 
-from paceline.core.sampling import SamplingParams, TokenHistory, distribution, draw
+from paceline.core.rng import SequenceRng, keyed_exponentials
+from paceline.core.sampling import BLOCK_TOKENS, SamplingParams, TokenHistory, distribution, draw, draw_keyed
 from paceline.errors import OptionError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
+DRAWS = 6_000
+FALSE_ALARM = 1e-6  # the probability that correct code fails one statistical test of this file
 
 
 def sampled(**settings: Any) -> list[float]:
@@ -125,6 +130,84 @@ def test_draw_never_returns_a_token_without_weight() -> None:
         assert float(row[draw(row, top)]) > 0
     first = torch.tensor([0.0, 0.0, 1.0])
     assert int(draw(first, torch.tensor(0.0))) == 2
+
+
+# --- keyed draws ------------------------------------------------------------------------------------------------------
+
+
+def row_of(vocab_size: int, seed: int = 1) -> Tensor:
+    """A decided distribution; every third token has no weight."""
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+    logits[::3] = -torch.inf
+    return torch.softmax(logits, dim=-1)
+
+
+def chi_squared_passes(tokens: Tensor, row: Tensor) -> bool:
+    """Whether tokens are distributed as the row: chi², tokens expected fewer than five times are one cell."""
+    expected = row.double() * tokens.numel()
+    observed = torch.bincount(tokens, minlength=row.numel()).double()
+    common = expected >= 5
+    cells = torch.cat([expected[common], expected[~common].sum()[None]])
+    counts = torch.cat([observed[common], observed[~common].sum()[None]])
+    kept = cells > 0
+    statistic = float(((counts - cells)[kept] ** 2 / cells[kept]).sum())
+    return statistic < chi2.isf(FALSE_ALARM, int(kept.sum()) - 1)
+
+
+def race_without_logarithm(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Wrong: uniform instead of exponential noise, the largest p·u."""
+    noise = torch.exp(-keyed_exponentials(uniform[..., None], torch.arange(probs.shape[-1])))
+    return (probs * noise).argmax(dim=-1)
+
+
+def noise_used_twice(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Wrong: the race of the blocks has the noise of the first tokens."""
+    blocks = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % BLOCK_TOKENS)).unflatten(-1, (-1, BLOCK_TOKENS))
+    weights = blocks.sum(dim=-1)
+    block = (keyed_exponentials(uniform[..., None], torch.arange(weights.shape[-1])) / weights).argmin(dim=-1)
+    inside = blocks.take_along_dim(block[..., None, None], dim=-2).squeeze(-2)
+    tokens = block[..., None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
+    return block * BLOCK_TOKENS + (keyed_exponentials(uniform[..., None], tokens) / inside).argmin(dim=-1)
+
+
+@pytest.mark.parametrize("vocab_size", [5, BLOCK_TOKENS, 3 * BLOCK_TOKENS - 40])
+def test_a_keyed_draw_has_the_distribution_of_its_row(vocab_size: int) -> None:
+    row, numbers = row_of(vocab_size), SequenceRng(4).at_positions(0, DRAWS)
+    assert chi_squared_passes(draw_keyed(row.expand(len(numbers), -1), numbers), row)
+
+
+@pytest.mark.parametrize("wrong", [race_without_logarithm, noise_used_twice])
+def test_a_wrong_keyed_draw_is_caught(wrong: Any) -> None:
+    row, numbers = row_of(3 * BLOCK_TOKENS - 40), SequenceRng(4).at_positions(0, DRAWS)
+    row[1:4] += 0.05  # tokens that share their noise with a block
+    row = row / row.sum()
+    assert chi_squared_passes(draw_keyed(row.expand(len(numbers), -1), numbers), row)
+    assert not chi_squared_passes(wrong(row.expand(len(numbers), -1), numbers), row)
+
+
+def test_a_keyed_draw_never_returns_a_token_without_weight() -> None:
+    row, numbers = row_of(1000), SequenceRng(5).at_positions(0, 2000)
+    assert bool((row[draw_keyed(row.expand(len(numbers), -1), numbers)] > 0).all())
+    single = torch.zeros(1000)
+    single[997] = 0.3
+    assert draw_keyed(single.expand(50, -1), numbers[:50]).tolist() == [997] * 50
+
+
+def test_a_keyed_draw_does_not_depend_on_the_rows_beside_it() -> None:
+    rows, numbers = torch.stack([row_of(700, seed) for seed in range(12)]), SequenceRng(6).at_positions(0, 12)
+    together = draw_keyed(rows.view(3, 4, -1), numbers.view(3, 4)).flatten().tolist()
+    assert together == [int(draw_keyed(row, number)) for row, number in zip(rows, numbers)]
+
+
+def test_rounding_changes_a_keyed_draw_only_with_a_probability_of_its_own_size() -> None:
+    """An error of 1e-3 over 600 draws: fewer than 4e-3 of them change, 2.4; 13 would have probability 1e-6."""
+    error, count = 1e-3, 600
+    numbers = SequenceRng(7).at_positions(0, count)
+    rows = torch.softmax(torch.randn(count, 5000, generator=torch.Generator().manual_seed(2)), dim=-1)
+    other = rows * (1 + error * torch.linspace(-1, 1, 5000))
+    keyed, inverted = (int((by(rows, numbers) != by(other, numbers)).sum()) for by in (draw_keyed, draw))
+    assert keyed < 13
+    assert inverted > 100, "a cumulative sum carries the error on to all tokens behind it"
 
 
 @pytest.mark.parametrize(

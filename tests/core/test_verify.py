@@ -8,7 +8,8 @@ from scipy.stats import binomtest
 from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, chain, empty, merge
-from paceline.core.sampling import SamplingParams, distribution, draw
+from paceline.core.rng import SequenceRng
+from paceline.core.sampling import SamplingParams, distribution, draw_keyed
 from paceline.core.types import VerifyResult
 from paceline.core.verify import (
     RULES,
@@ -153,7 +154,7 @@ def test_the_twin_for_coupled_chains_equals_the_reference(k: int) -> None:
     rng, batch = torch.Generator().manual_seed(k), 300
     target = torch.stack([random_rows(k + 1, 1000 + seed) for seed in range(batch)])
     uniforms = torch.rand(batch, k + 1, generator=rng, dtype=torch.float64)
-    matching = draw(target, uniforms)[:, :k]  # half of the draft tokens are what the target will draw
+    matching = draw_keyed(target, uniforms)[:, :k]  # half of the draft tokens are what the target will draw
     draft_tokens = torch.where(
         torch.rand(batch, k, generator=rng) < 0.5, matching, torch.randint(VOCABULARY, (batch, k), generator=rng)
     )
@@ -237,6 +238,20 @@ def test_coupled_gives_the_same_tokens_whatever_was_drafted() -> None:
     assert (miss.accepted, miss.next_token) == ([], plain)
 
 
+def test_coupled_accepts_most_of_what_a_near_drafter_draws_with_the_same_numbers() -> None:
+    """Races with common noise agree with probability (1 - TV) / (1 + TV) or more; a binomial test of that bound."""
+    p, q = random_rows(1, seed=1)[0], random_rows(1, seed=2)[0]
+    q = 0.8 * p + 0.2 * q
+    distance, count = 0.5 * float((p - q).abs().sum()), 20_000
+    numbers = SequenceRng(9).at_positions(0, count)
+    drafted = draw_keyed(q.expand(count, -1), numbers)[:, None]
+    uniforms = torch.stack([numbers, numbers.roll(1)], dim=1)
+    accepted = int(verify_chains_coupled(drafted, None, p.expand(count, 2, -1), uniforms).counts.sum())
+    bound = (1 - distance) / (1 + distance)
+    assert binomtest(accepted, count, bound, alternative="less").pvalue > FALSE_ALARM
+    assert accepted / count > 0.8
+
+
 def test_typical_acceptance_accepts_a_likely_draft_token_without_a_draw() -> None:
     target = torch.tensor([[0.45, 0.55], [0.5, 0.5]])
     for seed in range(50):
@@ -245,6 +260,35 @@ def test_typical_acceptance_accepts_a_likely_draft_token_without_a_draw() -> Non
         ).accepted == [0]
     rare = torch.tensor([[0.01, 0.99], [0.5, 0.5]])
     assert LossyTypical()(chain([0]), rare, uniforms_for(chain([0]))).accepted == []
+
+
+# --- tokens that do not exist -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [-1, VOCABULARY])
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_token_outside_the_vocabulary_is_no_draft_token(rule: str, one_hot: bool, missing: int) -> None:
+    """-1 would be read as the last token of a row. The result is that of the draft up to there."""
+    rng = torch.Generator().manual_seed(3)
+    for seed in range(100):
+        target, q = random_rows(4, seed), random_rows(3, 500 + seed)
+        target[:, -1] += 2.0  # the token that -1 would stand for
+        target = target / target.sum(-1, keepdim=True)
+        first = int(target[0].argmax())
+        uniforms = uniforms_for(chain([0]), rng)
+        cut = chain([first], None if one_hot else q[:1])
+        whole = chain([first, missing, 2], None if one_hot else q)
+        expected = RULES[rule].verify(cut, target[:2], uniforms)
+        numbers = torch.cat([uniforms[:1], uniforms[1:], uniforms[:1], uniforms[1:]])
+        assert RULES[rule].verify(whole, target, numbers) == expected
+
+
+def test_greedy_verification_never_accepts_a_token_outside_the_vocabulary() -> None:
+    assert verify_greedy([-1, 2], [-1, 0], [6, 2, 1]) == VerifyResult([], 6, [])
+    siblings = DraftTree(torch.tensor([-1, 6]), [-1, -1])
+    target = distribution(torch.eye(VOCABULARY)[[6, 0, 3]], SamplingParams())
+    assert verified_with(siblings, target) == VerifyResult([1], 3, [6])
 
 
 # --- the rules by name ------------------------------------------------------------------------------------------------

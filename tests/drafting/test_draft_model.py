@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.sampling import SamplingParams, distribution, draw
+from paceline.core.sampling import SamplingParams, distribution, draw_keyed
 from paceline.core.sequence import Sequence
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
@@ -90,22 +90,24 @@ class TableDraft:
         for uniform in item.uniforms:
             q = distribution(runner.table[runner._context(ids)], SamplingParams(item.temperature))
             probs.append(q)
-            ids.append(int(draw(q[None], torch.tensor([uniform], dtype=torch.float64))))
+            ids.append(int(draw_keyed(q[None], torch.tensor([uniform], dtype=torch.float64))))
         cache = item.seq_cache
         runner.forward([Row.chain(cache, ids[cache.length : -1])])
         self.tokens, self.probs = torch.tensor(ids[-num_tokens:]), torch.stack(probs)
 
 
-def test_a_device_loop_draws_what_single_steps_draw_and_no_more_numbers() -> None:
+@pytest.mark.parametrize("rule", ["coupled", "token"])
+def test_a_device_loop_draws_as_many_numbers_as_single_steps_and_keyed_ones_give_the_same_tokens(rule: str) -> None:
     """The random numbers of a sequence depend neither on the way it drafts nor on the draft length of its neighbour."""
-    drafts = []
+    tokens, states = [], []
     for runner in (TableRunner(5, seed=2), DeviceRunner(5, seed=2)):
-        seqs = [sequence([1, 2, 3], 60, SamplingParams(1.0, seed=1)) for _ in range(2)]
+        seqs = [sequence([1, 2, 3], 60, SamplingParams(1.0, seed=1), rule=rule) for _ in range(2)]
         trees = DraftModel(runner, 5).propose(seqs, [2, 4])
-        states = [seq.rng.generator.get_state().tolist() for seq in seqs]
-        drafts.append(([tree.tokens.tolist() for tree in trees], states))
+        states.append([seq.rng.generator.get_state().tolist() for seq in seqs])
+        tokens.append([tree.tokens.tolist() for tree in trees])
         assert [len(tree) for tree in trees] == [2, 4]
-    assert drafts[0] == drafts[1]
+    assert states[0] == states[1]
+    assert rule == "token" or tokens[0] == tokens[1]
 
 
 def test_a_failed_pass_leaves_no_draft_token_behind() -> None:

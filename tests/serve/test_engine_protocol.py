@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -81,6 +82,16 @@ def test_max_model_len_bounds_prompt_and_output(server: RunningServer, engine: R
     assert response.status_code == 400 and "ask for 12 or fewer" in response.json()["error"]["message"]
     assert server.http().post(COMPLETIONS, json={"prompt": "x" * 20}).status_code == 200
     assert engine.requests[-1].max_new_tokens == 12
+
+
+def test_a_chat_without_max_tokens_ends_with_the_context_and_not_before() -> None:
+    engine = ReversingEngine()
+    engine.info = replace(engine.info, max_seq_len=5000)
+    with serving(engine, ServerConfig((NAME,))) as running_server:
+        body = {"messages": [{"role": "user", "content": "ab" * 1000}]}
+        response = running_server.http().post(CHAT, json=body).json()
+    assert response["usage"]["completion_tokens"] == 2000
+    assert engine.requests[-1].max_new_tokens == 3000
 
 
 @pytest.mark.parametrize("stream", [False, True])

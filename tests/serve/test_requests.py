@@ -97,6 +97,13 @@ def test_max_tokens_has_openai_defaults() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).choices[0].request.max_new_tokens == 7
 
 
+def test_a_chat_without_max_tokens_may_fill_the_context_and_no_more_than_the_server_allows() -> None:
+    prompt_tokens = chat().prompt_tokens
+    assert chat().choices[0].request.max_new_tokens == 64 - prompt_tokens
+    for limits in (RequestLimits(max_new_tokens=9), RequestLimits(max_new_tokens=9, default_max_tokens=20)):
+        assert chat(config={"limits": limits}).choices[0].request.max_new_tokens == 9
+
+
 def test_only_a_default_is_cut_to_the_context_length() -> None:
     limits = RequestLimits(default_max_tokens=1000)
     assert chat(config={"limits": limits}).choices[0].request.max_new_tokens == 64 - 3

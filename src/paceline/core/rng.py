@@ -2,12 +2,18 @@
 
 next          numbers in the order they are drawn, from the sequence's own generator
 at_positions  numbers that depend on the seed and a position alone: the same whatever was drafted before
+
+`keyed_exponentials` makes of one such number as many as a draw over the vocabulary needs, one for each token id.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+# splitmix64 in the signed integers that torch has: products wrap, and shifts need a mask.
+_STEP, _FIRST_FACTOR, _SECOND_FACTOR = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_KEY_BITS, _BITS = 53, 52  # of a number in [0, 1); of a keyed number, so that adding a half is exact
 
 
 class SequenceRng:
@@ -37,3 +43,22 @@ def position_uniform(seed: int, position: int) -> float:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
         state ^= state >> 31
     return (state >> 11) / float(1 << 53)
+
+
+def keyed_exponentials(uniforms: Tensor, counters: Tensor) -> Tensor:
+    """Exponentially distributed numbers that depend on a uniform number and a counter alone. float64, broadcast
+
+    uniforms  [..., 1] float64 in [0, 1): each is the key of a stream of its own
+    counters  int64: which numbers of the stream; any number at any time, in no order
+    """
+    state = (uniforms * float(1 << _KEY_BITS)).long() + counters * _STEP
+    state = (state ^ _shifted(state, 30)) * _FIRST_FACTOR
+    state = (state ^ _shifted(state, 27)) * _SECOND_FACTOR
+    state = state ^ _shifted(state, 31)
+    # Never 0 and never 1, so every number is finite and above 0; near 1 the steps are as fine as float64 has them.
+    return -torch.log((_shifted(state, 64 - _BITS).double() + 0.5) * 2.0**-_BITS)
+
+
+def _shifted(state: Tensor, bits: int) -> Tensor:
+    """A shift to the right that fills with zeros, whatever the sign."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from paceline.config import as_int
+from paceline.core.rng import keyed_exponentials
 from paceline.errors import OptionError
+
+BLOCK_TOKENS = 256  # of a keyed draw: about the root of a vocabulary, so that both of its races are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,3 +219,32 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     # The product may step up to the total itself; the number below it falls on the last token that has any weight.
     point = torch.minimum(uniform.to(sums).unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(sums, point, right=True).squeeze(-1).clamp_max(probs.shape[-1] - 1)
+
+
+def draw_keyed(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token that wins a race whose noise is keyed by the number and the token id (Gumbel-max).
+
+    probs [..., vocab], uniform [...] in [0, 1); returns int64 [...]. In a race the entry i arrives after E_i / w_i with
+    E_i exponential, and the first is i with probability w_i / sum(w): log w_i plus Gumbel noise is largest there.
+    Blocks of tokens race first, weighed by their sums, then the tokens of the winning block, with noise of their own:
+    the probability of a token is P(block) · p / P(block) = p.
+
+    Unlike `draw`, a rounding error of relative size e in probs changes the token with a probability of order e: noise
+    stays with its token, while a cumulative sum carries every error on to all tokens behind it. For the same reason a
+    near distribution drawn with the same number nearly always gives the same token.
+    """
+    number, vocab_size = uniform.to(probs.device).unsqueeze(-1), probs.shape[-1]
+    if vocab_size <= BLOCK_TOKENS:
+        return _race(probs, number, torch.arange(vocab_size, device=probs.device))
+    padded = torch.nn.functional.pad(probs, (0, -vocab_size % BLOCK_TOKENS))
+    blocks = padded.reshape(*probs.shape[:-1], -1, BLOCK_TOKENS)
+    weights = blocks.sum(dim=-1, dtype=torch.float64)  # [..., blocks]
+    block = _race(weights, number, -1 - torch.arange(weights.shape[-1], device=probs.device))
+    inside = blocks.take_along_dim(block[..., None, None], dim=-2).squeeze(-2)  # [..., BLOCK_TOKENS]
+    first = block * BLOCK_TOKENS
+    return first + _race(inside, number, first.unsqueeze(-1) + torch.arange(BLOCK_TOKENS, device=probs.device))
+
+
+def _race(weights: Tensor, number: Tensor, counters: Tensor) -> Tensor:
+    """Who arrives first: one of several, each with its share of the weights. A weight of 0 never arrives."""
+    return (keyed_exponentials(number, counters) / weights).argmin(dim=-1)

@@ -131,8 +131,8 @@ class Sequence:
     def draft_uniforms(self, depth: int, count: int = 1) -> Tensor:
         """Numbers to draw draft tokens with, from `depth` draft tokens on. float64 [count]
 
-        Under a seeded rule they are the numbers the target will draw with: the closer the two distributions, the more
-        often the two draws agree.
+        Under a seeded rule they are the numbers the target will draw with, and key the same noise for every token: the
+        closer the two distributions, the more often the two draws agree.
         """
         if self.params.rule.seeded:
             return self.rng.at_positions(self.num_new_tokens + depth, count)
@@ -165,14 +165,15 @@ class Sequence:
 
 
 def group_by_sampling(seqs: list[Sequence]) -> list[list[int]]:
-    """Indices of sequences whose distributions are computed the same way from logits alone: those are batched.
+    """Indices of sequences whose tokens are drawn the same way from logits alone: those are batched.
 
     A sequence with penalties, biases or a grammar is a group of its own.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, seq in enumerate(seqs):
         sampling = seq.sampling
-        key: tuple[object, ...] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        keyed = seq.params.rule.seeded
+        key: tuple[object, ...] = (keyed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         if sampling.penalised or sampling.logit_bias or seq.params.constraint is not None:
             key = (*key, index)
         groups.setdefault(key, []).append(index)

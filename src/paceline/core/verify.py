@@ -7,9 +7,12 @@ same walk, and the result is distributed exactly as if the target had drawn ever
 The rules, by name (`--acceptance`):
   token          verify_tokens, above
   block          verifies a chain as a whole; accepts at least as much as `token`, equally exact
-  coupled        the target draws with numbers keyed by seed and position; a draft token is accepted if it is drawn.
-                 The output is then a function of the seed alone: the same with any drafter, any k, any batch, or none
+  coupled        the target draws with noise keyed by seed, position and token; a draft token is accepted if it is
+                 drawn. The output is then a function of the seed alone: the same with any drafter, any k, any batch,
+                 or none, but for draws closer than the rounding of a pass
   lossy-typical  Medusa's typical acceptance. LOSSY: the output is not the target's distribution
+
+A draft token outside the vocabulary is no draft token: it is never accepted and nothing is drawn against it.
 
 Randomness is a row of uniform numbers a tree, one a draft token and one for the last draw, drawn from the sequence's
 own source before anything is computed. The vectorised twins take the same numbers, so tests compare them for equality.
@@ -23,8 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.draft_tree import ROOT, DraftTree
-from paceline.core.sampling import draw
+from paceline.core.draft_tree import ROOT, DraftTree, chain, depths
+from paceline.core.sampling import draw, draw_keyed
 from paceline.core.types import VerifyResult
 
 # (tree, target [draft tokens + 1, vocab], uniforms [draft tokens + 1]) -> result.
@@ -38,9 +41,9 @@ def verify_tokens(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyRe
     accepted: list[int] = []
     remaining, node = target[0], ROOT
     for child in range(tree.num_draft_tokens):
-        if tree.parents[child] != node:
-            continue
         token = tokens[child]
+        if tree.parents[child] != node or not 0 <= token < target.shape[-1]:
+            continue
         q = 1.0 if tree.probs is None else float(tree.probs[child, token])
         if numbers[child] * q < float(remaining[token]):
             accepted.append(child)
@@ -90,6 +93,7 @@ def verify_block(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyRes
     """
     if not tree.is_chain:
         return verify_tokens(tree, target, uniforms)
+    tree = _within_vocabulary(tree, target.shape[-1])
     count, tokens = tree.num_draft_tokens, tree.tokens.tolist()
     ratio, best, rest = 1.0, 0, _block_residual(tree, target, 0, 1.0)
     for i in range(count):
@@ -101,6 +105,13 @@ def verify_block(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyRes
             best, rest = i + 1, following
     source = rest if float(rest.sum()) > 0 else target[best]
     return _result(list(range(best)), tokens, int(draw(source, uniforms[-1])))
+
+
+def _within_vocabulary(tree: DraftTree, vocab_size: int) -> DraftTree:
+    """A chain up to its first token outside the vocabulary."""
+    tokens = tree.tokens[: tree.num_draft_tokens].tolist()
+    count = next((node for node, token in enumerate(tokens) if not 0 <= token < vocab_size), None)
+    return tree if count is None else chain(tokens[:count], None if tree.probs is None else tree.probs[:count])
 
 
 def _block_threshold(ratio: float, following: Tensor, *, last: bool) -> float:
@@ -129,16 +140,12 @@ def verify_coupled(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyR
     """The target draws at every depth from its own number; a draft token is accepted if it is the token drawn.
 
     uniforms[d] is the number for depth d. The drafter's q plays no part, so the output does not depend on the drafts.
+    Every draw is keyed, so a draft token drawn from a near q with the same number is nearly always accepted.
     """
-    accepted: list[int] = []
-    tokens, node = tree.tokens.tolist(), ROOT
-    while True:
-        token = int(draw(target[node + 1], uniforms[len(accepted)]))
-        match = [c for c in range(tree.num_draft_tokens) if tree.parents[c] == node and tokens[c] == token]
-        if not match:
-            return _result(accepted, tokens, token)
-        node = match[0]
-        accepted.append(node)
+    parents = tree.parents[: tree.num_draft_tokens]
+    levels = [0] + [depth + 1 for depth in depths(parents)]
+    drawn = draw_keyed(target[: len(levels)], uniforms[levels]).tolist()
+    return verify_greedy(tree.tokens.tolist(), parents, drawn)
 
 
 # --- lossy ------------------------------------------------------------------------------------------------------------
@@ -158,7 +165,9 @@ class LossyTypical:
         tokens, lengths, best = tree.tokens.tolist(), {ROOT: 0}, ROOT
         for child in range(tree.num_draft_tokens):
             parent = tree.parents[child]
-            if parent in lengths and float(target[parent + 1, tokens[child]]) > self._edge(target[parent + 1]):
+            if parent not in lengths or not 0 <= tokens[child] < target.shape[-1]:
+                continue
+            if float(target[parent + 1, tokens[child]]) > self._edge(target[parent + 1]):
                 lengths[child] = lengths[parent] + 1
                 best = child if lengths[child] > lengths[best] else best
         path: list[int] = []
@@ -194,7 +203,8 @@ class AcceptanceRule:
     """One way to verify.
 
     lossless    the output is distributed as the target's own
-    seeded      the numbers are keyed by seed and position instead of drawn in order, for drafter and target alike
+    seeded      the numbers are keyed by seed and position instead of drawn in order, and every draw is keyed by token,
+                for drafter and target alike
     on_device   the vectorised twin for chains of one length, where there is one
     """
 
@@ -203,6 +213,11 @@ class AcceptanceRule:
     lossless: bool = True
     seeded: bool = False
     on_device: VerifyChains | None = None
+
+    @property
+    def draw(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """How a token is drawn under this rule, by the target and by a drafter."""
+        return draw_keyed if self.seeded else draw
 
 
 # --- vectorised twins -------------------------------------------------------------------------------------------------
@@ -234,7 +249,7 @@ def verify_chains_coupled(
 ) -> BatchVerifyResult:
     """`verify_coupled` for a batch of chains of one length, without leaving the device. q plays no part."""
     batch, k = draft_tokens.shape
-    drawn = draw(target, uniforms)
+    drawn = draw_keyed(target, uniforms)
     counts = (drawn[:, :k] == draft_tokens).long().cumprod(dim=-1).sum(dim=-1)
     nodes = torch.arange(k, device=target.device).expand(batch, k)
     return BatchVerifyResult(nodes, counts, drawn.gather(-1, counts[:, None])[:, 0])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
-from paceline.core.sampling import distribution, draw
+from paceline.core.sampling import distribution
 from paceline.core.sequence import Sequence, group_by_sampling
 from paceline.core.types import DraftOutput
 from paceline.device.memory import for_sampling
@@ -70,7 +70,7 @@ def _draw(seqs: list[Sequence], logits: Tensor, drafts: list[SampledDraft]) -> N
     if sampling.penalised:
         histories = [seq.history([int(token) for token in draft.tokens]) for seq, draft in zip(seqs, drafts)]
     q = distribution(for_sampling(logits), sampling, histories)
-    tokens = draw(q, torch.cat([draft.next_uniform(seq) for seq, draft in zip(seqs, drafts)]))
+    tokens = seqs[0].params.rule.draw(q, torch.cat([draft.next_uniform(seq) for seq, draft in zip(seqs, drafts)]))
     for index, draft in enumerate(drafts):
         draft.tokens.append(tokens[index : index + 1].to(logits.device))
         draft.probs.append(q[index])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import draw
+from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftOutput
 from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
@@ -151,7 +151,7 @@ class EagleGraphs:
             logits = head.logits(out)
             if probs is not None:
                 probs[:, step] = torch.softmax(self._widened(logits) / given.temperatures, dim=-1)
-                tokens.append(draw(probs[:, step], given.uniforms[:, step]))
+                tokens.append(draw_keyed(probs[:, step], given.uniforms[:, step]))
             else:
                 tokens.append(head.to_target_ids(logits.argmax(dim=-1)))
         return DraftOutput(torch.stack(tokens, dim=1), probs)

@@ -82,7 +82,9 @@ class RequestLimits:
     max_body_bytes: int = option(4 << 20, "--max-body-bytes", "N", "size of a request body")
     max_prompt_tokens: int = option(1 << 20, "--max-prompt-tokens", "N", "tokens of one prompt")
     max_new_tokens: int = option(1 << 20, "--max-new-tokens", "N", "tokens one choice may generate", "sampling")
-    default_max_tokens: int = option(1024, "--default-max-tokens", "N", "max_tokens where a chat has none", "sampling")
+    default_max_tokens: int = option(
+        0, "--default-max-tokens", "N", "max_tokens where a chat has none; 0: the rest of the context", "sampling"
+    )
     max_choices: int = option(32, "--max-choices", "N", "choices of one request: n times the prompts")
     request_timeout: float = option(600.0, "--request-timeout", "S", "seconds for a whole request; then 408")
     stall_timeout: float = option(30.0, "--stall-timeout", "S", "seconds a client may take to send or to receive")
@@ -91,9 +93,14 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            zero_allowed = name in ("max_waiting", "max_requests_per_key", "drain_timeout")
+            zero_allowed = name in ("max_waiting", "max_requests_per_key", "default_max_tokens", "drain_timeout")
             if not math.isfinite(value) or value < 0 or (value < 1e-3 and not zero_allowed):
                 raise OptionError(f"{name} must be {'0 or more' if zero_allowed else 'above 0'}, not {value}")
+
+    @property
+    def chat_max_tokens(self) -> int:
+        """max_tokens of a chat that has none; what does not fit the context is cut off later."""
+        return min(self.default_max_tokens or self.max_new_tokens, self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)

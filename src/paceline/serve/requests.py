@@ -79,7 +79,7 @@ class RequestBuilder:
             raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         prompts = [EncodedPrompt(self._encode_messages(body.messages))]
-        return self._task(body, prompts, self._config.limits.default_max_tokens, logprobs)
+        return self._task(body, prompts, self._config.limits.chat_max_tokens, logprobs)
 
     def completion(self, body: CompletionRequest) -> CompletionTask:
         """The engine requests of a completion."""

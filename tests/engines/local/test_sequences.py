@@ -133,7 +133,7 @@ def test_a_prediction_without_a_method_is_drafted_from() -> None:
     ("options", "seed", "rule"),
     [
         ({}, None, "token"),
-        ({}, 3, "token"),
+        ({}, 3, "coupled"),
         ({"num_draft_tokens": "auto"}, None, "token"),
         ({"num_draft_tokens": "auto"}, 3, "coupled"),
         ({"per_request": True}, 3, "coupled"),
@@ -147,7 +147,7 @@ def test_a_prediction_without_a_method_is_drafted_from() -> None:
 def test_the_acceptance_rule_is_decided_here_and_only_here(
     options: dict[str, Any], seed: int | None, rule: str
 ) -> None:
-    """A seeded sequence is coupled where its drafts depend on the clock or on other requests."""
+    """A seeded sequence is coupled, unless a rule is named."""
     seq = builder(**options).build(request(sampling=SamplingParams(1.0, seed=seed)))
     assert seq.params.rule.name == rule
 

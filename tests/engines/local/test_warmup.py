@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.cost_model import CostCurve
-from paceline.engines.local.warmup import CONTEXT, CPU_GRAIN, measure_costs, measure_pass, pass_grain, warm_up
+from paceline.core.types import ModelOutput, Row
+from paceline.engines.local.warmup import CONTEXT, CPU_GRAIN, WIDTHS, measure_costs, measure_pass, pass_grain, warm_up
 from paceline.errors import OutOfMemory
 from tests.support.toy import ToyRunner
 
@@ -41,6 +42,26 @@ def test_warming_up_runs_each_width_once_and_survives_a_small_cache() -> None:
     runner.errors = [OutOfMemory("no memory left")]
     warm_up(runner, (1,))
     assert not runner.open_caches and not runner.errors
+
+
+class ShortRunner(ToyRunner):
+    """Fails where a pass goes beyond its context, as learned positions do."""
+
+    def __init__(self, max_seq_len: int) -> None:
+        super().__init__()
+        self.info = replace(self.info, max_seq_len=max_seq_len)
+
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+        output = super().forward(rows, last_only=last_only)
+        assert all(row.seq_cache.length <= self.info.max_seq_len for row in rows)
+        return output
+
+
+@pytest.mark.parametrize("max_seq_len", [2, 3, 16, 32, 50, 73])
+def test_no_pass_goes_beyond_a_short_context(max_seq_len: int) -> None:
+    curve = measure_pass(ShortRunner(max_seq_len))
+    assert curve.sizes == [width for width in WIDTHS if width < max_seq_len]
+    warm_up(ShortRunner(max_seq_len), (1, 24, 500))
 
 
 def test_a_draft_model_costs_one_pass_a_draft_token() -> None:

@@ -47,14 +47,11 @@ class SequenceBuilder:
     def _rule(self, request: Request) -> AcceptanceRule:
         """The acceptance rule of a sequence, however the request arrived.
 
-        A seeded sequence is verified by the coupled rule where its drafts depend on more than itself and its seed: on
-        the clock, or on what other requests choose. Its output is then a function of the seed.
+        A seeded sequence is verified by the coupled rule, whatever the method: its output is then a function of the
+        seed and not of the drafts. A rule that the user names is obeyed.
         """
-        speculative = self._config.speculative
-        if speculative.acceptance is not None:
-            return RULES[speculative.acceptance]
-        varies = speculative.is_adaptive or self._config.per_request
-        return RULES["coupled" if request.sampling.seed is not None and varies else "token"]
+        named = self._config.speculative.acceptance
+        return RULES[named or ("token" if request.sampling.seed is None else "coupled")]
 
     def _method(self, request: Request) -> str:
         if request.method is None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, path_to
-from paceline.core.sampling import adjusted, distribution, draw
+from paceline.core.sampling import adjusted, distribution
 from paceline.core.sequence import Sequence, group_by_sampling
 from paceline.core.types import ModelOutput, RowOutput, TokenLogprob, VerifyResult
 from paceline.core.verify import verify_greedy
@@ -48,7 +48,8 @@ class Verifier:
         target = target_rows(members, drafts, [output[index].logits for index in group])
         uniforms = [seq.verify_uniforms(tree.num_draft_tokens + 1) for seq, tree in zip(members, drafts)]
         if not any(tree.num_draft_tokens for tree in drafts):
-            return [VerifyResult([], token) for token in draw(target, torch.cat(uniforms)).tolist()]
+            drawn = members[0].params.rule.draw(target, torch.cat(uniforms))
+            return [VerifyResult([], token) for token in drawn.tolist()]
         targets = torch.split(target.cpu(), [tree.num_draft_tokens + 1 for tree in drafts])
         return [seq.params.rule.verify(*row) for seq, row in zip(members, zip(drafts, targets, uniforms))]
 

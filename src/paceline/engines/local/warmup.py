@@ -15,7 +15,7 @@ from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
 CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
-CONTEXT = 48  # tokens in the sequence cache while measuring
+CONTEXT = 48  # tokens in the sequence cache while measuring, where the model reads so many
 REPEATS = 2
 LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
 
@@ -33,6 +33,7 @@ def measure_pass(
 
     The first turn warms up. At least one turn is measured; no further one begins after `longest_seconds`.
     """
+    widths, context = fitting_widths(target.info, widths), context_length(target.info, widths)
     samples: dict[int, list[float]] = {width: [] for width in widths}
     seq_caches: list[SequenceCache] = []
     token = min(7, target.info.vocab_size - 1)
@@ -40,12 +41,12 @@ def measure_pass(
     try:
         for _ in range(num_seqs):
             seq_caches.append(target.new_cache())
-        target.forward([Row.chain(seq_cache, [token] * CONTEXT) for seq_cache in seq_caches], last_only=True)
+        target.forward([Row.chain(seq_cache, [token] * context) for seq_cache in seq_caches], last_only=True)
         for turn in range(repeats + 1):
             if turn > 1 and time.perf_counter() - began > longest_seconds:
                 break
             for width in widths:
-                taken = _one_pass(target, seq_caches, [token] * width)
+                taken = _one_pass(target, seq_caches, context, [token] * width)
                 if turn:
                     samples[width].append(taken)
     finally:
@@ -57,19 +58,30 @@ def measure_pass(
 def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
     """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is not an error."""
     seq_cache, token = target.new_cache(), min(7, target.info.vocab_size - 1)
+    context = context_length(target.info, widths)
     try:
-        target.forward([Row.chain(seq_cache, [token] * CONTEXT)], last_only=True)
-        for width in sorted(set(widths)):
-            _one_pass(target, [seq_cache], [token] * width)
+        target.forward([Row.chain(seq_cache, [token] * context)], last_only=True)
+        for width in sorted(set(fitting_widths(target.info, widths))):
+            _one_pass(target, [seq_cache], context, [token] * width)
     except OutOfMemory:
         pass
     finally:
         target.free(seq_cache)
 
 
-def _one_pass(target: Runner, seq_caches: list[SequenceCache], tokens: list[int]) -> float:
+def fitting_widths(info: ModelInfo, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Those widths that fit the context of the model behind at least one token."""
+    return tuple(width for width in widths if width < info.max_seq_len) or (1,)
+
+
+def context_length(info: ModelInfo, widths: tuple[int, ...]) -> int:
+    """Tokens to read before passes of these widths, so that the widest still fits the context of the model."""
+    return max(1, min(CONTEXT, info.max_seq_len - max(fitting_widths(info, widths))))
+
+
+def _one_pass(target: Runner, seq_caches: list[SequenceCache], context: int, tokens: list[int]) -> float:
     for seq_cache in seq_caches:
-        target.truncate(seq_cache, CONTEXT)
+        target.truncate(seq_cache, context)
     started = time.perf_counter()
     output = target.forward([Row.chain(seq_cache, tokens) for seq_cache in seq_caches])
     output.logits.argmax(dim=-1).tolist()  # as a step does: choose, and wait for the device

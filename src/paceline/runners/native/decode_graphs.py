@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import draw
+from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.scratch import Scratch
@@ -288,7 +288,7 @@ class DecodeGraphs:
             else:
                 last = output.logits.view(batch.num_seqs, batch.nodes, -1)[:, -1]
                 probs[:, step] = torch.softmax(last / buffers.temperatures, dim=-1)
-                tokens.append(draw(probs[:, step], buffers.uniforms[:, step]))
+                tokens.append(draw_keyed(probs[:, step], buffers.uniforms[:, step]))
                 source = TokenSource(tokens[-1], 1)
             batch = replace(batch, nodes=1, offset=LEAD_TOKENS + step)  # of single nodes the kernel reads no depths
         return DraftOutput(torch.stack(tokens, dim=1), probs)
@@ -313,7 +313,7 @@ class DecodeGraphs:
                 token, vectors = best.token, best.hidden_states
             else:
                 probs[:, step] = torch.softmax(logits.out / buffers.temperatures, dim=-1)
-                token, vectors = draw(probs[:, step], buffers.uniforms[:, step]), None
+                token, vectors = draw_keyed(probs[:, step], buffers.uniforms[:, step]), None
             tokens.append(token)
             hidden_states = model.embed(token) if vectors is None else vectors
             batch = _single(batch, LEAD_TOKENS + step)

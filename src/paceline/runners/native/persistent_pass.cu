@@ -716,17 +716,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     Stream stream(product, ring_at);
 #pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) stream.next(product);
-    // What is added to the product, the residual or a bias, is there already.
-    auto added_to = [&](const Target target) {
-      const u16* bias = product.bias;
-      float sum = target.valid && bias ? wide(bias[target.row]) : 0.f;
+    // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
+    u16 bias = 0, residual = 0;
+    auto ask_for_added = [&](const Target target) {
+      const u16* biases = product.bias;
+      if (target.valid && biases) bias = biases[target.row];
       if (target.valid && (kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT)) {
-        const u16* residual = step == 1 ? embedding + (i64)row_tokens[target.token] * HIDDEN : hidden + (i64)target.token * HIDDEN;
-        sum += wide(load_narrow(residual + target.row));
+        const u16* from = step == 1 ? embedding + (i64)row_tokens[target.token] * HIDDEN : hidden + (i64)target.token * HIDDEN;
+        residual = load_narrow(from + target.row);
       }
-      return sum;
     };
-    float added = kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT ? added_to(target_of(product, 0, product.tiles, rows)) : 0.f;
+    if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, 0, product.tiles, rows));
     if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
     wait_groups<SLOTS>();  // the gain is there
     if (step) {
@@ -783,6 +783,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       const float up = __shfl_down_sync(0xffffffffu, total, 2);
       if (target.valid) {
         const i64 token = target.token;
+        const float added = wide(bias) + wide(residual);
         if (kind == QKV_PRODUCT) qkv[token * QKV + target.row] = narrow(total + added);
         else if (kind == GATE_PRODUCT) activated[token * INTER + target.row] = narrow(__fdividef(total, 1.f + __expf(-total)) * up);
         else if (kind == LM_HEAD) {
@@ -790,7 +791,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
           if (total > most) { most = total; place = target.row; }
         } else hidden[token * HIDDEN + target.row] = narrow(total + added);
       }
-      if (tile < product.tiles) added = added_to(target_of(product, tile, product.tiles - tile, rows));
+      if (tile < product.tiles) ask_for_added(target_of(product, tile, product.tiles - tile, rows));
       in_batch = 0;
       __syncthreads();
     }

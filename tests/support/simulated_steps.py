@@ -86,9 +86,22 @@ class Run:
 class Simulation:
     """One engine: sequences one after another under one policy."""
 
-    def __init__(self, policy: DraftLengthPolicy, costs: TrueCosts, seed: int = 0, hiccup: Hiccup | None = None) -> None:
+    def __init__(
+        self,
+        policy: DraftLengthPolicy,
+        costs: TrueCosts,
+        seed: int = 0,
+        hiccup: Hiccup | None = None,
+        unclean_steps: int = 0,
+    ) -> None:
+        """unclean_steps: at the start, each of which captures something for a second, and is marked.
+
+        hiccup: then draft tokens are accepted evenly, not by chance, so that nothing but the hiccup disturbs.
+        """
         self.policy, self.truth, self.hiccup = policy, costs, hiccup
-        self.dice = random.Random(seed)
+        self.dice, self._even = random.Random(seed), hiccup is not None
+        self._unclean_steps = unclean_steps
+        self._shares = [0.5] * MAX_K  # of an accepted draft token that are due at each depth
         self.run = Run()
 
     def generate(self, num_tokens: int, prompt_length: int = 1, steps: int | None = None) -> Run:
@@ -103,7 +116,7 @@ class Simulation:
 
     def _step(self, seq: Sequence, k: int, unread: int) -> None:
         truth, dice = self.truth, self.dice
-        accepted = next((depth for depth in range(k) if dice.random() >= truth.acceptance), k)
+        accepted = next((depth for depth in range(k) if not self._is_accepted(depth)), k)
         emitted = seq.extend([2] * (accepted + 1), accepted)
         tree = chain([0] * k) if k else empty()
         result = StepResult(tree, VerifyResult(list(range(accepted)), 2), NO_OUTPUT, emitted, accepted)
@@ -114,7 +127,17 @@ class Simulation:
         timing = StepTiming(draft, truth.sample(truth.verify(k + 1), dice), k + 1, k, 1)
         self.policy.observe([seq], [result], self._held_up(timing, unread))
 
+    def _is_accepted(self, depth: int) -> bool:
+        if not self._even:
+            return self.dice.random() < self.truth.acceptance
+        self._shares[depth] += self.truth.acceptance
+        accepted = self._shares[depth] >= 1.0
+        self._shares[depth] -= accepted
+        return accepted
+
     def _held_up(self, timing: StepTiming, unread: int) -> StepTiming:
+        if len(self.run.ks) <= self._unclean_steps:
+            return replace(timing, draft_seconds=1.0, verify_seconds=1.0, clean=False)
         hiccup = self.hiccup
         if hiccup is None or len(self.run.ks) <= hiccup.step or not _concerns(hiccup, timing, unread):
             return timing

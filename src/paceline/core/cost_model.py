@@ -39,14 +39,14 @@ class HiccupFilter:
 
     OUTLIER = 4.0  # times what was expected
 
-    def __init__(self, patience: int = 2, memory: int = 0) -> None:
+    def __init__(self, patience: int = 2, memory: int = 0, outlier: float = OUTLIER) -> None:
         """patience: outliers that are ignored. memory: other samples after which earlier outliers are forgotten."""
-        self._patience, self._memory = patience, memory
+        self._patience, self._memory, self._outlier = patience, memory, outlier
         self._outliers = self._others = 0
 
     def is_hiccup(self, sample: float, expected: float) -> bool:
         """Whether to ignore a sample. Where nothing is expected every sample counts."""
-        if expected <= 0 or sample <= self.OUTLIER * expected:
+        if expected <= 0 or sample <= self._outlier * expected:
             self._others += 1
             if self._others > self._memory:
                 self._outliers = 0
@@ -64,13 +64,14 @@ class CostCurve:
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
     MIXED_MEMORY = 16  # samples within which a second outlier shows that what is measured is mixed
+    MIXED_OUTLIER = 2.0
     STEEP, MAX_RISE = 1.25, 2.0  # times the last value that one sample may count; each further one in a row counts more
 
     def __init__(self, seconds: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
         """mixed: what is measured differs from sample to sample (a table lookup, a pass of a head), so that an outlier
         is no hiccup, and the mean is what counts."""
         self._mixed = mixed
-        self._filter = HiccupFilter(1, self.MIXED_MEMORY) if mixed else HiccupFilter()
+        self._filter = HiccupFilter(1, self.MIXED_MEMORY, self.MIXED_OUTLIER) if mixed else HiccupFilter()
         self._unconfirmed: int | None = None  # a size whose one sample was the first of all: nothing was expected of it
         self._seconds = dict(sorted((seconds or {}).items()))
         self._unknown = unknown
@@ -88,7 +89,16 @@ class CostCurve:
         self._unconfirmed = None if expected > 0 else size
         value = self._smoothed(size, before, seconds) if before else seconds
         self._seconds[size], self._sampled_at[size] = value, self._count
+        if self._mixed and size:
+            self._limit_larger(size)
         self._reorder()
+
+    def _limit_larger(self, size: int) -> None:
+        """Twice the draft tokens cost at most twice as much: a larger size that looks dearer was held up back then."""
+        each = self._seconds[size] / size
+        for larger, sampled_at in self._sampled_at.items():
+            if larger > size and self._count - sampled_at > self.MIXED_MEMORY:
+                self._seconds[larger] = min(self._seconds[larger], each * larger)
 
     def _confirm(self, size: int, seconds: float) -> None:
         """The very first sample is kept unless the next one shows that it was held up."""
@@ -144,6 +154,11 @@ class CostCurve:
 
     def _slope(self, low: int, high: int) -> float:
         return (self._seconds[high] - self._seconds[low]) / (high - low)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether more than one sample stands behind it; the first one may have been held up."""
+        return self._unconfirmed is None
 
     def copy(self) -> CostCurve:
         return CostCurve(self._seconds, self._unknown, mixed=self._mixed)

@@ -205,7 +205,7 @@ class AdaptiveDraftLength:
         """A plain step that changes nothing costs nothing: no sums until there is a reason for them."""
         schedule = self._schedule
         cost = schedule.cost + self.costs.catching_up(schedule.rested)
-        if schedule.is_due(cost, self.costs.plain_pass(len(seqs))):
+        if self._is_due(cost, self.costs.plain_pass(len(seqs))):
             return False
         if any(seq.seq_id not in self._resting for seq in seqs):
             return False
@@ -248,12 +248,16 @@ class AdaptiveDraftLength:
         probe = max(drafting, key=candidates.num_unread.__getitem__)
         lost = best.seconds - candidates.plain * best.tokens / candidates.count
         schedule = self._schedule
-        schedule.cost = max(0.0, lost) + self.costs.catching_up(candidates.num_unread[probe])
-        if schedule.is_due(schedule.cost, candidates.plain):
+        schedule.reading = self.costs.catching_up(candidates.num_unread[probe])
+        schedule.cost = max(0.0, lost) + schedule.reading
+        if self._is_due(schedule.cost, candidates.plain):
             ks[probe] = drafting[probe]
             self._is_probe = True
         else:
             self._resting = frozenset(seqs[index].seq_id for index in candidates.indices)
+
+    def _is_due(self, cost: float, plain: float) -> bool:
+        return self._schedule.is_due(cost, plain, sure=self.costs.draft.is_confirmed)
 
     def _probe_an_omitted_sequence(self, candidates: _Candidates, ks: list[int]) -> None:
         """Where drafting pays for some sequences, one that got no draft token gets one when the account allows it."""
@@ -264,7 +268,7 @@ class AdaptiveDraftLength:
         probe = max(omitted, key=candidates.num_unread.__getitem__)
         added = costs.pass_of(nodes + 1) - costs.pass_of(nodes)
         cost = added + self.costs.catching_up(candidates.num_unread[probe])
-        if self._schedule.is_due(cost, candidates.plain):
+        if self._is_due(cost, candidates.plain):
             self._schedule.balance -= cost
             ks[probe] = 1
 

@@ -13,7 +13,7 @@ SHARE = 0.008  # of all time, that probes may lose
 FIRST_PROBES = 2.0  # plain steps' worth of time that they may lose at the very start …
 FIRST_READING = 8.0  # … and at most this many that the drafter may need to read the first prompt
 FIRST_REST, LONGEST_REST = 16, 256  # plain steps between two probes: doubled by each one that did not pay
-AFFORDABLE = 3.0  # plain steps that the probe after the longest rest may lose; a dearer one comes later in proportion
+AFFORDABLE = 3.0  # plain steps that a drafter may read for a probe; one that must read more comes later in proportion
 MAX_FACTOR = 8.0  # but never later than this many longest rests
 MAX_DEBT = 4.0  # plain steps: one bad measurement must not silence probes for long
 
@@ -27,6 +27,7 @@ class ProbeSchedule:
     rest     plain steps after which a probe runs in any case
     probing  whether the last step was a probe
     cost     what the next probe is expected to lose, seconds
+    reading  of that, what the drafter needs to read first
     """
 
     balance: float = 0.0
@@ -35,6 +36,7 @@ class ProbeSchedule:
     rest: int = FIRST_REST
     probing: bool = False
     cost: float = 0.0
+    reading: float = 0.0
 
     def open(self, plain: float, first_reading: float) -> None:
         """Before the first plan: the drafter must once read a prompt, or nothing is ever known of it."""
@@ -42,16 +44,20 @@ class ProbeSchedule:
             self.opened = True
             self.balance = FIRST_PROBES * plain + min(first_reading, FIRST_READING * plain)
 
-    def is_due(self, cost: float, plain: float) -> bool:
-        """Whether a probe that is expected to lose `cost` runs now. A probe that is under way goes on while it can."""
+    def is_due(self, cost: float, plain: float, *, sure: bool = True) -> bool:
+        """Whether a probe that is expected to lose `cost` runs now. A probe that is under way goes on while it can.
+
+        sure: more than one measurement stands behind that cost; else it delays nothing.
+        """
         if self.balance > 0 and (self.probing or self.balance >= cost):
             return True
-        return self.rested >= self._longest_rest(cost, plain)
+        return self.rested >= (self._longest_rest(cost, plain) if sure else FIRST_REST)
 
     def _longest_rest(self, cost: float, plain: float) -> float:
-        factor = min(max(1.0, cost / (AFFORDABLE * plain)), MAX_FACTOR) if plain > 0 else 1.0
-        soonest = cost / (SHARE * plain) if plain > 0 else 0.0
-        return min(max(self.rest, soonest), LONGEST_REST * factor)
+        if plain <= 0:
+            return self.rest
+        factor = min(max(1.0, self.reading / (AFFORDABLE * plain)), MAX_FACTOR)
+        return min(max(self.rest, cost / (SHARE * plain)), LONGEST_REST * factor)
 
     def passed(self, seconds: float, plain: float) -> None:
         """A plain step was taken."""

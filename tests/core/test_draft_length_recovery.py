@@ -6,13 +6,20 @@ Costs and acceptance are made up and every die is seeded, so each figure here is
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from paceline import SpeculativeDecoder
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
+from paceline.core.draft_tree import DraftTree, chain
 from paceline.core.probing import FIRST_PROBES
+from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
+from paceline.device.graphs import note_one_off_work
 from tests.support import simulated_steps
 from tests.support.simulated_steps import MAX_K, Hiccup, Simulation, TrueCosts, affine, stepped
 
@@ -126,3 +133,30 @@ def test_no_rest_is_endless_whatever_the_estimates_say() -> None:
     policy = AdaptiveDraftLength(wrong.measured(random.Random(0)))
     run = Simulation(policy, GPU_PAIR).generate(100_000, 200, STEPS)
     assert run.rate(STEPS - 200) > 0.95 * GPU_PAIR.best_rate
+
+
+class Oracle(Drafter):
+    """Drafts what the target will generate. Its first draft takes half a second."""
+
+    def __init__(self, tokens: list[int], *, captures: bool) -> None:
+        self.tokens, self.captures, self.num_drafts = tokens, captures, 0
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        if not self.num_drafts and any(num_draft_tokens):
+            time.sleep(0.5)
+            if self.captures:
+                note_one_off_work()
+        self.num_drafts += any(num_draft_tokens)
+        return [chain(self.tokens[seq.num_new_tokens :][:k]) for seq, k in zip(seqs, num_draft_tokens)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("captures", [True, False], ids=["captures", "hiccup"])
+def test_a_decoder_drafts_although_its_first_draft_took_half_a_second(captures: bool, tiny_folder: Path) -> None:
+    prompt = "to be or not to be, " * 3
+    with SpeculativeDecoder(tiny_folder) as plain:
+        expected = plain.generate(prompt, max_new_tokens=200, ignore_eos=True)
+    with SpeculativeDecoder(tiny_folder, drafter=Oracle(expected.token_ids, captures=captures)) as decoder:
+        result = decoder.generate(prompt, max_new_tokens=200, ignore_eos=True)
+    assert result.token_ids == expected.token_ids
+    assert result.stats.tokens_per_step > 2

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from paceline.device import graphs
-from paceline.device.graphs import EagerPool, GraphCache, GraphPool, garbage_collection_paused, rounded_up
+from paceline.device.graphs import (
+    EagerPool,
+    GraphCache,
+    GraphPool,
+    garbage_collection_paused,
+    num_one_off_works,
+    rounded_up,
+)
 
 
 class Cycle:
@@ -99,3 +106,15 @@ def test_a_pool_lives_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch, lab
         assert graph() is not None
         used.append(graph().pool_handle)
     assert used == handles
+
+
+def test_captures_are_counted_and_eager_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CudaGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    before = num_one_off_works()
+    EagerPool().capture(lambda: None)
+    assert num_one_off_works() == before
+    cache: GraphCache[str, None, None] = GraphCache(GraphPool("works", torch.device("cuda")), 2)
+    for _ in range(2):
+        cache.get("a", lambda: None, lambda buffers: None)
+    assert num_one_off_works() == before + 1

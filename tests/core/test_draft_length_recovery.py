@@ -16,7 +16,6 @@ from paceline import SpeculativeDecoder
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
 from paceline.core.draft_tree import DraftTree, chain
-from paceline.core.probing import FIRST_PROBES
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.device.graphs import note_one_off_work
@@ -24,6 +23,7 @@ from tests.support import simulated_steps
 from tests.support.simulated_steps import MAX_K, Hiccup, Simulation, TrueCosts, affine, stepped
 
 STEPS, SETTLED = 600, 200
+START = 5  # plain steps that the first probes may lose, besides the drafter's first reading of a prompt
 GPU_PAIR = TrueCosts(affine(0.01), draft=0.15, acceptance=0.75, catch_up=0.002)
 MACHINES = {
     "gpu pair": GPU_PAIR,
@@ -54,7 +54,7 @@ def check_regret(costs: TrueCosts, seed: int) -> None:
     assert regret < 0.03, f"{costs}: {regret:.3f}, {run.ks[SETTLED::20]}"
     if costs.best_rate == 1.0:
         lost = sum(run.costs) - sum(run.tokens)
-        assert lost < 0.02 * STEPS + FIRST_PROBES + 200 * costs.catch_up, f"{costs}: {lost:.1f} plain steps"
+        assert lost < 0.02 * STEPS + START + 200 * costs.catch_up, f"{costs}: {lost:.1f} plain steps"
 
 
 @pytest.mark.parametrize("seed", range(6))

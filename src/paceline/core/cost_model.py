@@ -86,7 +86,7 @@ class CostCurve:
         if self._filter.is_hiccup(seconds, expected):
             return
         before, self._count = self._seconds.get(size), self._count + 1
-        self._unconfirmed = None if expected > 0 else size
+        self._unconfirmed = size if self._count == 1 and expected <= 0 else None
         value = self._smoothed(size, before, seconds) if before else seconds
         self._seconds[size], self._sampled_at[size] = value, self._count
         if self._mixed and size:

@@ -14,6 +14,7 @@ from paceline.device.graphs import (
     GraphCache,
     GraphPool,
     garbage_collection_paused,
+    needed,
     num_one_off_works,
     rounded_up,
 )
@@ -51,6 +52,7 @@ def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:
 
 def test_sizes_are_rounded_up() -> None:
     assert [rounded_up(value, (1, 4, 8)) for value in (1, 2, 8, 9)] == [1, 4, 8, None]
+    assert [needed((1, 4, 8), largest) for largest in (1, 2, 4, 5, 99)] == [[1], [1, 4], [1, 4], [1, 4, 8], [1, 4, 8]]
 
 
 def test_work_reads_the_buffers_of_its_key_and_is_made_once() -> None:

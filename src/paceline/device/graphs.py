@@ -50,6 +50,11 @@ def rounded_up(value: int, sizes: tuple[int, ...]) -> int | None:
     return next((size for size in sizes if size >= value), None)
 
 
+def needed(sizes: tuple[int, ...], largest: int) -> list[int]:
+    """Those of these sizes that values up to `largest` are rounded up to."""
+    return [size for size, smaller in zip(sizes, (0, *sizes)) if smaller < largest]
+
+
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
     """Collect garbage now and not inside the block.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,7 @@ def draft_curve(seconds: dict[int, float] | None = None) -> CostCurve:
 
 STRETCH_WEIGHT, MIN_STRETCH, MAX_STRETCH, MIN_ADDED = 0.1, 0.5, 8.0, 0.1
 CATCH_UP_WEIGHT = 0.3
+MIN_REHEARSED = 3  # numbers of draft tokens; fewer make no curve
 SHARE_WEIGHT, MAX_SHARE = 0.3, 2.0
 
 
@@ -216,6 +218,18 @@ class CostModel:
         """The costs of a batch of this many sequences."""
         size = max(1, num_seqs)
         return BatchCostModel(self, size, self.plain_pass(size), self.width(size))
+
+    def adopt(self, timings: list[StepTiming]) -> None:
+        """Start from steps of one sequence that were measured as a whole, if there are enough: on a GPU the time of a
+        draft is seen where its result is waited for, which passes measured alone do not show."""
+        by_k: dict[int, list[StepTiming]] = {}
+        for timing in timings:
+            if timing.num_seqs == 1 and timing.nodes == timing.num_draft_tokens + 1:
+                by_k.setdefault(timing.num_draft_tokens, []).append(timing)
+        if 0 not in by_k or len(by_k) < MIN_REHEARSED:
+            return
+        self.verify = CostCurve({k + 1: median(step.verify_seconds for step in steps) for k, steps in by_k.items()})
+        self.draft = draft_curve({k: median(step.draft_seconds for step in steps) for k, steps in by_k.items() if k})
 
     # --- learning -----------------------------------------------------------------------------------------------------
 

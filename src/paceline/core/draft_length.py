@@ -34,6 +34,9 @@ class DraftLengthPolicy(Protocol):
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
 
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        """What steps of made-up sequences took before the first real one."""
+
 
 def within_room(seq: Sequence, k: int) -> int:
     """Never draft past the end: a step emits at most k + 1 tokens. A sequence's own k goes before the policy's."""
@@ -54,6 +57,9 @@ class FixedDraftLength:
         pass
 
     def forget(self, seq: Sequence) -> None:
+        pass
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
         pass
 
 
@@ -359,6 +365,9 @@ class AdaptiveDraftLength:
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        self.costs.adopt(timings)
 
     def _state(self, seq: Sequence) -> _SequenceState:
         state = self._states.get(seq.seq_id)

@@ -1,21 +1,21 @@
 """Graphs of prefills.
 
 A prompt of a few hundred tokens is little work for a GPU, but hundreds of launches for its host, and all other
-sequences wait meanwhile. Here a prompt is read in chunks of a few fixed sizes, each one graph: padded to its size, since
-no token sees the padding after it, which is stored in a block that belongs to no sequence. A chunk that follows others,
-or a prefix from the prefix cache, reads the keys of that context padded to a few fixed lengths, with a mask. So a new
-prompt length captures nothing new.
+sequences wait meanwhile. Here a prompt is read in chunks of a few fixed sizes, each one graph: padded to its size,
+since no token sees the padding after it, which is stored in a block that belongs to no sequence. A chunk that follows
+others, or a prefix from the prefix cache, reads the keys of that context padded to a few fixed lengths, with a mask. So
+a new prompt length captures nothing new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from paceline.core.protocols import Preparation
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.device.graphs import Graph, GraphCache, GraphPool, needed, rounded_up
 from paceline.layers.attention import EagerBatch, SequenceSpan
@@ -103,7 +103,7 @@ class PrefillGraphs:
         outputs = [self._read(row) for row in rows]
         return outputs[0] if len(outputs) == 1 else ModelOutput.of([row for output in outputs for row in output])
 
-    def preparations(self, max_context: int) -> list[Callable[[], None]]:
+    def preparations(self, max_context: int) -> list[Preparation]:
         """Captures of every size, and behind every context up to this many tokens."""
         first = [self._key(size, 0) for size in needed(SIZES, max_context)]
         contexts, sizes = needed(CONTEXTS, max_context), needed(LATER_SIZES, max_context)
@@ -117,10 +117,9 @@ class PrefillGraphs:
         outputs = [self._read_chunk(chunk) for chunk in chunks_of(row)]
         if len(outputs) == 1:
             return outputs[0]
-        hidden = [output.hidden for output in outputs if output.hidden is not None]
-        features = [output.features for output in outputs if output.features is not None]
-        joined = (torch.cat(parts) if parts else None for parts in (hidden, features))
-        return ModelOutput(outputs[-1].logits, [1], *joined, [len(row.parents)])
+        hidden = _joined([output.hidden for output in outputs])
+        features = _joined([output.features for output in outputs])
+        return ModelOutput(outputs[-1].logits, [1], hidden, features, [len(row.parents)])
 
     def _read_chunk(self, chunk: Chunk) -> ModelOutput:
         count = chunk.tokens.shape[0]
@@ -198,3 +197,8 @@ def _fits(row: Row) -> bool:
     """Whether the context of every chunk of a row has a graph."""
     last = row.seq_cache.length + (len(row.parents) - 1) // SIZES[-1] * SIZES[-1]
     return last <= CONTEXTS[-1]
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Adapter
-from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row
+from paceline.core.protocols import Adapter, Preparation
+from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.errors import OptionError, OutOfMemory
@@ -119,6 +120,14 @@ class NativeRunner(PagedRunner):
         info = model_info(name, native.config, eos_token_ids_of(model), str(first.device), dtype)
         blocks = block_manager(kv_cache_tokens or default_cache_tokens(native.config))
         return cls(native, info, blocks, batch_invariant=batch_invariant)
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """Its graphs; nothing where there are none."""
+        context = min(plan.max_context, self.info.max_seq_len, self.kv.num_tokens)
+        bounded = replace(plan, max_context=context)
+        prefills = [] if self.prefill_graphs is None else self.prefill_graphs.preparations(context)
+        passes = [] if self.decode_graphs is None else self.decode_graphs.preparations(bounded)
+        return [torch.inference_mode()(prepare) for prepare in prefills + passes]
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

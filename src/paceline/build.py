@@ -39,7 +39,7 @@ from paceline.tuned import TunedProfile
 if TYPE_CHECKING:
     from paceline.hub.locate import ModelFiles
 
-AUTO_KS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # draft tokens that are prepared for where the policy decides
+AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
 FAST_CONTEXT = 4096  # tokens of a sequence that a fast warm-up prepares for
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
@@ -314,7 +314,7 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
         return None
     fixed, longest = _fixed_k(config), min(info.max_seq_len, config.model.max_model_len or info.max_seq_len)
     ks = AUTO_KS if fixed is None else (fixed,) if fixed else ()
-    widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else (1, 1 + fixed)
+    widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else tuple(sorted({1, 1 + fixed}))
     if config.warmup == "full":
         return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)))
     return WarmupPlan(widths, ks, min(longest, FAST_CONTEXT))

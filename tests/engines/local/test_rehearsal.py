@@ -34,6 +34,13 @@ def test_every_number_of_draft_tokens_is_run_and_nothing_is_left() -> None:
     assert engine.run([sequence([0, 1, 2], 12)])[0].generated == plain_tokens([0, 1, 2], 12)
 
 
+def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:
+    runner = ToyRunner()
+    for prepare in Rehearsal(toy_engine(runner)).preparations(WarmupPlan((1, 2), (1,), 4096, (1, 2, 3))):
+        prepare()
+    assert {len(widths) for widths in runner.passes} == {1, 2, 3} and not runner.open_caches
+
+
 def test_a_plan_that_no_sequence_fits_runs_nothing() -> None:
     assert not Rehearsal(toy_engine()).preparations(WarmupPlan((1,), (1,), 8))
 

@@ -22,6 +22,7 @@ from paceline.errors import PacelineError
 from paceline.kv.prefix_cache import TARGET, PrefixCache
 
 PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
+USUAL_KS = 8  # draft tokens: more of them are only rehearsed after the shortest prompt
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
 
 
@@ -67,20 +68,23 @@ class Rehearsal:
         return self.steps.timings
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
-        """One piece for every number of draft tokens, plain steps included, at every length of prompt."""
+        """One piece for every number of draft tokens, plain steps included, and every length of prompt."""
         longest = min(plan.max_context, self._max_seq_len)
         pieces: list[Preparation] = []
         for k in (0, *plan.num_draft_tokens):
-            fitting = [length for length in PROMPTS if length + STEPS * (k + 1) < longest]
+            lengths = PROMPTS if k <= USUAL_KS else PROMPTS[:1]
+            fitting = [length for length in lengths if length + STEPS * (k + 1) < longest]
             pieces += [partial(self._run, k, length, STEPS if length == PROMPTS[0] else 2) for length in fitting]
+            batches = [count for count in plan.num_seqs if count > 1 and fitting and k <= USUAL_KS]
+            pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
         return pieces
 
-    def _run(self, k: int, length: int, num_steps: int) -> None:
+    def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1) -> None:
         """A sequence that fails here says so when it is a user's."""
         self.steps.begin(k)
         token = min(7, self._engine.info.vocab_size - 1)
         params = SequenceParams(SamplingParams(), StopRules(num_steps * (k + 1)))
         try:
-            self._engine.run([Sequence([token] * length, params)])
+            self._engine.run([Sequence([token] * length, params) for _ in range(num_seqs)])
         except PacelineError:
             self._engine.abort_all()

@@ -15,6 +15,7 @@ from paceline.core.types import ModelInfo, Row, SequenceCache
 from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
+EVERY_WIDTH = (*range(1, 18), 24)  # where kernels have no known grain, steps in the cost may be anywhere
 CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
 CONTEXT = 48  # tokens in the sequence cache while measuring
 REPEATS = 2
@@ -85,7 +86,9 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured while they run; until then they count as free.
     """
-    costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=pass_grain(target.info))
+    grain = pass_grain(target.info)
+    widths = WIDTHS if grain > 1 else EVERY_WIDTH
+    costs = CostModel(measure_pass(target, widths) if verify is None else verify.copy(), grain=grain)
     if draft is not None:
         seconds = measure_pass(draft, widths=(1,)).at(1)
         costs.draft = draft_curve({1: seconds, 8: 8 * seconds})

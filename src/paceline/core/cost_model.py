@@ -95,7 +95,7 @@ class CostCurve:
         self._reorder()
 
     def _limit_larger(self, size: int) -> None:
-        """Twice the draft tokens cost at most twice as much: a larger size that looks dearer was held up back then."""
+        """Twice the draft tokens cost at most twice as much: a larger size that seems to cost more was held up."""
         each = self._seconds[size] / size
         for larger, sampled_at in self._sampled_at.items():
             if larger > size and self._count - sampled_at > self.MIXED_MEMORY:

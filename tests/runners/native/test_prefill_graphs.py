@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.types import ModelOutput, Row, SequenceCache
+from paceline.core.types import ModelOutput, Row, SequenceCache, WarmupPlan
 from paceline.device.graphs import EagerPool
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.prefill_graphs import CONTEXTS, LATER_SIZES, MAX_GRAPHS, SIZES, PrefillGraphs
@@ -91,6 +91,14 @@ def test_the_number_of_graphs_is_bounded_whatever_lengths_come(monkeypatch: pyte
         for context in (0, 1, 500, 600, 2048, 3000):
             graphs._graph(graphs._key(count, context))
     assert len(graphs._graphs) == prepared
+
+
+def test_a_runner_prepares_its_prefills_up_to_what_its_cache_holds() -> None:
+    runner = runner_with(True, 256)
+    assert runner.prefill_graphs is not None
+    for prepare in runner.preparations(WarmupPlan((1,), (), 4096)):
+        prepare()
+    assert len(runner.prefill_graphs._graphs) == 6 + 2, "sizes up to 256, and two behind the one context that fits"
 
 
 def test_other_passes_are_left_to_others() -> None:

@@ -127,6 +127,14 @@ def test_a_step_that_captured_graphs_teaches_no_cost_but_its_acceptance() -> Non
     assert simulation.generate(256, 200).rate(60) > 0.95 * GPU_PAIR.best_rate
 
 
+def test_texts_after_a_start_full_of_captures_are_drafted_for() -> None:
+    """Eight first steps of two seconds each. Booked as costs they left every later text at plain speed."""
+    simulation = Simulation(adaptive(GPU_PAIR), GPU_PAIR, unclean_steps=8)
+    for _ in range(6):
+        run = simulation.generate(256, 200)
+    assert run.rate() > 0.95 * GPU_PAIR.best_rate
+
+
 def test_no_rest_is_endless_whatever_the_estimates_say() -> None:
     """Every cost was measured a thousand times too high; each rest ends, and the next clean steps put it right."""
     wrong = TrueCosts(affine(0.01), draft=150.0, acceptance=0.75, catch_up=0.002)

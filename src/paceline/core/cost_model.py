@@ -205,7 +205,6 @@ class CostModel:
     stretch: float = 1.0
     share: float = 0.1
     catch_up: float = 0.0
-    catch_up_is_confirmed: bool = True  # False: it is the one sample that there is, which may have been held up
     filters: tuple[HiccupFilter, HiccupFilter, HiccupFilter] = field(  # of stretch, share and catch_up
         default_factory=lambda: (HiccupFilter(), HiccupFilter(), HiccupFilter()), repr=False
     )
@@ -260,7 +259,6 @@ class CostModel:
         """A cost that is far too high falls at once; it rises slowly."""
         drafting = self.drafting(timing.num_drafting, timing.num_draft_tokens)
         sample = max(0.0, timing.draft_seconds - drafting) / caught_up
-        self.catch_up_is_confirmed = self.catch_up > 0
         if not self.catch_up or HiccupFilter.OUTLIER * sample < self.catch_up:
             self.catch_up = sample
         elif not self.filters[2].is_hiccup(sample, self.catch_up):
@@ -281,11 +279,6 @@ class CostModel:
     def catching_up(self, tokens: int) -> float:
         """Seconds a drafter needs to read what it has not read yet."""
         return self.catch_up * tokens
-
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether more than one sample stands behind what drafting costs."""
-        return self.draft.is_confirmed and self.catch_up_is_confirmed
 
     def stretch_of(self, num_seqs: int) -> float:
         return self.stretch if num_seqs > 1 else 1.0

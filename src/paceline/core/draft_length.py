@@ -240,13 +240,8 @@ class AdaptiveDraftLength:
 
     def _pays(self, gain: float, best: _Choice, candidates: _Candidates) -> bool:
         """Whether drafting beats plain decoding, and soon earns what the drafter must read first."""
-        drafting = [candidates.num_unread[index] for index, k in zip(candidates.indices, best.ks) if k]
-        reading = sum(self._reading(num_unread) for num_unread in drafting)
-        return gain > self.MARGIN and (gain - 1) * candidates.plain * self.HORIZON > reading
-
-    def _reading(self, num_unread: int) -> float:
-        """Seconds that the drafter needs to catch up; what it reads in passing is part of a draft."""
-        return self.costs.catching_up(num_unread) if num_unread > self.FEW_UNREAD else 0.0
+        unread = sum(candidates.num_unread[index] for index, k in zip(candidates.indices, best.ks) if k)
+        return gain > self.MARGIN and (gain - 1) * candidates.plain * self.HORIZON > self.costs.catching_up(unread)
 
     def _draft(self, best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
         for index, k in zip(candidates.indices, best.ks):
@@ -259,7 +254,7 @@ class AdaptiveDraftLength:
         probe = max(drafting, key=candidates.num_unread.__getitem__)
         lost = best.seconds - candidates.plain * best.tokens / candidates.count
         schedule = self._schedule
-        schedule.reading = self._reading(candidates.num_unread[probe])
+        schedule.reading = self.costs.catching_up(candidates.num_unread[probe])
         schedule.cost = max(0.0, lost) + schedule.reading
         if self._is_due(schedule.cost, candidates.plain):
             ks[probe] = drafting[probe]
@@ -268,7 +263,7 @@ class AdaptiveDraftLength:
             self._resting = frozenset(seqs[index].seq_id for index in candidates.indices)
 
     def _is_due(self, cost: float, plain: float) -> bool:
-        return self._schedule.is_due(cost, plain, sure=self.costs.is_confirmed)
+        return self._schedule.is_due(cost, plain, sure=self.costs.draft.is_confirmed)
 
     def _probe_an_omitted_sequence(self, candidates: _Candidates, ks: list[int]) -> None:
         """Where drafting pays for some sequences, one that got no draft token gets one when the account allows it."""

@@ -16,16 +16,18 @@ from paceline.config import NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
-from paceline.core.types import Capability
+from paceline.core.types import Capability, ModelInfo, WarmupPlan
+from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_in_load_thread
-from paceline.device.properties import chosen_device
+from paceline.device.properties import chosen_device, supports_graphs
 from paceline.drafting import registry as drafters
 from paceline.drafting.registry import DrafterContext
 from paceline.drafting.router import PREDICTION, DrafterRouter
 from paceline.engines import registry as engines
 from paceline.engines.local.engine import EngineParts, LocalEngine
+from paceline.engines.local.rehearsal import Rehearsal
 from paceline.engines.local.verifier import Verifier
-from paceline.engines.local.warmup import measure_costs, pass_grain, warm_up
+from paceline.engines.local.warmup import measure_costs, pass_grain, run_preparations, warm_up
 from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +39,8 @@ from paceline.tuned import TunedProfile
 if TYPE_CHECKING:
     from paceline.hub.locate import ModelFiles
 
+AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
+FAST_CONTEXT = 4096  # tokens of a sequence that a fast warm-up prepares for
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
 SERVE_CACHE_TOKENS = 32768
@@ -82,15 +86,19 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     context = drafter_context(config, target, tokenizer, device, prefix_cache)
     drafter = _drafter(config, context)
     check_capabilities(target, drafter)
+    plan = warmup_plan(config, target.info)
+    _prepare(target, drafter, plan)
     draft_length = make_draft_length(config, target, drafter)
-    if widths := _unmeasured_widths(config):
+    if plan is not None and (widths := _unmeasured_widths(config)):
         warm_up(target, widths)
     methods: tuple[str, ...] = (config.speculative.method or NONE,)
     if config.per_request:
         drafter = _router(config, context, drafter)
         methods = tuple(drafter.drafters)
     parts = EngineParts(target, drafter, draft_length, Verifier(), prefix_cache)
-    return LocalEngine(parts, tokenizer, config, methods)
+    engine = LocalEngine(parts, tokenizer, config, methods)
+    _rehearse(engine, plan)
+    return engine
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -272,12 +280,16 @@ def check_capabilities(target: Runner, drafter: Drafter) -> None:
 
 def make_draft_length(config: EngineConfig, target: Runner, drafter: Drafter) -> DraftLengthPolicy:
     """A fixed number of draft tokens, or the policy that never loses, with measured costs."""
-    num_draft_tokens = config.speculative.num_draft_tokens
+    fixed = _fixed_k(config)
+    return AdaptiveDraftLength(starting_costs(config, target, drafter)) if fixed is None else FixedDraftLength(fixed)
+
+
+def _fixed_k(config: EngineConfig) -> int | None:
+    """The number of draft tokens that the configuration names; 0 where nothing drafts. None: the policy decides."""
     if config.speculative.method == NONE and config.speculative.drafter is None and not config.per_request:
-        return FixedDraftLength(0)
-    if isinstance(num_draft_tokens, int):
-        return FixedDraftLength(num_draft_tokens)
-    return AdaptiveDraftLength(starting_costs(config, target, drafter))
+        return 0
+    num_draft_tokens = config.speculative.num_draft_tokens
+    return num_draft_tokens if isinstance(num_draft_tokens, int) else None
 
 
 def starting_costs(config: EngineConfig, target: Runner, drafter: Drafter) -> CostModel:
@@ -288,6 +300,38 @@ def starting_costs(config: EngineConfig, target: Runner, drafter: Drafter) -> Co
     if isinstance(tuned, TunedProfile) and tuned.pass_seconds:
         return CostModel.known(tuned.pass_seconds, tuned.draft_seconds, pass_grain(target.info))
     return measure_costs(target, drafter.draft_runner)
+
+
+# --- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
+    """What is compiled and captured at load: fast is what one sequence meets, full is what batches meet too."""
+    if config.warmup == "none":
+        return None
+    fixed, longest = _fixed_k(config), min(info.max_seq_len, config.model.max_model_len or info.max_seq_len)
+    ks = AUTO_KS if fixed is None else (fixed,) if fixed else ()
+    widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else tuple(sorted({1, 1 + fixed}))
+    if config.warmup == "full":
+        return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)))
+    return WarmupPlan(widths, ks, min(longest, FAST_CONTEXT))
+
+
+def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
+    """Graphs of all sizes of the plan. Before anything is measured."""
+    if plan is not None:
+        own = target.preparations(replace(plan, num_draft_tokens=()))
+        run_preparations(own + drafter.preparations(plan), "capturing graphs")
+
+
+def _rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
+    """Run the loop a few times where its first steps compile and capture; elsewhere that would only delay loading."""
+    if plan is None or not supports_graphs(engine.info.device):
+        return
+    rehearsal = Rehearsal(engine)
+    run_preparations(rehearsal.preparations(plan), "rehearsing")
+    if engine.config.tuned is None:
+        engine.parts.draft_length.rehearsed(rehearsal.timings)
 
 
 def _unmeasured_widths(config: EngineConfig) -> tuple[int, ...]:

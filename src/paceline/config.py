@@ -25,6 +25,7 @@ DRAFT_MODEL = "draft_model"  # the method of a draft model that is named without
 CUSTOM = "custom"  # the method of a drafter object that is passed without a name
 DEFAULT_MODEL = "default"
 RUNNERS = ("auto", "native", "hf")
+WARMUPS = ("none", "fast", "full")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
 MAX_DRAFT_TOKENS = 128
 MAX_NUM_SEQS = 8
@@ -140,6 +141,7 @@ class CacheConfig:
 class EngineConfig:
     """Everything an engine is built from.
 
+    warmup       what is left of it is done when a sequence first needs it, and that sequence waits
     per_request  requests may choose their method and number of draft tokens, as the server's do
     tuned        costs measured earlier: a TunedProfile that `paceline tune` wrote, or a core.cost_model.CostModel
     """
@@ -149,11 +151,15 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     engine: str = option("local", "which engine runs the model: {engines}", "E")
     max_num_seqs: int = option(MAX_NUM_SEQS, "sequences generated at the same time; others wait", "N", type=int)
+    warmup: str = option(
+        "fast", "what is compiled and captured at load: none, fast (what one sequence meets) or full (batches too)", "W"
+    )
     per_request: bool = False
     tuned: Any = None
 
     def __post_init__(self) -> None:
         _set(self, max_num_seqs=_at_least("max_num_seqs", self.max_num_seqs, 1))
+        _one_of("warmup", self.warmup, WARMUPS)
 
     @property
     def prefill_chunk(self) -> int:

@@ -160,6 +160,13 @@ def test_a_draft_model_of_another_vocabulary_is_refused(run_command: Any, other_
     assert "vocabularies differ in 6 of 259 tokens (id 0 is" in result.err and "ngram" in result.err
 
 
+def test_a_warm_up_is_chosen_by_its_name(generate_json: Any, run_command: Any, tiny_folder: Path) -> None:
+    texts = {generate_json("abcabcabc", "--warmup", warmup)["text"] for warmup in ("none", "fast", "full")}
+    assert len(texts) == 1
+    result = run_command("generate", "-m", str(tiny_folder), "--warmup", "slow", "x")
+    assert result.status == 2 and "warmup must be one of none, fast, full; not 'slow'" in result.err
+
+
 def test_options_of_a_method_are_set_by_name(generate_json: Any) -> None:
     document = generate_json("abcabcabc", "--method", "ngram", "-k", "2", "--draft-option", "longest=2")
     assert document["method"] == "ngram"

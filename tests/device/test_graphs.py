@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from paceline.device import graphs
-from paceline.device.graphs import EagerPool, GraphCache, GraphPool, garbage_collection_paused, rounded_up
+from paceline.device.graphs import (
+    EagerPool,
+    GraphCache,
+    GraphPool,
+    garbage_collection_paused,
+    needed,
+    num_one_off_works,
+    rounded_up,
+)
 
 
 class Cycle:
@@ -44,6 +52,7 @@ def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:
 
 def test_sizes_are_rounded_up() -> None:
     assert [rounded_up(value, (1, 4, 8)) for value in (1, 2, 8, 9)] == [1, 4, 8, None]
+    assert [needed((1, 4, 8), largest) for largest in (1, 2, 4, 5, 99)] == [[1], [1, 4], [1, 4], [1, 4, 8], [1, 4, 8]]
 
 
 def test_work_reads_the_buffers_of_its_key_and_is_made_once() -> None:
@@ -99,3 +108,15 @@ def test_a_pool_lives_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch, lab
         assert graph() is not None
         used.append(graph().pool_handle)
     assert used == handles
+
+
+def test_captures_are_counted_and_eager_work_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "CudaGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+    before = num_one_off_works()
+    EagerPool().capture(lambda: None)
+    assert num_one_off_works() == before
+    cache: GraphCache[str, None, None] = GraphCache(GraphPool("works", torch.device("cuda")), 2)
+    for _ in range(2):
+        cache.get("a", lambda: None, lambda buffers: None)
+    assert num_one_off_works() == before + 1

@@ -53,6 +53,9 @@ class StepLog:
     def forget(self, seq: Sequence) -> None:
         self.policy.forget(seq)
 
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        self.policy.rehearsed(timings)
+
     def clear(self) -> None:
         self.timings, self.steps = [], []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class StepTiming:
     nodes             tokens that the target read in the pass
     num_draft_tokens  the most draft tokens of one sequence
     num_drafting      sequences with draft tokens, of all `num_seqs`
+    clean             nothing was compiled or captured on the way: what it took is what such a step costs
     """
 
     draft_seconds: float
@@ -26,10 +28,32 @@ class StepTiming:
     num_draft_tokens: int
     num_seqs: int
     num_drafting: int = 1
+    clean: bool = True
 
     @property
     def seconds(self) -> float:
         return self.draft_seconds + self.verify_seconds
+
+
+class HiccupFilter:
+    """Tells a measurement that was held up from a cost that has risen: the second one comes again."""
+
+    OUTLIER = 4.0  # times what was expected
+
+    def __init__(self, patience: int = 2, memory: int = 0, outlier: float = OUTLIER) -> None:
+        """patience: outliers that are ignored. memory: other samples after which earlier outliers are forgotten."""
+        self._patience, self._memory, self._outlier = patience, memory, outlier
+        self._outliers = self._others = 0
+
+    def is_hiccup(self, sample: float, expected: float) -> bool:
+        """Whether to ignore a sample. Where nothing is expected every sample counts."""
+        if expected <= 0 or sample <= self._outlier * expected:
+            self._others += 1
+            if self._others > self._memory:
+                self._outliers = 0
+            return False
+        self._outliers, self._others = self._outliers + 1, 0
+        return self._outliers <= self._patience
 
 
 class CostCurve:
@@ -40,33 +64,57 @@ class CostCurve:
 
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
-    OUTLIER = 4.0  # times the last value: a hiccup of the machine, not the cost of a pass …
-    PATIENCE = 2  # … unless it happens more often than this in a row
+    MIXED_MEMORY = 16  # samples within which a second outlier shows that what is measured is mixed
+    MIXED_OUTLIER = 2.0
     STEEP, MAX_RISE = 1.25, 2.0  # times the last value that one sample may count; each further one in a row counts more
 
     def __init__(self, seconds: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
         """mixed: what is measured differs from sample to sample (a table lookup, a pass of a head), so that an outlier
         is no hiccup, and the mean is what counts."""
         self._mixed = mixed
+        self._filter = HiccupFilter(1, self.MIXED_MEMORY, self.MIXED_OUTLIER) if mixed else HiccupFilter()
+        self._unconfirmed: int | None = None  # a size whose one sample was the first of all: nothing was expected of it
         self._seconds = dict(sorted((seconds or {}).items()))
         self._unknown = unknown
-        self._count = self._outliers = self._rises = 0  # samples; of them in a row: ignored, rising steeply
+        self._count = self._rises = 0  # samples; of them in a row: rising steeply
         self._sampled_at = dict.fromkeys(self._seconds, -self.MEMORY // 2)  # a first measurement soon counts half
         self._sizes: list[int] = list(self._seconds)
         self._interpolated: dict[int, float] = {}  # looked up many times between two samples
 
     def add(self, size: int, seconds: float) -> None:
-        before = self._seconds.get(size)
-        if before and not self._mixed and seconds > self.OUTLIER * before and self._outliers < self.PATIENCE:
-            self._outliers += 1
+        self._confirm(size, seconds)
+        expected = self.at(size) if self._sizes else 0.0
+        if self._filter.is_hiccup(seconds, expected):
             return
-        self._outliers, self._count = 0, self._count + 1
+        before, self._count = self._seconds.get(size), self._count + 1
+        self._unconfirmed = size if self._count == 1 and expected <= 0 else None
         value = self._smoothed(size, before, seconds) if before else seconds
         self._seconds[size], self._sampled_at[size] = value, self._count
-        self._sizes = sorted(self._seconds) if before is None else self._sizes
+        if self._mixed and size:
+            self._limit_larger(size)
+        self._reorder()
+
+    def _limit_larger(self, size: int) -> None:
+        """Twice the draft tokens cost at most twice as much: a larger size that seems to cost more was held up."""
+        each = self._seconds[size] / size
+        for larger, sampled_at in self._sampled_at.items():
+            if larger > size and self._count - sampled_at > self.MIXED_MEMORY:
+                self._seconds[larger] = min(self._seconds[larger], each * larger)
+
+    def _confirm(self, size: int, seconds: float) -> None:
+        """The very first sample is kept unless the next one shows that it was held up."""
+        first, self._unconfirmed = self._unconfirmed, None
+        if first is not None and self._seconds[first] > HiccupFilter.OUTLIER * seconds * max(1.0, first / max(1, size)):
+            del self._seconds[first], self._sampled_at[first]
+            self._reorder()
+
+    def _reorder(self) -> None:
+        self._sizes = sorted(self._seconds)
         self._interpolated.clear()
 
     def _smoothed(self, size: int, before: float, seconds: float) -> float:
+        if not self._mixed and HiccupFilter.OUTLIER * seconds < before:
+            return seconds  # nothing is so much quicker by chance
         age = self._count - self._sampled_at[size]
         weight = max(self.WEIGHT, age / (age + self.MEMORY))
         self._rises = self._rises + 1 if seconds > self.STEEP * before else 0
@@ -108,6 +156,11 @@ class CostCurve:
     def _slope(self, low: int, high: int) -> float:
         return (self._seconds[high] - self._seconds[low]) / (high - low)
 
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether more than one sample stands behind it; the first one may have been held up."""
+        return self._unconfirmed is None
+
     def copy(self) -> CostCurve:
         return CostCurve(self._seconds, self._unknown, mixed=self._mixed)
 
@@ -127,6 +180,7 @@ def draft_curve(seconds: dict[int, float] | None = None) -> CostCurve:
 
 STRETCH_WEIGHT, MIN_STRETCH, MAX_STRETCH, MIN_ADDED = 0.1, 0.5, 8.0, 0.1
 CATCH_UP_WEIGHT = 0.3
+MIN_REHEARSED = 3  # numbers of draft tokens; fewer make no curve
 SHARE_WEIGHT, MAX_SHARE = 0.3, 2.0
 
 
@@ -151,6 +205,9 @@ class CostModel:
     stretch: float = 1.0
     share: float = 0.1
     catch_up: float = 0.0
+    filters: tuple[HiccupFilter, HiccupFilter, HiccupFilter] = field(  # of stretch, share and catch_up
+        default_factory=lambda: (HiccupFilter(), HiccupFilter(), HiccupFilter()), repr=False
+    )
 
     @classmethod
     def known(cls, pass_seconds: dict[int, float], draft_seconds: dict[int, float], grain: int = 1) -> CostModel:
@@ -161,6 +218,18 @@ class CostModel:
         """The costs of a batch of this many sequences."""
         size = max(1, num_seqs)
         return BatchCostModel(self, size, self.plain_pass(size), self.width(size))
+
+    def adopt(self, timings: list[StepTiming]) -> None:
+        """Start from steps of one sequence that were measured as a whole, if there are enough: on a GPU the time of a
+        draft is seen where its result is waited for, which passes measured alone do not show."""
+        by_k: dict[int, list[StepTiming]] = {}
+        for timing in timings:
+            if timing.num_seqs == 1 and timing.nodes == timing.num_draft_tokens + 1:
+                by_k.setdefault(timing.num_draft_tokens, []).append(timing)
+        if 0 not in by_k or len(by_k) < MIN_REHEARSED:
+            return
+        self.verify = CostCurve({k + 1: median(step.verify_seconds for step in steps) for k, steps in by_k.items()})
+        self.draft = draft_curve({k: median(step.draft_seconds for step in steps) for k, steps in by_k.items() if k})
 
     # --- learning -----------------------------------------------------------------------------------------------------
 
@@ -178,6 +247,8 @@ class CostModel:
             self._observe_draft(timing)
 
     def _observe_stretch(self, timing: StepTiming) -> None:
+        if self.filters[0].is_hiccup(timing.verify_seconds, self.of(timing.num_seqs).pass_of(timing.nodes)):
+            return
         narrow = self.width(timing.num_seqs)
         added = self.width(timing.nodes) - narrow
         if added > MIN_ADDED * narrow:  # below that, noise is divided by nothing
@@ -185,16 +256,21 @@ class CostModel:
             self.stretch += STRETCH_WEIGHT * (min(max(sample, MIN_STRETCH), MAX_STRETCH) - self.stretch)
 
     def _observe_catch_up(self, timing: StepTiming, caught_up: int) -> None:
+        """A cost that is far too high falls at once; it rises slowly."""
         drafting = self.drafting(timing.num_drafting, timing.num_draft_tokens)
         sample = max(0.0, timing.draft_seconds - drafting) / caught_up
-        self.catch_up += (CATCH_UP_WEIGHT if self.catch_up else 1.0) * (sample - self.catch_up)
+        if not self.catch_up or HiccupFilter.OUTLIER * sample < self.catch_up:
+            self.catch_up = sample
+        elif not self.filters[2].is_hiccup(sample, self.catch_up):
+            bounded = min(sample, HiccupFilter.OUTLIER * self.catch_up)
+            self.catch_up += CATCH_UP_WEIGHT * (bounded - self.catch_up)
 
     def _observe_draft(self, timing: StepTiming) -> None:
         """One sequence teaches what draft tokens cost, several teach what each further sequence adds."""
         alone, others = self.draft.at(timing.num_draft_tokens), timing.num_drafting - 1
         if others <= 0 or alone <= 0:
             self.draft.add(timing.num_draft_tokens, timing.draft_seconds / (1.0 + self.share * others))
-        else:
+        elif not self.filters[1].is_hiccup(timing.draft_seconds, self.drafting(others + 1, timing.num_draft_tokens)):
             sample = (timing.draft_seconds / alone - 1.0) / others
             self.share += SHARE_WEIGHT * (min(max(sample, 0.0), MAX_SHARE) - self.share)
 

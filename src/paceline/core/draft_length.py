@@ -17,6 +17,7 @@ from typing import Protocol
 from paceline.config import checked_k
 from paceline.core.cost_model import CostModel, StepTiming
 from paceline.core.draft_tree import depths
+from paceline.core.probing import ProbeSchedule
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
@@ -32,6 +33,9 @@ class DraftLengthPolicy(Protocol):
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        """What steps of made-up sequences took before the first real one."""
 
 
 def within_room(seq: Sequence, k: int) -> int:
@@ -53,6 +57,9 @@ class FixedDraftLength:
         pass
 
     def forget(self, seq: Sequence) -> None:
+        pass
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
         pass
 
 
@@ -93,12 +100,17 @@ class PositionRates:
         return rates
 
     def expected_tokens(self, k: int) -> float:
-        """Tokens a step of k draft tokens emits: 1 + a_1 + a_1·a_2 + …"""
-        total, product = 1.0, 1.0
-        for rate in self.rates(k):
-            product *= rate
-            total += product
-        return total
+        """Tokens a step of k draft tokens emits."""
+        return expected_tokens(self.rates(k))
+
+
+def expected_tokens(rates: list[float]) -> float:
+    """Tokens of a step, by the rates of its depths: 1 + a_1 + a_1·a_2 + …"""
+    total, product = 1.0, 1.0
+    for rate in rates:
+        product *= rate
+        total += product
+    return total
 
 
 # --- adaptive ---------------------------------------------------------------------------------------------------------
@@ -119,21 +131,17 @@ class _SequenceState:
     num_unread: int = 0  # tokens that the drafter had to read first in this step
 
 
-@dataclass(slots=True)
-class _ProbeAccount:
-    """What probing may still cost: filled by a share of all time that passes, emptied by what probes lose."""
-
-    seconds: float = 0.0
-    cost: float = 0.0  # what the last probe lost
-    opened: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A k for each sequence, and the tokens per second it promises."""
+    """A k for each sequence, the tokens that a step then promises, and its seconds."""
 
     ks: list[int]
-    rate: float
+    tokens: float = 0.0
+    seconds: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +159,11 @@ class _Candidates:
     indices: list[int]
     limits: list[int]  # of every sequence of the batch
     num_unread: dict[int, int]  # tokens that the drafter has not read
+    plain: float  # seconds of a plain step
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
 
 
 class AdaptiveDraftLength:
@@ -158,19 +171,17 @@ class AdaptiveDraftLength:
 
     Draft tokens are given out one at a time, each to the sequence where it brings the most expected tokens, as long as
     the batch's tokens per second rise; so a hopeless sequence costs its neighbours nothing. Where nothing pays, one
-    sequence now and then is probed with the k that comes nearest to paying. What probes lose is measured, and all of it
-    together stays within PROBE_SHARE of the time. While drafting pays, a plain step now and then keeps its cost up to
-    date.
+    sequence now and then is probed with the k that comes nearest to paying: probing.py decides when. While drafting
+    pays, a plain step now and then keeps its cost up to date.
     """
 
-    PROBE_SHARE = 0.006
-    FIRST_PROBES = 1.5  # plain steps' worth of time that probes may lose at the very start
     MARGIN = 1.02  # drafting must promise at least this much over plain decoding
     FEW_UNREAD = 16  # tokens that a drafter reads in passing
-    HORIZON = 32  # steps within which drafting must earn what catching up costs
+    HORIZON = 64  # steps within which drafting must earn what catching up costs
     PLAIN_EVERY = 64  # steps, times the gain: the larger the gain, the less an error of the plain cost matters
     MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
     MIN_GAIN = 0.001  # tokens: smaller gains are not considered
+    MAX_LOSS = 2.0  # times the expected seconds that a probe is charged for: more is a hiccup of the machine
 
     def __init__(self, costs: CostModel | None = None, max_draft_tokens: int = 16) -> None:
         self.costs = costs or CostModel()
@@ -179,10 +190,10 @@ class AdaptiveDraftLength:
         self._states: dict[int, _SequenceState] = {}
         self._depth_share = 1.0  # depths a draft token adds: 1 for a chain, less for a tree
         self._probe_nodes = 0.0  # nodes a drafting sequence adds that cannot be accepted (lookahead's window)
-        self._account = _ProbeAccount()
-        self._probing = False
+        self._schedule = ProbeSchedule()
+        self._is_probe = False  # the step that is under way
         self._steps_since_plain = 0
-        self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays while no probe is affordable
+        self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays while no probe is due
 
     # --- before a step ------------------------------------------------------------------------------------------------
 
@@ -193,27 +204,30 @@ class AdaptiveDraftLength:
         limits = [within_room(seq, self.max_draft_tokens) for seq in seqs]
         ks = self._choose(seqs, states, limits)
         for seq, state, k in zip(seqs, states, ks):
-            state.num_draft_tokens, state.num_unread = k, 0
-            if k:
-                state.num_unread, state.num_read = len(seq.ids) - state.num_read, len(seq.ids)
+            state.num_draft_tokens, state.num_unread = k, len(seq.ids) - state.num_read if k else 0
         return ks
 
     def _still_resting(self, seqs: list[Sequence]) -> bool:
         """A plain step that changes nothing costs nothing: no sums until there is a reason for them."""
-        if self._may_probe(len(seqs)) or any(seq.seq_id not in self._resting for seq in seqs):
+        schedule = self._schedule
+        cost = schedule.cost + self.costs.catching_up(schedule.rested)
+        if self._is_due(cost, self.costs.plain_pass(len(seqs))):
+            return False
+        if any(seq.seq_id not in self._resting for seq in seqs):
             return False
         return all(seq.params.num_draft_tokens is None for seq in seqs)
 
     def _choose(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int]) -> list[int]:
         indices = [index for index, seq in enumerate(seqs) if seq.params.num_draft_tokens is None]
         ks = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
-        self._probing, self._resting = False, frozenset()
+        self._is_probe, self._resting = False, frozenset()
         if not any(limits[index] for index in indices):
             return ks
         num_unread = {index: len(seqs[index].ids) - states[index].num_read for index in indices}
-        candidates = _Candidates(indices, limits, num_unread)
+        candidates = _Candidates(indices, limits, num_unread, self.costs.plain_pass(len(indices)))
+        self._schedule.open(candidates.plain, self.costs.catching_up(max(num_unread.values())))
         best = self._best([states[index] for index in indices], [limits[index] for index in indices])
-        gain = best.rate * self.costs.of(len(indices)).step(len(indices)) / len(indices)
+        gain = best.rate * candidates.plain / candidates.count
         pays = self._pays(gain, best, candidates)
         self._steps_since_plain += 1
         if pays and self._steps_since_plain < self.PLAIN_EVERY * gain:
@@ -226,9 +240,8 @@ class AdaptiveDraftLength:
 
     def _pays(self, gain: float, best: _Choice, candidates: _Candidates) -> bool:
         """Whether drafting beats plain decoding, and soon earns what the drafter must read first."""
-        plain = self.costs.of(len(candidates.indices)).step(len(candidates.indices))
         unread = sum(candidates.num_unread[index] for index, k in zip(candidates.indices, best.ks) if k)
-        return gain > self.MARGIN and (gain - 1) * plain * self.HORIZON > self.costs.catching_up(unread)
+        return gain > self.MARGIN and (gain - 1) * candidates.plain * self.HORIZON > self.costs.catching_up(unread)
 
     def _draft(self, best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
         for index, k in zip(candidates.indices, best.ks):
@@ -237,39 +250,48 @@ class AdaptiveDraftLength:
 
     def _probe_or_rest(self, seqs: list[Sequence], best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
         """Probe the sequence that the drafter has read least of, or plan no sums for these sequences for a while."""
-        if self._may_probe(len(seqs)):
-            drafting = {index: k for index, k in zip(candidates.indices, best.ks) if k}
-            probe = max(drafting, key=candidates.num_unread.__getitem__)
+        drafting = {index: k for index, k in zip(candidates.indices, best.ks) if k}
+        probe = max(drafting, key=candidates.num_unread.__getitem__)
+        lost = best.seconds - candidates.plain * best.tokens / candidates.count
+        schedule = self._schedule
+        schedule.reading = self.costs.catching_up(candidates.num_unread[probe])
+        schedule.cost = max(0.0, lost) + schedule.reading
+        if self._is_due(schedule.cost, candidates.plain):
             ks[probe] = drafting[probe]
-            self._probing = True
+            self._is_probe = True
         else:
             self._resting = frozenset(seqs[index].seq_id for index in candidates.indices)
+
+    def _is_due(self, cost: float, plain: float) -> bool:
+        return self._schedule.is_due(cost, plain, sure=self.costs.draft.is_confirmed)
 
     def _probe_an_omitted_sequence(self, candidates: _Candidates, ks: list[int]) -> None:
         """Where drafting pays for some sequences, one that got no draft token gets one when the account allows it."""
         omitted = [index for index in candidates.indices if not ks[index] and candidates.limits[index]]
-        if not omitted or not self._may_probe(len(ks)):
+        if not omitted:
             return
         nodes, costs = len(ks) + sum(ks), self.costs.of(len(ks))
         probe = max(omitted, key=candidates.num_unread.__getitem__)
         added = costs.pass_of(nodes + 1) - costs.pass_of(nodes)
-        self._account.seconds -= added + self.costs.catching_up(candidates.num_unread[probe])
-        ks[probe] = 1
+        cost = added + self.costs.catching_up(candidates.num_unread[probe])
+        if self._is_due(cost, candidates.plain):
+            self._schedule.balance -= cost
+            ks[probe] = 1
 
     def _best(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
         """Add the draft token that promises most, one by one; the best batch with draft tokens on the way."""
         ks, tokens, longest, drafting, probes = [0] * len(states), float(len(states)), 0, 0, 0.0
         costs = self.costs.of(len(states))
-        best = _Choice(list(ks), 0.0)
+        best = _Choice(list(ks))
         for nodes, gain in enumerate(self._gains(states, limits), start=len(states) + 1):
             if not ks[gain.index]:
                 drafting, probes = drafting + 1, probes + self._probe_nodes
             ks[gain.index] += 1
             longest = max(longest, ks[gain.index])
             tokens += gain.tokens
-            rate = tokens / max(costs.step(nodes + round(probes), longest, drafting), self.MIN_SECONDS)
-            if rate > best.rate:
-                best = _Choice(list(ks), rate)
+            seconds = max(costs.step(nodes + round(probes), longest, drafting), self.MIN_SECONDS)
+            if tokens / seconds > best.rate:
+                best = _Choice(list(ks), tokens, seconds)
         return best
 
     def _gains(self, states: list[_SequenceState], limits: list[int]) -> list[_Gain]:
@@ -294,26 +316,24 @@ class AdaptiveDraftLength:
             gains.append(_Gain(reach * share, index))
         return gains
 
-    def _may_probe(self, num_seqs: int) -> bool:
-        account = self._account
-        if not account.opened:
-            account.opened = True
-            account.seconds = self.FIRST_PROBES * self.costs.of(num_seqs).step(num_seqs)
-        return account.seconds > 0 and account.seconds >= account.cost
-
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
+        """A step in which anything was compiled or captured teaches acceptance and no cost."""
         states = [self._state(seq) for seq in seqs]
-        drafting = [state for state in states if state.num_draft_tokens]
-        caught_up = sum(state.num_unread for state in drafting if state.num_unread > self.FEW_UNREAD)
-        self.costs.observe(timing, caught_up=caught_up)
-        self._settle(timing, sum(len(result.emitted) for result in results))
         if timing.num_draft_tokens:
-            for state, result in zip(states, results):
-                self._observe_result(state, result)
+            for seq, state, result in zip(seqs, states, results):
+                self._observe_result(seq, state, result)
+        if timing.clean:
+            self._settle(states, timing, sum(len(result.emitted) for result in results))
+            self.costs.observe(timing, caught_up=self._caught_up(states))
 
-    def _observe_result(self, state: _SequenceState, result: StepResult) -> None:
+    def _caught_up(self, states: list[_SequenceState]) -> int:
+        return sum(state.num_unread for state in states if state.num_unread > self.FEW_UNREAD)
+
+    def _observe_result(self, seq: Sequence, state: _SequenceState, result: StepResult) -> None:
+        if state.num_draft_tokens:
+            state.num_read = len(seq.ids)
         count = result.tree.num_draft_tokens
         if not count:
             return
@@ -324,17 +344,30 @@ class AdaptiveDraftLength:
         state.rates.observe(reach, accepted)
         self._rates_of(state.kind).observe(reach, accepted)
 
-    def _settle(self, timing: StepTiming, emitted: int) -> None:
-        """Keep the account. A probe loses what it cost beyond the plain time of the tokens it emitted."""
-        account, plain = self._account, self.costs.of(timing.num_seqs).step(timing.num_seqs)
-        account.seconds += self.PROBE_SHARE * timing.seconds
-        if self._probing and timing.num_draft_tokens:
-            account.cost = max(0.0, timing.seconds - plain * emitted / timing.num_seqs)
-            account.seconds -= account.cost
-        account.seconds = min(account.seconds, max(2 * account.cost, self.FIRST_PROBES * plain))
+    def _settle(self, states: list[_SequenceState], timing: StepTiming, emitted: int) -> None:
+        """Keep the probe account: a draft wins the plain time of its tokens, less what it took.
+
+        Tokens count half as they came and half as they are to be expected: luck must not end a probe.
+        """
+        plain = self.costs.plain_pass(timing.num_seqs)
+        if not timing.num_draft_tokens:
+            self._schedule.passed(min(timing.seconds, self.MAX_LOSS * plain), plain)
+            return
+        expected = self.costs.of(timing.num_seqs).step(timing.nodes, timing.num_draft_tokens, timing.num_drafting)
+        expected += self.costs.catching_up(self._caught_up(states))
+        seconds = min(timing.seconds, self.MAX_LOSS * max(expected, plain))
+        tokens = (emitted + sum(self._expected_tokens(state) for state in states)) / 2
+        self._schedule.drafted(plain * tokens / timing.num_seqs - seconds, plain, probe=self._is_probe)
+
+    def _expected_tokens(self, state: _SequenceState) -> float:
+        k = state.num_draft_tokens
+        return expected_tokens(state.rates.rates(k, self._rates_of(state.kind).rates(k)))
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        self.costs.adopt(timings)
 
     def _state(self, seq: Sequence) -> _SequenceState:
         state = self._states.get(seq.seq_id)

@@ -29,10 +29,12 @@ from paceline.core.types import (
     RowOutput,
     SequenceCache,
     StepResult,
+    WarmupPlan,
 )
 from paceline.errors import CapabilityError
 
 Adapter = Callable[[Tensor], Tensor]
+Preparation = Callable[[], None]  # compiles or captures one thing, and changes nothing that a sequence sees
 
 
 class BlockPool(Protocol):
@@ -113,6 +115,10 @@ class Runner(Protocol):
         """
         return None
 
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """What the first sequences would otherwise wait for, piece by piece. None by default."""
+        return []
+
     # --- what drafters that live on the target use --------------------------------------------------------------------
 
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
@@ -148,6 +154,10 @@ class Drafter(Protocol):
 
     needs: frozenset[Capability] = frozenset()  # of the target; checked once, when the engine is built
     draft_runner: Runner | None = None  # the model it drafts with, where it has one: its passes are measured
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """As of a runner; what drafts a few tokens more or less is also met when the loop is rehearsed."""
+        return []
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         """A sequence starts. `prompt` is the target's output for the tokens it has just read, all but the last one."""

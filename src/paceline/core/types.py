@@ -41,6 +41,22 @@ class ModelInfo:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class WarmupPlan:
+    """What to compile and capture before the first sequence.
+
+    widths            tokens of one sequence in a pass
+    num_draft_tokens  that a step may draft
+    max_context       tokens that a sequence may hold
+    num_seqs          sizes of batches
+    """
+
+    widths: tuple[int, ...]
+    num_draft_tokens: tuple[int, ...]
+    max_context: int
+    num_seqs: tuple[int, ...] = (1,)
+
+
 class SequenceCache:
     """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it."""
 

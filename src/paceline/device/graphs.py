@@ -2,7 +2,8 @@
 
 `GraphCache` is the one cache of graphs: decode and prefill passes, verification and EAGLE chains use it. A key maps to
 fixed buffers and the work that reads them. Work is captured on first use. Where capture fails, or the device has no
-graphs, the work runs eagerly: the same results, launch by launch.
+graphs, the work runs eagerly: the same results, launch by launch. Captures are counted, so that the time they take is
+not mistaken for the cost of a step.
 """
 
 from __future__ import annotations
@@ -24,9 +25,34 @@ Output = TypeVar("Output")
 NUM_SEQS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # batch sizes with graphs; other batches are padded to the next
 
 
+class _OneOffWork:
+    """Counts work of this process that only the first call pays."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+_ONE_OFF = _OneOffWork()
+
+
+def note_one_off_work() -> None:
+    """Something was compiled, captured or allocated: what the step under way takes is not what such a step costs."""
+    _ONE_OFF.count += 1
+
+
+def num_one_off_works() -> int:
+    """How often this process has done such work. A step between two equal numbers was a clean measurement."""
+    return _ONE_OFF.count
+
+
 def rounded_up(value: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest of these sizes that holds the value; None where none does."""
     return next((size for size in sizes if size >= value), None)
+
+
+def needed(sizes: tuple[int, ...], largest: int) -> list[int]:
+    """Those of these sizes that values up to `largest` are rounded up to."""
+    return [size for size, smaller in zip(sizes, (0, *sizes)) if smaller < largest]
 
 
 @contextmanager
@@ -99,6 +125,7 @@ class GraphPool:
         """A call that repeats `work`: a CUDA graph, or the work itself on a device without graphs."""
         if self._eager:
             return work
+        note_one_off_work()
         if self._newest is None or not self._newest.captured:
             self._handle = torch.cuda.graph_pool_handle()
         graph = CudaGraph(work, self._label, self._handle)

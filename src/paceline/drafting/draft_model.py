@@ -10,6 +10,7 @@ that distribution goes with the token. A greedy sequence gets greedy draft token
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import DraftInput, Row, SequenceCache, StepResult
+from paceline.core.types import DraftInput, Row, SequenceCache, StepResult, WarmupPlan
 from paceline.drafting.draft_kv import DraftKV, step_tokens
 from paceline.drafting.draft_sampling import (
     SampledDraft,
@@ -54,6 +55,10 @@ class DraftModel(Drafter):
         runner = wrap(self.runner)
         renumbered = runner.info.vocab_size != self.runner.info.vocab_size
         return DraftModel(runner, runner.info.vocab_size if renumbered else self._vocab_size)
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """The draft model reads one or two tokens at a time, and drafts."""
+        return self.runner.preparations(replace(plan, widths=(1, 2)))
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 

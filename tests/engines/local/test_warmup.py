@@ -8,7 +8,18 @@ import pytest
 
 from paceline.core.cost_model import CostCurve
 from paceline.core.types import ModelOutput, Row
-from paceline.engines.local.warmup import CONTEXT, CPU_GRAIN, WIDTHS, measure_costs, measure_pass, pass_grain, warm_up
+from paceline.engines.local import warmup
+from paceline.engines.local.warmup import (
+    CONTEXT,
+    CPU_GRAIN,
+    WIDTHS,
+    measure_catch_up,
+    measure_costs,
+    measure_pass,
+    pass_grain,
+    run_preparations,
+    warm_up,
+)
 from paceline.errors import OutOfMemory
 from tests.support.toy import ToyRunner
 
@@ -73,3 +84,30 @@ def test_a_draft_model_costs_one_pass_a_draft_token() -> None:
 def test_only_cpu_kernels_have_a_grain() -> None:
     info = ToyRunner().info
     assert pass_grain(info) == CPU_GRAIN and pass_grain(replace(info, device="cuda:0")) == 1
+
+
+def test_what_a_draft_model_has_not_read_is_measured_at_load() -> None:
+    runner = ToyRunner()
+    assert 0 < measure_catch_up(runner) < 0.1
+    assert runner.passes[:2] == [[64], [64]] and not runner.open_caches, "the second time counts"
+    assert measure_costs(ToyRunner(), ToyRunner(), verify=CostCurve({1: 1.0})).catch_up > 0
+
+
+def test_preparations_run_in_order_and_say_how_long_they_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[int] = []
+    run_preparations([lambda: done.append(1), lambda: done.append(2)], "capturing graphs")
+    assert done == [1, 2] and not capsys.readouterr().err, "quick ones say nothing"
+    monkeypatch.setattr(warmup, "ANNOUNCE_SECONDS", 0.0)
+    run_preparations([lambda: done.append(3)] * 3, "capturing graphs")
+    assert "paceline: capturing graphs: 1 of 3, about 0 s left" in capsys.readouterr().err
+
+
+def test_preparations_end_where_memory_does() -> None:
+    def fails() -> None:
+        raise OutOfMemory("no memory left")
+
+    done: list[int] = []
+    run_preparations([fails, lambda: done.append(1)], "capturing graphs")
+    assert not done

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from paceline.core.sampling import draw_keyed
-from paceline.core.types import DraftInput, Row, SequenceCache
+from paceline.core.types import DraftInput, Row, SequenceCache, WarmupPlan
 from paceline.layers.attention_triton import PROGRAMS
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.decode_graphs import MAX_DRAFT_GRAPHS, OFTEN
@@ -285,3 +285,22 @@ def test_shapes_of_real_models_agree_with_float64_on_the_card(heads: int, key_he
         output.append(torch.cat([runner.forward(rows).logits.double() for rows in passes]))
     off = [float((one - output[2]).norm() / output[2].norm()) for one in output[:2]]
     assert off[0] < 1.25 * off[1]
+
+
+def test_what_was_prepared_runs_every_pass_of_the_plan() -> None:
+    """Widths, contexts and numbers of draft tokens of one sequence: none of them needs a graph that is not there."""
+    graphs = fused("llama").decode_graphs
+    assert graphs is not None
+    for prepare in graphs.preparations(WarmupPlan(tuple(range(1, 18)), tuple(range(1, 17)), 4096)):
+        prepare()
+    prepared = (len(graphs._forward), len(graphs._draft))
+    assert prepared[1] <= MAX_DRAFT_GRAPHS
+    for tokens in (1, 100, 512, 513, 1500, 4096):
+        for k in range(17):
+            size = graphs.fits(1, k + 1, tokens)
+            assert size is not None
+            graphs.forward_graph(size)
+            lead = graphs.fits(1, 2, tokens)
+            for _ in range(OFTEN + 1):
+                assert lead is not None and (not k or graphs.draft_graph(lead, k, sampled=False) is not None)
+    assert (len(graphs._forward), len(graphs._draft)) == prepared

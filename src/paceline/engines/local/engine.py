@@ -26,6 +26,7 @@ from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import Capability, ModelOutput, Request, RowOutput, StepResult, VerifyResult
+from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.prefill import step_row
@@ -167,7 +168,7 @@ class LocalEngine:
         return self._one_step(batch)
 
     def _one_step(self, batch: StepBatch) -> list[StepResult]:
-        seqs = batch.seqs
+        seqs, one_off_works = batch.seqs, num_one_off_works()
         drafts = self._propose(batch)
         started = time.perf_counter()
         output, trees = self._forward(seqs, drafts.trees)
@@ -185,6 +186,7 @@ class LocalEngine:
             max((tree.num_draft_tokens for tree in trees), default=0),
             len(seqs),
             sum(tree.num_draft_tokens > 0 for tree in trees),
+            clean=num_one_off_works() == one_off_works,
         )
         self._draft_length.observe(seqs, results, timing)
         return results
@@ -230,12 +232,13 @@ class LocalEngine:
         steps = min(self._target.decode_steps, max(seq.remaining_tokens for seq in seqs))
         if steps < 2 or not all(self._is_plain(seq) for seq in seqs):
             return None
-        started = time.perf_counter()
+        started, one_off_works = time.perf_counter(), num_one_off_works()
         tokens = self._target.decode([step_row(seq, empty()) for seq in seqs], steps)
         if tokens is None:
             return None
         rows = tokens.tolist()
-        timing = StepTiming(0.0, (time.perf_counter() - started) / steps, len(seqs), 0, len(seqs))
+        seconds, clean = (time.perf_counter() - started) / steps, num_one_off_works() == one_off_works
+        timing = StepTiming(0.0, seconds, len(seqs), 0, len(seqs), clean=clean)
         results = [self._settle_plain(seq, row) for seq, row in zip(seqs, rows)]
         for _ in range(steps):
             self._draft_length.observe(seqs, results, timing)

@@ -3,20 +3,25 @@ of such passes, so that the first sequence does not wait for libraries and graph
 
 from __future__ import annotations
 
+import sys
 import time
 from statistics import median
 
 import torch
 
 from paceline.core.cost_model import CostCurve, CostModel, draft_curve
-from paceline.core.protocols import Runner
+from paceline.core.protocols import Preparation, Runner
 from paceline.core.types import ModelInfo, Row, SequenceCache
 from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 4, 8, 16, 24)
+EVERY_WIDTH = (*range(1, 18), 24)  # where kernels have no known grain, steps in the cost may be anywhere
 CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
 CONTEXT = 48  # tokens in the sequence cache while measuring, where the model reads so many
 REPEATS = 2
+CATCH_UP_SIZES = (64, 512)  # tokens that a draft model reads at once, to measure how quick it is
+QUICK_SECONDS = 0.2
+ANNOUNCE_SECONDS = 2.0
 LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
 
 
@@ -93,11 +98,61 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured while they run; until then they count as free.
     """
-    costs = CostModel(measure_pass(target) if verify is None else verify.copy(), grain=pass_grain(target.info))
+    grain = pass_grain(target.info)
+    widths = WIDTHS if grain > 1 else EVERY_WIDTH
+    costs = CostModel(measure_pass(target, widths) if verify is None else verify.copy(), grain=grain)
     if draft is not None:
         seconds = measure_pass(draft, widths=(1,)).at(1)
         costs.draft = draft_curve({1: seconds, 8: 8 * seconds})
+        costs.catch_up = measure_catch_up(draft)
     return costs
+
+
+def measure_catch_up(draft: Runner) -> float:
+    """Seconds that a draft model needs for each token of a sequence that it has not read, in one go.
+
+    The longer chunk is only read where the shorter one is quick: loading must not wait for it.
+    """
+    sizes = [size for size in CATCH_UP_SIZES if size < draft.info.max_seq_len] or [1]
+    seconds = _seconds_to_read(draft, sizes[0])
+    for size in sizes[1:]:
+        if seconds * size > QUICK_SECONDS:
+            break
+        seconds = _seconds_to_read(draft, size)
+    return seconds
+
+
+def _seconds_to_read(runner: Runner, size: int) -> float:
+    """For each token, the second time."""
+    row, taken = [min(7, runner.info.vocab_size - 1)] * size, 0.0
+    for _ in range(2):
+        seq_cache, started = runner.new_cache(), time.perf_counter()
+        try:
+            runner.forward([Row.chain(seq_cache, row)], last_only=True).logits.argmax().item()
+        except OutOfMemory:
+            return taken / size
+        finally:
+            runner.free(seq_cache)
+        taken = time.perf_counter() - started
+    return taken / size
+
+
+def run_preparations(preparations: list[Preparation], label: str) -> None:
+    """Run them all. After two seconds a line says how many are left, and about how long they take.
+
+    Without memory for one of them the rest is left for later: sequences come first.
+    """
+    started = announced = time.perf_counter()
+    for index, prepare in enumerate(preparations):
+        now = time.perf_counter()
+        if now - announced > ANNOUNCE_SECONDS and index:
+            left = (now - started) / index * (len(preparations) - index)
+            print(f"paceline: {label}: {index} of {len(preparations)}, about {left:.0f} s left", file=sys.stderr)
+            announced = now
+        try:
+            prepare()
+        except (OutOfMemory, torch.OutOfMemoryError):
+            return
 
 
 def pass_grain(info: ModelInfo) -> int:

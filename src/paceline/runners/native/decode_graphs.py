@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from paceline.core.protocols import Preparation
 from paceline.core.sampling import draw_keyed
-from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
-from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
+from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row, WarmupPlan
+from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, needed, rounded_up
 from paceline.device.scratch import Scratch
 from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
@@ -255,6 +257,26 @@ class DecodeGraphs:
             torch.ones(num_seqs, 1, device=device),
             torch.zeros(num_seqs, key.num_tokens, dtype=torch.float64, device=device),
         )
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """Captures of every size of the plan. Long contexts come first: their graphs also run somewhat shorter ones."""
+        longest = min(-(-plan.max_context // CHUNK), CHUNKS[-1])
+        contexts = [chunks * CHUNK for chunks in reversed(needed(CHUNKS, longest))]
+        widths = sorted({width for width in plan.widths if width <= NODES[-1]})
+        forward = [(count, width, tokens) for count in plan.num_seqs for width in widths for tokens in contexts]
+        drafts = [(count, k, tokens) for count in plan.num_seqs for k in plan.num_draft_tokens for tokens in contexts]
+        pieces: list[Preparation] = [partial(self._prepare_forward, *size) for size in forward]
+        pieces += [partial(self._prepare_draft, *size) for size in drafts]
+        return pieces
+
+    def _prepare_forward(self, num_seqs: int, width: int, tokens: int) -> None:
+        size = self.fits(num_seqs, width, tokens)
+        if size is not None and size.rows <= MAX_ROWS:
+            self.forward_graph(size)
+
+    def _prepare_draft(self, num_seqs: int, num_tokens: int, tokens: int) -> None:
+        if len(self._draft) < MAX_DRAFT_GRAPHS and (size := self.fits(num_seqs, LEAD_TOKENS, tokens)) is not None:
+            self.draft_graph(size, num_tokens, sampled=False)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 

@@ -1,19 +1,23 @@
-"""Graphs of first prefills.
+"""Graphs of prefills.
 
 A prompt of a few hundred tokens is little work for a GPU, but hundreds of launches for its host, and all other
-sequences wait meanwhile. Here the first prefill of a sequence is one graph: padded to a fixed size, since no token sees
-the padding after it, which is stored in a block that belongs to no sequence.
+sequences wait meanwhile. Here a prompt is read in chunks of a few fixed sizes, each one graph: padded to its size,
+since no token sees the padding after it, which is stored in a block that belongs to no sequence. A chunk that follows
+others, or a prefix from the prefix cache, reads the keys of that context padded to a few fixed lengths, with a mask. So
+a new prompt length captures nothing new.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from paceline.core.types import ModelOutput, Row
-from paceline.device.graphs import GraphCache, GraphPool, rounded_up
+from paceline.core.protocols import Preparation
+from paceline.core.types import ModelOutput, Row, SequenceCache
+from paceline.device.graphs import Graph, GraphCache, GraphPool, needed, rounded_up
 from paceline.layers.attention import EagerBatch, SequenceSpan
 from paceline.layers.ops import EagerOps
 from paceline.layers.rope import cos_sin
@@ -21,16 +25,19 @@ from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import OutputOptions, logits_of
 
-SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens
+SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of a first chunk
+LATER_SIZES = (64, 256, 1024)  # tokens of a chunk that follows a context: fewer, since there is one for each context
+CONTEXTS = (512, 2048, 8192)  # tokens before a chunk; behind a longer context prompts are read eagerly
 MIN_TOKENS = 3  # fewer are a decode pass
 MAX_GRAPHS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillKey:
-    """What a prefill is captured for."""
+    """What a chunk is captured for."""
 
     tokens: int
+    context: int  # tokens before it; 0: the first chunk of a sequence
     want_hidden: bool
     feature_layers: tuple[int, ...]
 
@@ -42,6 +49,8 @@ class PrefillInputs:
     tokens: Tensor  # int64 [size]
     slots: Tensor  # int64 [size]
     last: Tensor  # int64 [1]
+    context_slots: Tensor  # int64 [context]
+    length: Tensor  # int64 [1]: tokens of the context that are there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +62,24 @@ class PrefillOutput:
     features: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Consecutive tokens of a row: from its node `first` on, behind `context` tokens in the cache."""
+
+    seq_cache: SequenceCache
+    tokens: Tensor
+    context: int
+
+
+def chunks_of(row: Row) -> list[Chunk]:
+    """A row in chunks that there are graphs for: whole ones of the largest size, and the rest."""
+    tokens, start = row.ids(), row.seq_cache.length
+    parts = tokens.split(SIZES[-1])
+    return [Chunk(row.seq_cache, part, start + index * SIZES[-1]) for index, part in enumerate(parts)]
+
+
 class PrefillGraphs:
-    """First prefills of single sequences, captured by size on first use."""
+    """Prefills of single sequences, captured by size and context on first use or by `preparations`."""
 
     def __init__(
         self,
@@ -70,46 +95,77 @@ class PrefillGraphs:
         self._graphs: GraphCache[PrefillKey, PrefillInputs, PrefillOutput] = GraphCache(pool, MAX_GRAPHS)
 
     def fits(self, rows: list[Row], last_only: bool) -> bool:
-        """Whether all rows are first prefills of a size there is a graph for."""
-        return last_only and all(
-            row.seq_cache.length == 0 and row.is_chain and MIN_TOKENS <= len(row.parents) <= SIZES[-1] for row in rows
-        )
+        """Whether all rows are prompts behind a context that there are graphs for."""
+        return last_only and all(row.is_chain and len(row.parents) >= MIN_TOKENS and _fits(row) for row in rows)
 
     def forward(self, rows: list[Row]) -> ModelOutput:
         """Prefill row by row."""
         outputs = [self._read(row) for row in rows]
         return outputs[0] if len(outputs) == 1 else ModelOutput.of([row for output in outputs for row in output])
 
+    def preparations(self, max_context: int) -> list[Preparation]:
+        """Captures of every size, and behind every context up to this many tokens."""
+        first = [self._key(size, 0) for size in needed(SIZES, max_context)]
+        contexts, sizes = needed(CONTEXTS, max_context), needed(LATER_SIZES, max_context)
+        later = [self._key(size, context) for context in contexts for size in sizes]
+        return [partial(self._capture, key) for key in first + later]
+
+    def _capture(self, key: PrefillKey) -> None:
+        self._graph(key)
+
     def _read(self, row: Row) -> ModelOutput:
-        tokens, count = row.ids(), len(row.parents)
-        slots = self._kv.slots(row.seq_cache, 0, count)
-        flat = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
-        graph = self._graphs.get(self._key(count), lambda: self._inputs(count), self._work)
-        inputs = graph.buffers
-        inputs.tokens[:count].copy_(tokens, non_blocking=True)
-        inputs.slots[:count].copy_(flat, non_blocking=True)
-        inputs.slots[count:] = self._kv.padding_slot
-        inputs.last.fill_(count - 1)
+        outputs = [self._read_chunk(chunk) for chunk in chunks_of(row)]
+        if len(outputs) == 1:
+            return outputs[0]
+        hidden = _joined([output.hidden for output in outputs])
+        features = _joined([output.features for output in outputs])
+        return ModelOutput(outputs[-1].logits, [1], hidden, features, [len(row.parents)])
+
+    def _read_chunk(self, chunk: Chunk) -> ModelOutput:
+        count = chunk.tokens.shape[0]
+        graph = self._graph(self._key(count, chunk.context))
+        self._put(graph.buffers, chunk)
         output = graph.run()
         hidden, features = (None if part is None else part[:count].clone() for part in (output.hidden, output.features))
         return ModelOutput(output.logits.clone(), [1], hidden, features, [count])
 
-    def _key(self, count: int) -> PrefillKey:
-        size = rounded_up(count, SIZES)
-        assert size is not None
-        return PrefillKey(size, self._options.want_hidden, self._options.feature_layers)
+    def _put(self, inputs: PrefillInputs, chunk: Chunk) -> None:
+        count, context = chunk.tokens.shape[0], chunk.context
+        inputs.tokens[:count].copy_(chunk.tokens, non_blocking=True)
+        inputs.slots[:count].copy_(self._slots(chunk.seq_cache, context, context + count), non_blocking=True)
+        inputs.slots[count:] = self._kv.padding_slot
+        inputs.last.fill_(count - 1)
+        if context:
+            inputs.context_slots[:context].copy_(self._slots(chunk.seq_cache, 0, context), non_blocking=True)
+            inputs.context_slots[context:] = self._kv.padding_slot
+            inputs.length.fill_(context)
 
-    def _inputs(self, count: int) -> PrefillInputs:
+    def _slots(self, seq_cache: SequenceCache, start: int, end: int) -> Tensor:
+        slots = self._kv.slots(seq_cache, start, end)
+        return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+
+    def _key(self, count: int, context: int) -> PrefillKey:
+        size = rounded_up(count, LATER_SIZES if context else SIZES)
+        padded = rounded_up(context, CONTEXTS) if context else 0
+        assert size is not None and padded is not None
+        return PrefillKey(size, padded, self._options.want_hidden, self._options.feature_layers)
+
+    def _graph(self, key: PrefillKey) -> Graph[PrefillKey, PrefillInputs, PrefillOutput]:
+        return self._graphs.get(key, lambda: self._inputs(key), self._work)
+
+    def _inputs(self, key: PrefillKey) -> PrefillInputs:
         """Capture runs the pass, so every slot is padding at first: it must not write into a sequence."""
-        size, device = self._key(count).tokens, self._kv.device
-        tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        slots = torch.full_like(tokens, self._kv.padding_slot)
-        return PrefillInputs(tokens, slots, torch.zeros(1, dtype=torch.int64, device=device))
+        device, padding = self._kv.device, self._kv.padding_slot
+        zeros = torch.zeros(key.tokens + key.context + 2, dtype=torch.int64, device=device)
+        tokens, context_slots, last, length = zeros.split([key.tokens, key.context, 1, 1])
+        slots = torch.full_like(tokens, padding)
+        return PrefillInputs(tokens, slots, last, context_slots.fill_(padding), length)
+
+    # --- what is captured ---------------------------------------------------------------------------------------------
 
     def _work(self, inputs: PrefillInputs) -> PrefillOutput:
-        model, options, size = self._model, self._options, inputs.tokens.shape[0]
-        rotation = cos_sin(self._rope_cache, slice(size), self._kv.keys.dtype)
-        batch = EagerBatch(rotation, [SequenceSpan(0, size, 0, inputs.slots, inputs.slots, None)])
+        model, options = self._model, self._options
+        batch = self._later_batch(inputs) if inputs.context_slots.shape[0] else self._first_batch(inputs)
         states = model.run_layers(
             model.embed(inputs.tokens), batch, self._ops, options.feature_layers, last=options.last_layer
         )
@@ -118,3 +174,31 @@ class PrefillGraphs:
         last = hidden[inputs.last] if options.want_hidden else hidden
         logits = logits_of(last, model, options)
         return PrefillOutput(logits, hidden if options.want_hidden else None, states.features)
+
+    def _first_batch(self, inputs: PrefillInputs) -> EagerBatch:
+        size = inputs.tokens.shape[0]
+        rotation = cos_sin(self._rope_cache, slice(size), self._kv.keys.dtype)
+        return EagerBatch(rotation, [SequenceSpan(0, size, 0, inputs.slots, inputs.slots, None)])
+
+    def _later_batch(self, inputs: PrefillInputs) -> EagerBatch:
+        """Keys are the padded context and then the chunk: a mask hides the padding between them."""
+        size, context, dtype = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.keys.dtype
+        steps = torch.arange(size, device=self._kv.device)
+        positions = (inputs.length + steps).clamp_max(self._rope_cache.shape[0] - 1)
+        hidden = torch.arange(context, device=self._kv.device) >= inputs.length
+        hidden = torch.cat([hidden.expand(size, -1), steps > steps[:, None]], dim=1)
+        mask = torch.zeros(size, context + size, dtype=dtype, device=self._kv.device).masked_fill(hidden, -torch.inf)
+        slots = torch.cat([inputs.context_slots, inputs.slots])
+        rotation = cos_sin(self._rope_cache, positions, dtype)
+        return EagerBatch(rotation, [SequenceSpan(0, size, context, slots, inputs.slots, mask)])
+
+
+def _fits(row: Row) -> bool:
+    """Whether the context of every chunk of a row has a graph."""
+    last = row.seq_cache.length + (len(row.parents) - 1) // SIZES[-1] * SIZES[-1]
+    return last <= CONTEXTS[-1]
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor | None:
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Adapter
-from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row
+from paceline.core.protocols import Adapter, Preparation
+from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.errors import OptionError, OutOfMemory
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from paceline.runners.native.decode_graphs import DecodeGraphs
 
 DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and no output waits long
+SHORT_DECODE_STEPS = 8  # the same where a pass is one kernel: it takes about a millisecond
 EXTRA_POSITIONS = 512  # a drafting graph may run a few steps past the end of the longest sequence
 LEAD_TOKENS = 2  # what a drafting graph reads of a sequence; pass_inputs.LEAD_TOKENS, here without importing Triton
 
@@ -57,7 +59,7 @@ class NativeRunner(PagedRunner):
         self._rope_cache = rope_cache(model.config.rope, model.config.max_seq_len + EXTRA_POSITIONS, self.kv.device)
         self._make_passes()
         if self.decode_graphs is not None:
-            self.decode_steps = DECODE_STEPS
+            self.decode_steps = SHORT_DECODE_STEPS if self.decode_graphs.is_persistent(1) else DECODE_STEPS
             if batch_invariant:
                 self.capabilities |= {Capability.BATCH_INVARIANT}
 
@@ -69,7 +71,7 @@ class NativeRunner(PagedRunner):
         self.decode_graphs = self._new_decode_graphs()
 
     def _new_prefill_graphs(self) -> PrefillGraphs | None:
-        if not supports_graphs(self.kv.device):
+        if not supports_graphs(self.kv.device) or self.model.quantizes_input:
             return None
         pool = GraphPool("a prefill", self.kv.device)
         return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_cache, self.options, pool)
@@ -119,6 +121,14 @@ class NativeRunner(PagedRunner):
         info = model_info(name, native.config, eos_token_ids_of(model), str(first.device), dtype)
         blocks = block_manager(kv_cache_tokens or default_cache_tokens(native.config))
         return cls(native, info, blocks, batch_invariant=batch_invariant)
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """Its graphs; nothing where there are none."""
+        context = min(plan.max_context, self.info.max_seq_len, self.kv.num_tokens)
+        bounded = replace(plan, max_context=context)
+        prefills = [] if self.prefill_graphs is None else self.prefill_graphs.preparations(context)
+        passes = [] if self.decode_graphs is None else self.decode_graphs.preparations(bounded)
+        return [torch.inference_mode()(prepare) for prepare in prefills + passes]
 
     # --- passes -------------------------------------------------------------------------------------------------------
 

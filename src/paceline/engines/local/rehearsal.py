@@ -1,0 +1,90 @@
+"""A few made-up sequences before the first real one.
+
+What no list of sizes can know (the chains of a head, the verifier, libraries that are loaded on first use) is met by
+running the loop itself, with every number of draft tokens that may come. What those steps cost is what steps cost here,
+so a draft-length policy starts from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from paceline.core.cost_model import StepTiming
+from paceline.core.draft_length import DraftLengthPolicy, within_room
+from paceline.core.protocols import Preparation
+from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence, SequenceParams
+from paceline.core.stopping import StopRules
+from paceline.core.types import StepResult, WarmupPlan
+from paceline.engines.local.engine import EngineParts, LocalEngine
+from paceline.errors import PacelineError
+from paceline.kv.prefix_cache import TARGET, PrefixCache
+
+PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
+USUAL_KS = 8  # draft tokens: more of them are only rehearsed after the shortest prompt
+STEPS = 6  # with each number of draft tokens, of which the first is not measured
+
+
+class RehearsedSteps(DraftLengthPolicy):
+    """Drafts as many tokens as it is told, and keeps what clean steps took."""
+
+    def __init__(self) -> None:
+        self.k, self.num_steps = 0, 0
+        self.timings: list[StepTiming] = []
+
+    def begin(self, k: int) -> None:
+        self.k, self.num_steps = k, 0
+
+    def plan(self, seqs: list[Sequence]) -> list[int]:
+        return [within_room(seq, self.k) for seq in seqs]
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
+        """In the first step of a sequence a drafter reads its prompt."""
+        self.num_steps += 1
+        if timing.clean and self.num_steps > 1 and timing.num_draft_tokens == self.k:
+            self.timings.append(timing)
+
+    def forget(self, seq: Sequence) -> None:
+        pass
+
+    def rehearsed(self, timings: list[StepTiming]) -> None:
+        pass
+
+
+class Rehearsal:
+    """Runs made-up sequences through an engine of its own over the same parts; nothing of them is kept or counted."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.steps = RehearsedSteps()
+        own = PrefixCache(max_tokens={TARGET: 0})
+        parts: EngineParts = replace(engine.parts, draft_length=self.steps, prefix_cache=own)
+        self._engine = LocalEngine(parts, engine.tokenizer, engine.config, engine.methods)
+        self._max_seq_len = engine.info.max_seq_len
+
+    @property
+    def timings(self) -> list[StepTiming]:
+        """Of clean steps, the first of each sequence left out."""
+        return self.steps.timings
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """One piece for every number of draft tokens, plain steps included, and every length of prompt."""
+        longest = min(plan.max_context, self._max_seq_len)
+        pieces: list[Preparation] = []
+        for k in (0, *plan.num_draft_tokens):
+            lengths = PROMPTS if k <= USUAL_KS else PROMPTS[:1]
+            fitting = [length for length in lengths if length + STEPS * (k + 1) < longest]
+            pieces += [partial(self._run, k, length, STEPS if length == PROMPTS[0] else 2) for length in fitting]
+            batches = [count for count in plan.num_seqs if count > 1 and fitting and k <= USUAL_KS]
+            pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
+        return pieces
+
+    def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1) -> None:
+        """A sequence that fails here says so when it is a user's."""
+        self.steps.begin(k)
+        token = min(7, self._engine.info.vocab_size - 1)
+        params = SequenceParams(SamplingParams(), StopRules(num_steps * (k + 1)))
+        try:
+            self._engine.run([Sequence([token] * length, params) for _ in range(num_seqs)])
+        except PacelineError:
+            self._engine.abort_all()

@@ -1,0 +1,54 @@
+"""Made-up sequences before the first real one: every number of draft tokens, true costs, and nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.core.cost_model import CostCurve, CostModel, StepTiming
+from paceline.core.draft_length import AdaptiveDraftLength
+from paceline.core.types import WarmupPlan
+from paceline.drafting.draft_model import DraftModel
+from paceline.engines.local import rehearsal
+from paceline.engines.local.rehearsal import Rehearsal
+from tests.support.build import plain_tokens, sequence, toy_engine
+from tests.support.toy import ToyRunner
+
+PLAN = WarmupPlan((1, 2, 4), (1, 3), 4096)
+
+
+@pytest.fixture(autouse=True)
+def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rehearsal, "PROMPTS", (10, 20))
+
+
+def test_every_number_of_draft_tokens_is_run_and_nothing_is_left() -> None:
+    runner, draft = ToyRunner(), ToyRunner()
+    engine = toy_engine(runner, DraftModel(draft, draft.info.vocab_size), AdaptiveDraftLength())
+    own = Rehearsal(engine)
+    for prepare in own.preparations(PLAN):
+        prepare()
+    assert {width for [width, *_] in runner.passes} >= {1, 2, 4}
+    assert {timing.num_draft_tokens for timing in own.timings} == {0, 1, 3}
+    assert not runner.open_caches and not draft.open_caches
+    assert engine.stats().spec.new_tokens == 0 and not engine.has_work
+    assert engine.run([sequence([0, 1, 2], 12)])[0].generated == plain_tokens([0, 1, 2], 12)
+
+
+def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:
+    runner = ToyRunner()
+    for prepare in Rehearsal(toy_engine(runner)).preparations(WarmupPlan((1, 2), (1,), 4096, (1, 2, 3))):
+        prepare()
+    assert {len(widths) for widths in runner.passes} == {1, 2, 3} and not runner.open_caches
+
+
+def test_a_plan_that_no_sequence_fits_runs_nothing() -> None:
+    assert not Rehearsal(toy_engine()).preparations(WarmupPlan((1,), (1,), 8))
+
+
+def test_a_policy_starts_from_whole_steps() -> None:
+    policy = AdaptiveDraftLength(CostModel(CostCurve({1: 5.0, 8: 5.0})))
+    policy.rehearsed([StepTiming(0.0, 1.0, 1, 0, 1), StepTiming(0.1, 1.5, 2, 1, 1)])
+    assert policy.costs.width(1) == 5.0, "two numbers of draft tokens make no curve"
+    steps = [StepTiming(0.1 * (k > 0), 1.0 + 0.5 * k, k + 1, k, 1) for k in (0, 1, 3)]
+    policy.rehearsed([*steps, StepTiming(9.0, 9.0, 6, 3, 2)])
+    assert policy.costs.width(4) == 2.5 and policy.costs.draft.at(3) == 0.1

@@ -1,0 +1,92 @@
+"""What is done at load: the plan of each kind of warm-up, and that sequences are the same under all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SpeculativeDecoder
+from paceline.build import AUTO_KS, FAST_CONTEXT, build_engine, open_model, warmup_plan
+from paceline.config import WARMUPS, EngineConfig
+from paceline.core.protocols import Preparation
+from paceline.core.types import WarmupPlan
+from paceline.device.graphs import num_one_off_works
+from paceline.errors import OptionError
+from tests.support.tiny import write_tiny_model
+from tests.support.toy import ToyRunner
+
+INFO = replace(ToyRunner().info, max_seq_len=32_768)
+
+
+def plan(**options: Any) -> WarmupPlan:
+    prepared = warmup_plan(EngineConfig.create("toy", **options), INFO)
+    assert prepared is not None
+    return prepared
+
+
+def test_a_fast_warm_up_prepares_what_one_sequence_meets() -> None:
+    assert plan() == WarmupPlan((1,), (), FAST_CONTEXT)
+    assert plan(method="ngram", num_draft_tokens=5) == WarmupPlan((1, 6), (5,), FAST_CONTEXT)
+    auto = plan(method="ngram")
+    assert auto.num_draft_tokens == AUTO_KS and auto.widths == tuple(range(1, 18)) and auto.num_seqs == (1,)
+    assert plan(max_model_len=600).max_context == 600
+
+
+def test_a_full_warm_up_prepares_batches_and_every_context() -> None:
+    full = plan(method="ngram", num_draft_tokens=5, warmup="full", max_num_seqs=7)
+    assert full.num_seqs == (1, 2, 3, 4, 6, 8) and full.max_context == INFO.max_seq_len
+
+
+def test_no_warm_up_prepares_nothing_and_a_wrong_name_is_refused() -> None:
+    assert warmup_plan(EngineConfig.create("toy", warmup="none"), INFO) is None
+    with pytest.raises(OptionError, match="warmup must be one of none, fast, full"):
+        EngineConfig.create("toy", warmup="slow")
+
+
+def test_preparations_of_target_and_draft_model_run_at_load(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[WarmupPlan] = []
+
+    def preparations(self: Any, asked: WarmupPlan) -> list[Preparation]:
+        return [lambda: plans.append(asked)]
+
+    monkeypatch.setattr("paceline.runners.native.NativeRunner.preparations", preparations)
+    for warmup in WARMUPS:
+        options: dict[str, Any] = {"draft_model": str(tiny_folder), "num_draft_tokens": 3, "warmup": warmup}
+        build_engine(EngineConfig.create(str(tiny_folder), **options))
+    target, draft = plans[:2]
+    assert len(plans) == 4, "none prepares nothing; the others prepare both models"
+    assert (target.widths, target.num_draft_tokens) == ((1, 4), ())
+    assert (draft.widths, draft.num_draft_tokens) == ((1, 2), (3,))
+
+
+def test_a_device_without_graphs_has_nothing_to_prepare(tiny_folder: Path) -> None:
+    opened = open_model(EngineConfig.create(str(tiny_folder), device="cpu"))
+    assert opened.target.preparations(plan(method="ngram", warmup="full")) == []
+
+
+@pytest.mark.parametrize("warmup", WARMUPS)
+def test_the_output_does_not_depend_on_the_warm_up(warmup: str, tiny_folder: Path) -> None:
+    with SpeculativeDecoder(tiny_folder, warmup="none") as plain:
+        expected = plain.generate("abcabcabc", max_new_tokens=12)
+    with SpeculativeDecoder(tiny_folder, method="ngram", warmup=warmup) as decoder:
+        result = decoder.generate("abcabcabc", max_new_tokens=12)
+        assert decoder.stats().spec.new_tokens == len(result.token_ids), "nothing of the warm-up is counted"
+    assert result.token_ids == expected.token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_draft_tokens", [5, "auto"])
+def test_nothing_is_captured_inside_a_sequence(num_draft_tokens: int | str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    draft = write_tiny_model(tmp_path / "draft", seed=9)
+    options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": num_draft_tokens}
+    with SpeculativeDecoder(folder, device="cuda", **options) as decoder:
+        before = num_one_off_works()
+        for length in (1, 10, 100):
+            decoder.generate("abc " * length, max_new_tokens=60)
+        assert num_one_off_works() == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
-from paceline.build import AUTO_KS, FAST_CONTEXT, build_engine, open_model, warmup_plan
+from paceline.build import AUTO_KS, FAST_CONTEXT, FAST_KS, build_engine, open_model, warmup_plan
 from paceline.config import WARMUPS, EngineConfig
 from paceline.core.protocols import Preparation
 from paceline.core.types import WarmupPlan
@@ -32,7 +32,7 @@ def test_a_fast_warm_up_prepares_what_one_sequence_meets() -> None:
     assert plan() == WarmupPlan((1,), (), FAST_CONTEXT)
     assert plan(method="ngram", num_draft_tokens=5) == WarmupPlan((1, 6), (5,), FAST_CONTEXT)
     auto = plan(method="ngram")
-    assert auto.num_draft_tokens == AUTO_KS and auto.widths == tuple(range(1, 18)) and auto.num_seqs == (1,)
+    assert auto.num_draft_tokens == FAST_KS and auto.widths == tuple(range(1, 18)) and auto.num_seqs == (1,)
     assert plan(max_model_len=600).max_context == 600
 
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from paceline.hub.locate import ModelFiles
 
 AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
-FAST_CONTEXT = 4096  # tokens of a sequence that a fast warm-up prepares for
+FAST_CONTEXT = 2048  # tokens of a sequence that a fast warm-up prepares for …
+FAST_KS = tuple(range(1, 9))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
 SERVE_CACHE_TOKENS = 32768
@@ -310,7 +311,8 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
     if config.warmup == "none":
         return None
     fixed, longest = _fixed_k(config), min(info.max_seq_len, config.model.max_model_len or info.max_seq_len)
-    ks = AUTO_KS if fixed is None else (fixed,) if fixed else ()
+    auto = AUTO_KS if config.warmup == "full" else FAST_KS
+    ks = auto if fixed is None else (fixed,) if fixed else ()
     widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else tuple(sorted({1, 1 + fixed}))
     if config.warmup == "full":
         return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)))

@@ -202,7 +202,7 @@ class PersistentPass:
         table = self.table.clone()
         for layer, feature in zip(layers, features):
             if layer < self.model.config.num_layers:
-                table[layer, -1] = feature.data_ptr()
+                table[layer, -1].fill_(feature.data_ptr())  # by a kernel: a graph can repeat no copy from the host
         return table
 
 

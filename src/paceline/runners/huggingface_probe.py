@@ -1,71 +1,230 @@
-"""Whether a transformers model uses the positions it is given: a few tokens, read together and one row at a time.
+"""Which runner a transformers model needs, and what it can do there: tried with a few tokens when it is loaded.
 
-Some models compute positions (bart, marian) or the window of local attention (gpt_neo) from the length of the cache,
-which is that of the longest row of a batch. Their output in a batch would be another model's.
+The truth is one pass over all tokens without any cache. Row buffers have to give the same for rows of different lengths
+and for the nodes of a tree; if they do not, the model runs with its own cache, one sequence a pass, and that has to
+give the same for a chain after a state and after a rollback. What no way of rolling back gets right is decoded plainly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from paceline.core.protocols import Runner
-from paceline.core.types import Row
+from paceline.core.types import Capability, Row
+from paceline.errors import CapabilityError, ModelError, OutOfMemory
+from paceline.kv.block_manager import BlockManager
+from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.huggingface_masks import REACH_NAMES
+from paceline.runners.huggingface_model import TransformersRunner
+from paceline.runners.huggingface_states import HuggingFaceStateRunner, Reading
 
-SHORT_PREFIX = [3]
-LONG_ROW, SHORT_ROW = [2, 1], [1, 3, 2]
-PREFIX_TOKENS = 4  # enough for positions
-MAX_PREFIX_TOKENS = 4096  # a window beyond it is not probed
-TREE_TOKENS, TREE_PARENTS = [1, 2, 3], [-1, -1, 1]
-TREE_PATHS = ([1], [2], [2, 3])
+PREFIX_TOKENS, SMALL_WINDOW = 12, 6  # the prefix is past the small window
+ROW_TOKENS = 12  # of all rows after the prefix
+MAX_PREFIX_TOKENS = 4096  # a window of another name and beyond this is not crossed
+TREE_PARENTS, TREE_PATHS = [-1, -1, 1, 1, 0], ([0], [1], [1, 2], [1, 3], [0, 4])
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # relative error; another position is another model
-HALF_TOLERANCE = 5e-2
+MIN_HALF_TOLERANCE, MAX_HALF_TOLERANCE = 1e-2, 5e-2
+
+ONE_BY_ONE = "its passes over several tokens differ from passes over one"
+MIXED_ROWS = "its results depend on what else is in the pass, as those of 8-bit bitsandbytes layers do"
+
+
+def open_hugging_face(model: PreTrainedModel, name: str, *, blocks: BlockManager | None = None) -> TransformersRunner:
+    """The runner that gives the model's own output, with the capabilities that a probe has shown.
+
+    Raises CapabilityError for a model that is not causal, ModelError for one that transformers cannot run on tokens.
+    """
+    probe = Probe(model, name)
+    with torch.inference_mode(), small_windows(model.config):
+        runner = probe.runner(blocks)
+    return runner
+
+
+class Probe:
+    """A few random tokens, read in every way that decoding reads them."""
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        self._model, self._name = model.eval(), name
+        self._ids = random_ids(model, probe_length(model.config) + ROW_TOKENS)
+        self._tolerance = 0.0
+
+    def runner(self, blocks: BlockManager | None) -> TransformersRunner:
+        switch = rope_switch(self._model.config)
+        self._tolerance = self._measured_tolerance()
+        independent = self._rows_are_independent() and not _has_8bit_layers(self._model)
+        if independent and switch is None and (runner := self._with_buffers(blocks)) is not None:
+            return runner
+        return self._with_states(blocks, switch, independent)
+
+    # --- the truth ----------------------------------------------------------------------------------------------------
+
+    def _truth(self, ids: list[int]) -> Tensor:
+        """Logits of one pass over all tokens, without a cache. [tokens, vocab]"""
+        try:
+            device = next(self._model.parameters()).device
+            logits: Tensor = self._model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+            return logits
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"{self._name} has no room for a pass of {len(ids)} tokens: use a smaller dtype") from error
+        except Exception as error:  # a model may raise anything at all
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            raise ModelError(f"transformers cannot run {self._name} on tokens alone: {reason}") from error
+
+    def _measured_tolerance(self) -> float:
+        """In half precision, a few times what another width of the pass changes."""
+        dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
+        if dtype in TOLERANCES:
+            return TOLERANCES[dtype]
+        wide, narrow = self._truth(self._ids[:PREFIX_TOKENS]), self._truth(self._ids[: PREFIX_TOKENS // 2])
+        noise = relative_error(wide[: PREFIX_TOKENS // 2], narrow)
+        return min(max(4 * noise, MIN_HALF_TOLERANCE), MAX_HALF_TOLERANCE)
+
+    def _rows_are_independent(self) -> bool:
+        """Whether a token's output is the same whatever comes after it, in a pass of the same size."""
+        one, other = self._ids[:PREFIX_TOKENS], [*self._ids[: PREFIX_TOKENS // 2], *self._ids[-PREFIX_TOKENS // 2 :]]
+        half = PREFIX_TOKENS // 2
+        return self._agree(self._truth(one)[:half], self._truth(other)[:half])
+
+    def _agree(self, logits: Tensor, truth: Tensor) -> bool:
+        return relative_error(logits, truth) < self._tolerance
+
+    # --- row buffers --------------------------------------------------------------------------------------------------
+
+    def _with_buffers(self, blocks: BlockManager | None) -> HuggingFaceRunner | None:
+        """With trees if it reads them right; None if it does not read batches."""
+        trial = HuggingFaceRunner(self._model, self._name)
+        lengths = sorted({PREFIX_TOKENS, len(self._ids) - ROW_TOKENS})  # the short one first: it costs less to fail
+        if not all(_tried(lambda: self._reads_batches(trial, length)) for length in lengths):
+            return None
+        runner = HuggingFaceRunner(self._model, self._name, blocks=blocks)
+        if not _tried(lambda: self._reads_trees(trial)):
+            runner.capabilities -= {Capability.TREE}
+        return runner
+
+    def _reads_batches(self, runner: Runner, length: int) -> bool:
+        """Whether rows of different lengths give in one pass what each gives by itself."""
+        ids = self._ids
+        prefixes, rows = (ids[:length], ids[-2:]), (ids[-12:-9], ids[-9:-4])
+        caches = [runner.new_cache(), runner.new_cache()]
+        runner.forward([Row.chain(cache, tokens) for cache, tokens in zip(caches, prefixes)])
+        output = runner.forward([Row.chain(cache, tokens) for cache, tokens in zip(caches, rows)])
+        truths = [self._truth(before + row)[len(before) :] for before, row in zip(prefixes, rows)]
+        return all(self._agree(part.logits, truth) for part, truth in zip(output, truths))
+
+    def _reads_trees(self, runner: Runner) -> bool:
+        """Whether a node of a tree is at the position of its depth and sees its own path only."""
+        prefix, tokens = self._ids[:-ROW_TOKENS], self._ids[-12:-7]
+        cache = runner.new_cache()
+        runner.forward([Row.chain(cache, prefix)])
+        logits = runner.forward([Row(cache, torch.tensor(tokens), TREE_PARENTS)]).logits
+        paths = [self._truth(prefix + [tokens[node] for node in path])[-1] for path in TREE_PATHS]
+        return self._agree(logits, torch.stack(paths))
+
+    # --- the model's own cache ----------------------------------------------------------------------------------------
+
+    def _with_states(self, blocks: BlockManager | None, switch: int | None, independent: bool) -> TransformersRunner:
+        for reading in Reading if independent else (Reading.TOKENS,):
+            trial = HuggingFaceStateRunner(self._model, self._name, reading)
+            if _tried(lambda: self._reads_states(trial, exactly=independent)):
+                runner = HuggingFaceStateRunner(self._model, self._name, reading, rope_switch=switch, blocks=blocks)
+                runner.plain_only = _reason(reading, independent)
+                return runner
+        raise CapabilityError(
+            f"{self._name} ({self._model.config.model_type}) is not a causal language model that can be continued token "
+            f"by token: its output for a token depends on the tokens after it"
+        )
+
+    def _reads_states(self, runner: HuggingFaceStateRunner, *, exactly: bool) -> bool:
+        """Whether a chain after a prefix, and one after a rollback, give what one pass gives, beside a neighbour."""
+        prefix, chain, other = self._ids[:-ROW_TOKENS], self._ids[-12:-7], self._ids[-7:-3]
+        cache, neighbour = runner.new_cache(), runner.new_cache()
+        runner.forward([Row.chain(cache, prefix), Row.chain(neighbour, other)])
+        first = runner.forward([Row.chain(cache, chain)]).logits
+        has_state = bool(cache.state.inputs) or runner.reading is Reading.EVERYTHING
+        runner.commit(cache, [0, 1])
+        second = runner.forward([Row.chain(cache, other)]).logits
+        if not has_state or not exactly:
+            return has_state
+        truths = [self._truth(prefix + chain)[len(prefix) :], self._truth(prefix + chain[:2] + other)[-len(other) :]]
+        return self._agree(first, truths[0]) and self._agree(second, truths[1])
+
+
+def _reason(reading: Reading, independent: bool) -> str | None:
+    """Why drafts cannot be verified; None: they can."""
+    if not independent:
+        return MIXED_ROWS
+    return ONE_BY_ONE if reading is Reading.TOKENS else None
+
+
+def _tried(trial: Callable[[], bool]) -> bool:
+    """False where the model refuses to be called this way: then another way is tried."""
+    try:
+        return trial()
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory("the model is loaded, and no room is left for a pass: use a smaller dtype") from error
+    except Exception:  # a model may raise anything at all
+        return False
+
+
+def relative_error(logits: Tensor, truth: Tensor) -> float:
+    """Distance of two [rows, vocab] logits, of which a constant per row means nothing."""
+    centred = [part.double() - part.double().mean(dim=-1, keepdim=True) for part in (logits, truth)]
+    return float((centred[0] - centred[1]).norm() / centred[1].norm().clamp_min(1e-30))
+
+
+def random_ids(model: PreTrainedModel, count: int) -> list[int]:
+    """Ordinary tokens: some models give a padding token no position."""
+    config = model.config.get_text_config(decoder=True)
+    size = min(int(getattr(config, "vocab_size", 0) or 1), model.get_input_embeddings().weight.shape[0])
+    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    ids = torch.randint(0, size, (4 * count,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [token for token in ids if token not in special][:count]
+
+
+# --- what a config says -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_windows(config: Any) -> Iterator[None]:
+    """The windows of attention that masks are made from, made small: a few tokens cross them."""
+    config = config.get_text_config(decoder=True)
+    windows = {name: getattr(config, name, None) for name in REACH_NAMES.values()}
+    large = {name: size for name, size in windows.items() if isinstance(size, int) and size > SMALL_WINDOW}
+    try:
+        for name in large:
+            setattr(config, name, SMALL_WINDOW)
+        yield
+    finally:
+        for name, size in large.items():
+            setattr(config, name, size)
 
 
 def probe_length(config: Any) -> int:
-    """Tokens of the longer prefix: past the largest window of attention that the config names."""
-    numbers = {name: value for name, value in config.to_dict().items() if "window" in name and isinstance(value, int)}
-    windows = [value for value in numbers.values() if value <= MAX_PREFIX_TOKENS]
-    return max([0, *windows]) + PREFIX_TOKENS
+    """Tokens before the rows of the probe: past the largest window that is fixed when a model is built."""
+    sizes = config.get_text_config(decoder=True).to_dict()
+    known = REACH_NAMES.values()
+    windows = [size for name, size in sizes.items() if "window" in name and name not in known and isinstance(size, int)]
+    return max([size for size in windows if size <= MAX_PREFIX_TOKENS], default=0) + PREFIX_TOKENS
 
 
-def _prefix(length: int) -> list[int]:
-    return [1 + index % 3 for index in range(length)]
+def rope_switch(config: Any) -> int | None:
+    """The length past which other rope factors apply to the whole sequence (longrope); None: there is none."""
+    config = config.get_text_config(decoder=True)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    nested = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    for rope in nested:
+        if rope.get("rope_type") == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            return int(rope.get("original_max_position_embeddings") or original or config.max_position_embeddings)
+    return None
 
 
-def reads_batches(runner: Runner, prefix_length: int = PREFIX_TOKENS) -> bool:
-    """Whether rows of different lengths give in one pass what each gives by itself."""
-    caches = [runner.new_cache(), runner.new_cache()]
-    prefixes, rows = (_prefix(prefix_length), SHORT_PREFIX), (LONG_ROW, SHORT_ROW)
-    runner.forward([Row.chain(cache, prefix) for cache, prefix in zip(caches, prefixes)])
-    together = runner.forward([Row.chain(cache, row) for cache, row in zip(caches, rows)]).logits
-    for cache in caches:
-        runner.free(cache)
-    alone = torch.cat([_alone(runner, prefix, row) for prefix, row in zip(prefixes, rows)])
-    return _agree(runner, together, alone)
-
-
-def reads_trees(runner: Runner, prefix_length: int = PREFIX_TOKENS) -> bool:
-    """Whether a node of a tree is at the position of its depth."""
-    cache, prefix = runner.new_cache(), _prefix(prefix_length)
-    runner.forward([Row.chain(cache, prefix)])
-    tree = runner.forward([Row(cache, torch.tensor(TREE_TOKENS), TREE_PARENTS)]).logits
-    runner.free(cache)
-    alone = torch.cat([_alone(runner, prefix, path)[-1:] for path in TREE_PATHS])
-    return _agree(runner, tree, alone)
-
-
-def _alone(runner: Runner, prefix: list[int], row: list[int]) -> Tensor:
-    """The logits of a row after a prefix, in a sequence cache of its own."""
-    cache = runner.new_cache()
-    runner.forward([Row.chain(cache, prefix)])
-    logits = runner.forward([Row.chain(cache, row)]).logits
-    runner.free(cache)
-    return logits
-
-
-def _agree(runner: Runner, logits: Tensor, reference: Tensor) -> bool:
-    error = (logits.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30)
-    return bool(error < TOLERANCES.get(runner.info.dtype, HALF_TOLERANCE))
+def _has_8bit_layers(model: Any) -> bool:
+    """bitsandbytes looks for outliers in all rows of a pass together; random tokens may have none."""
+    return bool(getattr(model, "is_loaded_in_8bit", False))

@@ -45,6 +45,8 @@ FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention
 MLA: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 SEQ2SEQ: dict[str, Any] = {"is_decoder": True, "is_encoder_decoder": False, "encoder_layers": 2, "decoder_layers": 2}
 ENCODER: dict[str, Any] = {"is_decoder": True}
+FEW_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SMALL_INPUTS: dict[str, Any] = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 HYBRID: dict[str, Any] = {"layer_types": [LINEAR, FULL]}
 
 
@@ -63,7 +65,42 @@ class Variant:
 
 
 # What a family needs beyond small sizes.
-CHANGES: dict[str, dict[str, Any]] = {}
+CHANGES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), MLA),
+    **dict.fromkeys(("glm_moe_dsa", "minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), SMALL_INPUTS),
+    **dict.fromkeys(("gemma4", "gemma4_unified"), {"text_config": SMALL_INPUTS}),
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"), SEQ2SEQ),
+    **dict.fromkeys(("mvp", "pegasus", "plbart", "whisper", "trocr"), SEQ2SEQ),
+    **dict.fromkeys(("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"), ENCODER),
+    **dict.fromkeys(("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roformer"), ENCODER),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), ENCODER),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"), HYBRID),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), {"text_config": HYBRID}),
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 8}),
+    "bailing_hybrid": {**MLA, **HYBRID, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, **FEW_EXPERTS},
+    "bamba": {"attn_layer_indices": [1]},
+    "deepseek_v2": {**MLA, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {"layer_types": [SLIDING, FULL], "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**MLA, **HYBRID, **FEW_EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", FULL]},
+    "lfm2": {"layer_types": ["conv", FULL]},
+    "longcat_flash": {**MLA, "ffn_hidden_size": 48, "moe_topk": 2, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "reformer": {"is_decoder": True},
+    "roc_bert": {**ENCODER, "shape_vocab_size": 264, "pronunciation_vocab_size": 264},
+    "xlm": {"emb_dim": 32, "causal": True},
+    "zamba": {"attention_hidden_size": None, "num_hidden_layers": 3, "layers_block_type": [LINEAR, "hybrid", "hybrid"]},
+    "zamba2": {"layers_block_type": [LINEAR, "hybrid"], "attention_hidden_size": None},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def causal_types() -> list[str]:
@@ -133,3 +170,71 @@ def write_family(variant: Variant, folder: Path, seed: int = 0) -> Path:
     tiny_family(variant, seed).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+# --- what a user gets -------------------------------------------------------------------------------------------------
+
+NEW_TOKENS, K = 24, 4
+PROMPT_LENGTHS = (21, 3, 9)  # one past the small windows, one shorter than any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a variant decodes. result: "same", an error's first line, or what differs; way: how its draft tokens run."""
+
+    result: str
+    way: str = ""
+
+    @property
+    def fine(self) -> bool:
+        return self.result == "same"
+
+
+def prompts_of(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 250, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def expected_tokens(folder: Path, prompts: list[list[int]], num_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """What transformers' own greedy generation continues each prompt with, one at a time."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, pad_token_id=258)
+    for owner in (model.generation_config, model.config):
+        for name in ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id"):
+            if getattr(owner, name, None) is not None:
+                setattr(owner, name, None)
+    rows = [model.generate(torch.tensor([prompt]), generation_config=config)[0] for prompt in prompts]
+    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, prompts)]
+
+
+def outcome(folder: Path, variant: Variant) -> Outcome:
+    """Plain, n-gram, the model as its own draft, and a batch of three lengths, against transformers."""
+    from paceline.errors import PacelineError
+
+    prompts = prompts_of()
+    expected = expected_tokens(folder, prompts)
+    try:
+        texts, way = _generated(folder, variant, prompts)
+    except PacelineError as error:
+        return Outcome(str(error))
+    wrong = [name for name, tokens in texts.items() if tokens != (expected if "batch" in name else expected[0])]
+    return Outcome(f"differs: {', '.join(wrong)}" if wrong else "same", way)
+
+
+def _generated(folder: Path, variant: Variant, prompts: list[list[int]]) -> tuple[dict[str, Any], str]:
+    from paceline import SpeculativeDecoder
+
+    options = {} if variant.runner is None else {"runner": variant.runner}
+    settings = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    texts: dict[str, Any] = {}
+    with SpeculativeDecoder(str(folder), method="ngram", num_draft_tokens=K, **options) as decoder:
+        texts["plain"] = decoder.generate(prompts[0], num_draft_tokens=0, **settings).token_ids
+        texts["ngram"] = decoder.generate(prompts[0], **settings).token_ids
+        texts["ngram batch"] = [result.token_ids for result in decoder.generate(prompts, **settings)]
+    with SpeculativeDecoder(str(folder), draft_model=str(folder), num_draft_tokens=K, **options) as decoder:
+        drafted = decoder.generate(prompts[0], **settings)
+        texts["draft"] = drafted.token_ids
+        texts["draft batch"] = [result.token_ids for result in decoder.generate(prompts, **settings)]
+    return texts, f"{drafted.stats.tokens_per_step:.1f}"

@@ -31,7 +31,7 @@ class TransformersRunner(Runner):
         self.want_hidden, self.feature_layers = False, tuple[int, ...]()
         self.capabilities = frozenset({Capability.HIDDEN_STATES})
         self.plain_only: str | None = None
-        self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._picks_logits = takes(model, "logits_to_keep")
 
     @property
     def _device(self) -> torch.device:
@@ -65,6 +65,20 @@ class TransformersRunner(Runner):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(tokens)
+
+
+def takes(model: PreTrainedModel, name: str) -> bool:
+    """Whether a pass has an input of this name."""
+    return name in inspect.signature(model.forward).parameters
+
+
+def token_inputs(model: PreTrainedModel, ids: list[int], start: int) -> dict[str, Tensor]:
+    """Inputs of a pass over one sequence from token `start` on, as transformers' generation makes them."""
+    device = next(model.parameters()).device
+    inputs = {"input_ids": torch.tensor([ids], device=device)}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = torch.arange(start, start + len(ids), device=device)[None]
+    return inputs
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from paceline.errors import CapabilityError, ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_masks import REACH_NAMES
-from paceline.runners.huggingface_model import TransformersRunner
+from paceline.runners.huggingface_model import TransformersRunner, token_inputs
 from paceline.runners.huggingface_states import HuggingFaceStateRunner, Reading
 
 PREFIX_TOKENS, SMALL_WINDOW = 12, 6  # the prefix is past the small window
@@ -40,10 +41,26 @@ def open_hugging_face(model: PreTrainedModel, name: str, *, blocks: BlockManager
 
     Raises CapabilityError for a model that is not causal, ModelError for one that transformers cannot run on tokens.
     """
-    probe = Probe(model, name)
     with torch.inference_mode(), small_windows(model.config):
-        runner = probe.runner(blocks)
-    return runner
+        found = Probe(model, name).findings()
+    # The windows have their own sizes again: a runner reads them when it is made.
+    if found.reading is None:
+        buffers = HuggingFaceRunner(model, name, blocks=blocks)
+        buffers.capabilities -= set() if found.trees else {Capability.TREE}
+        return buffers
+    switch = rope_switch(model.config)
+    states = HuggingFaceStateRunner(model, name, found.reading, rope_switch=switch, blocks=blocks)
+    states.plain_only = found.plain_only
+    return states
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a probe has shown. reading: of the model's own cache; None: row buffers."""
+
+    reading: Reading | None
+    trees: bool = False
+    plain_only: str | None = None
 
 
 class Probe:
@@ -54,21 +71,24 @@ class Probe:
         self._ids = random_ids(model, probe_length(model.config) + ROW_TOKENS)
         self._tolerance = 0.0
 
-    def runner(self, blocks: BlockManager | None) -> TransformersRunner:
-        switch = rope_switch(self._model.config)
+    def findings(self) -> Findings:
+        """Raises CapabilityError or ModelError where the model cannot be decoded at all."""
         self._tolerance = self._measured_tolerance()
         independent = self._rows_are_independent() and not _has_8bit_layers(self._model)
-        if independent and switch is None and (runner := self._with_buffers(blocks)) is not None:
-            return runner
-        return self._with_states(blocks, switch, independent)
+        if independent and rope_switch(self._model.config) is None:
+            buffers = HuggingFaceRunner(self._model, self._name)
+            if self._reads_all_batches(buffers):
+                return Findings(None, trees=_tried(lambda: self._reads_trees(buffers)))
+        reading = self._reading(independent)
+        return Findings(reading, plain_only=_reason(reading, independent))
 
     # --- the truth ----------------------------------------------------------------------------------------------------
 
     def _truth(self, ids: list[int]) -> Tensor:
         """Logits of one pass over all tokens, without a cache. [tokens, vocab]"""
         try:
-            device = next(self._model.parameters()).device
-            logits: Tensor = self._model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0]
+            inputs = token_inputs(self._model, ids, 0)
+            logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
             return logits
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{self._name} has no room for a pass of {len(ids)} tokens: use a smaller dtype") from error
@@ -96,16 +116,9 @@ class Probe:
 
     # --- row buffers --------------------------------------------------------------------------------------------------
 
-    def _with_buffers(self, blocks: BlockManager | None) -> HuggingFaceRunner | None:
-        """With trees if it reads them right; None if it does not read batches."""
-        trial = HuggingFaceRunner(self._model, self._name)
+    def _reads_all_batches(self, runner: Runner) -> bool:
         lengths = sorted({PREFIX_TOKENS, len(self._ids) - ROW_TOKENS})  # the short one first: it costs less to fail
-        if not all(_tried(lambda: self._reads_batches(trial, length)) for length in lengths):
-            return None
-        runner = HuggingFaceRunner(self._model, self._name, blocks=blocks)
-        if not _tried(lambda: self._reads_trees(trial)):
-            runner.capabilities -= {Capability.TREE}
-        return runner
+        return all(_tried(lambda: self._reads_batches(runner, length)) for length in lengths)
 
     def _reads_batches(self, runner: Runner, length: int) -> bool:
         """Whether rows of different lengths give in one pass what each gives by itself."""
@@ -128,13 +141,12 @@ class Probe:
 
     # --- the model's own cache ----------------------------------------------------------------------------------------
 
-    def _with_states(self, blocks: BlockManager | None, switch: int | None, independent: bool) -> TransformersRunner:
+    def _reading(self, independent: bool) -> Reading:
+        """What a pass after a state of the model may read."""
         for reading in Reading if independent else (Reading.TOKENS,):
-            trial = HuggingFaceStateRunner(self._model, self._name, reading)
-            if _tried(lambda: self._reads_states(trial, exactly=independent)):
-                runner = HuggingFaceStateRunner(self._model, self._name, reading, rope_switch=switch, blocks=blocks)
-                runner.plain_only = _reason(reading, independent)
-                return runner
+            runner = HuggingFaceStateRunner(self._model, self._name, reading)
+            if _tried(lambda: self._reads_states(runner, exactly=independent)):
+                return reading
         raise CapabilityError(
             f"{self._name} ({self._model.config.model_type}) is not a causal language model that can be continued token "
             f"by token: its output for a token depends on the tokens after it"

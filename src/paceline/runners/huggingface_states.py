@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from paceline.core.types import ModelOutput, Row, RowOutput, SequenceCache
 from paceline.errors import CapabilityError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
-from paceline.runners.huggingface_model import TransformersRunner, explained_memory
+from paceline.runners.huggingface_model import TransformersRunner, explained_memory, token_inputs
 from paceline.runners.huggingface_state import ModelState
 
 
@@ -154,12 +154,13 @@ class HuggingFaceStateRunner(TransformersRunner):
 
     def _pass(self, state: ModelState, tokens: list[int], span: Span, last_only: bool) -> RowOutput:
         """Read all up to the end of a span after the state; the outputs are those of the span."""
-        ids = torch.tensor([tokens[state.length : span.end]], device=self._device)
+        inputs = token_inputs(self.model, tokens[state.length : span.end], state.length)
         count = 1 if last_only else span.end - span.start
         extra: dict[str, Any] = {"logits_to_keep": count} if self._picks_logits else {}
         if self._wants_states:
             extra["output_hidden_states"] = True
-        output = self.model(input_ids=ids, use_cache=self.reading is not Reading.EVERYTHING, **state.begin_pass(), **extra)
+        keep = self.reading is not Reading.EVERYTHING
+        output = self.model(**inputs, use_cache=keep, **state.begin_pass(), **extra)
         state.end_pass(output, span.end)
         return self._output(output, count, span.end - span.start)
 

@@ -2,7 +2,7 @@
 
 The model's own attention code writes into row buffers (runners/huggingface_cache.py), and a mask tells sequences,
 padding, windows and branches of a tree apart. Nothing is computed again: forgetting is a smaller `length`.
-runners/huggingface_states.py runs the models that this does not fit; runners/huggingface_probe.py chooses.
+runners/huggingface_state_runner.py runs the models that this does not fit; runners/huggingface_probe.py chooses.
 """
 
 from __future__ import annotations

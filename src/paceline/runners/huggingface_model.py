@@ -1,4 +1,4 @@
-"""What both runners of transformers models share: the model's description, block accounting, hidden states, its head."""
+"""What both runners of transformers models share: the description of the model, block accounting, hidden states."""
 
 from __future__ import annotations
 

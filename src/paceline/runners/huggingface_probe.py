@@ -23,7 +23,7 @@ from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_masks import REACH_NAMES
 from paceline.runners.huggingface_model import TransformersRunner, token_inputs
-from paceline.runners.huggingface_states import HuggingFaceStateRunner, Reading
+from paceline.runners.huggingface_state_runner import HuggingFaceStateRunner, Reading
 
 PREFIX_TOKENS, SMALL_WINDOW = 12, 6  # the prefix is past the small window
 ROW_TOKENS = 12  # of all rows after the prefix
@@ -78,7 +78,7 @@ class Probe:
         if independent and rope_switch(self._model.config) is None:
             buffers = HuggingFaceRunner(self._model, self._name)
             if self._reads_all_batches(buffers):
-                return Findings(None, trees=_tried(lambda: self._reads_trees(buffers)))
+                return Findings(None, trees=_tried(self._reads_trees, buffers))
         reading = self._reading(independent)
         return Findings(reading, plain_only=_reason(reading, independent))
 
@@ -91,7 +91,7 @@ class Probe:
             logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
             return logits
         except torch.OutOfMemoryError as error:
-            raise OutOfMemory(f"{self._name} has no room for a pass of {len(ids)} tokens: use a smaller dtype") from error
+            raise OutOfMemory(f"{self._name} has no room for a pass: use a smaller dtype") from error
         except Exception as error:  # a model may raise anything at all
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ModelError(f"transformers cannot run {self._name} on tokens alone: {reason}") from error
@@ -118,7 +118,7 @@ class Probe:
 
     def _reads_all_batches(self, runner: Runner) -> bool:
         lengths = sorted({PREFIX_TOKENS, len(self._ids) - ROW_TOKENS})  # the short one first: it costs less to fail
-        return all(_tried(lambda: self._reads_batches(runner, length)) for length in lengths)
+        return all(_tried(self._reads_batches, runner, length) for length in lengths)
 
     def _reads_batches(self, runner: Runner, length: int) -> bool:
         """Whether rows of different lengths give in one pass what each gives by itself."""
@@ -145,14 +145,14 @@ class Probe:
         """What a pass after a state of the model may read."""
         for reading in Reading if independent else (Reading.TOKENS,):
             runner = HuggingFaceStateRunner(self._model, self._name, reading)
-            if _tried(lambda: self._reads_states(runner, exactly=independent)):
+            if _tried(self._reads_states, runner, independent):
                 return reading
         raise CapabilityError(
-            f"{self._name} ({self._model.config.model_type}) is not a causal language model that can be continued token "
-            f"by token: its output for a token depends on the tokens after it"
+            f"{self._name} ({self._model.config.model_type}) cannot be continued token by token: its output for a "
+            f"token depends on the tokens after it. Choose a causal language model"
         )
 
-    def _reads_states(self, runner: HuggingFaceStateRunner, *, exactly: bool) -> bool:
+    def _reads_states(self, runner: HuggingFaceStateRunner, exactly: bool) -> bool:
         """Whether a chain after a prefix, and one after a rollback, give what one pass gives, beside a neighbour."""
         prefix, chain, other = self._ids[:-ROW_TOKENS], self._ids[-12:-7], self._ids[-7:-3]
         cache, neighbour = runner.new_cache(), runner.new_cache()
@@ -174,10 +174,10 @@ def _reason(reading: Reading, independent: bool) -> str | None:
     return ONE_BY_ONE if reading is Reading.TOKENS else None
 
 
-def _tried(trial: Callable[[], bool]) -> bool:
+def _tried(trial: Callable[..., bool], *inputs: Any) -> bool:
     """False where the model refuses to be called this way: then another way is tried."""
     try:
-        return trial()
+        return trial(*inputs)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory("the model is loaded, and no room is left for a pass: use a smaller dtype") from error
     except Exception:  # a model may raise anything at all

@@ -84,16 +84,18 @@ class ModelState:
 
     def fork(self, length: int) -> ModelState:
         """A state of its own, of at most `length` tokens. This one is not changed."""
-        twin = ModelState()
-        contents = {name: snapshot(value) for name, value in self.inputs.items()}
-        before = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= length]
-        source = Checkpoint(self.length, contents) if self.length <= length else (before or [None])[-1]
-        if source is not None and source.length:
-            twin.inputs = {
-                name: restored(_twin(value), source.contents[name]) for name, value in self.inputs.items()
-            }
+        twin, source = ModelState(), self._source(length)
+        if source is not None:
             twin.length = source.length
+            for name, value in self.inputs.items():
+                twin.inputs[name] = restored(_twin(value), source.contents[name])
         return twin
+
+    def _source(self, length: int) -> Checkpoint | None:
+        """The state now if it is of at most `length` tokens, else the latest checkpoint that is."""
+        if self.length <= length:
+            return Checkpoint(self.length, {name: snapshot(value) for name, value in self.inputs.items()})
+        return next((part for part in reversed(self._checkpoints) if part.length <= length), None)
 
 
 def thinned(checkpoints: list[Checkpoint]) -> list[Checkpoint]:

@@ -31,6 +31,7 @@ MAX_PREFIX_TOKENS = 4096  # a window of another name and beyond this is not cros
 TREE_PARENTS, TREE_PATHS = [-1, -1, 1, 1, 0], ([0], [1], [1, 2], [1, 3], [0, 4])
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # relative error; another position is another model
 MIN_HALF_TOLERANCE, MAX_HALF_TOLERANCE = 1e-2, 5e-2
+MAX_MIXING = 0.1  # relative error by which rows of one pass may change each other, where layers are quantized
 
 ONE_BY_ONE = "its passes over several tokens differ from passes over one"
 MIXED_ROWS = "its results depend on what else is in the pass, as those of 8-bit bitsandbytes layers do"
@@ -73,16 +74,28 @@ class Probe:
 
     def findings(self) -> Findings:
         """Raises CapabilityError or ModelError where the model cannot be decoded at all."""
+        self._check_inputs()
         self._tolerance = self._measured_tolerance()
         independent = self._rows_are_independent() and not _has_8bit_layers(self._model)
-        if independent and rope_switch(self._model.config) is None:
+        exact = independent and self._steps_agree()
+        if exact and rope_switch(self._model.config) is None:
             buffers = HuggingFaceRunner(self._model, self._name)
             if self._reads_all_batches(buffers):
                 return Findings(None, trees=_tried(self._reads_trees, buffers))
-        reading = self._reading(independent)
+        reading = self._reading(exact)
         return Findings(reading, plain_only=_reason(reading, independent))
 
     # --- the truth ----------------------------------------------------------------------------------------------------
+
+    def _check_inputs(self) -> None:
+        """Raise CapabilityError for a model that transformers generates with in another way than by its tokens."""
+        ids = token_inputs(self._model, self._ids, 0)["input_ids"]
+        try:
+            prepared = self._model.prepare_inputs_for_generation(ids)["input_ids"]
+        except Exception:  # of models that want more than tokens; the pass itself shows whether they need it
+            return
+        if prepared.shape != ids.shape:
+            raise CapabilityError(f"{self._name} ({self._model.config.model_type}) generates from more than its tokens")
 
     def _truth(self, ids: list[int]) -> Tensor:
         """Logits of one pass over all tokens, without a cache. [tokens, vocab]"""
@@ -106,10 +119,22 @@ class Probe:
         return min(max(4 * noise, MIN_HALF_TOLERANCE), MAX_HALF_TOLERANCE)
 
     def _rows_are_independent(self) -> bool:
-        """Whether a token's output is the same whatever comes after it, in a pass of the same size."""
-        one, other = self._ids[:PREFIX_TOKENS], [*self._ids[: PREFIX_TOKENS // 2], *self._ids[-PREFIX_TOKENS // 2 :]]
+        """Whether a token's output is the same whatever comes after it, in a pass of the same size.
+
+        Raises CapabilityError where it is so different that no rounding explains it.
+        """
         half = PREFIX_TOKENS // 2
-        return self._agree(self._truth(one)[:half], self._truth(other)[:half])
+        one, other = self._ids[:PREFIX_TOKENS], [*self._ids[:half], *self._ids[-half:]]
+        error = relative_error(self._truth(one)[:half], self._truth(other)[:half])
+        if error > MAX_MIXING:
+            raise self._not_causal()
+        return error < self._tolerance
+
+    def _not_causal(self) -> CapabilityError:
+        return CapabilityError(
+            f"{self._name} ({self._model.config.model_type}) cannot be continued token by token: its output for a "
+            f"token depends on the tokens after it. Choose a causal language model"
+        )
 
     def _agree(self, logits: Tensor, truth: Tensor) -> bool:
         return relative_error(logits, truth) < self._tolerance
@@ -141,30 +166,50 @@ class Probe:
 
     # --- the model's own cache ----------------------------------------------------------------------------------------
 
-    def _reading(self, independent: bool) -> Reading:
+    def _steps_agree(self) -> bool:
+        """Whether transformers' own generation, token by token, agrees with one pass. True where there is no state."""
+        prefix, chain = self._ids[:-ROW_TOKENS], self._ids[-ROW_TOKENS:-7]
+        steps = self._by_steps(prefix, chain)
+        return steps is None or self._agree(steps, self._truth(prefix + chain)[len(prefix) :])
+
+    def _by_steps(self, prefix: list[int], chain: list[int]) -> Tensor | None:
+        """Logits of a chain after a prefix, in passes of one token. None: the model returns no state."""
+        runner = HuggingFaceStateRunner(self._model, self._name, Reading.TOKENS)
+        cache = runner.new_cache()
+        try:
+            runner.forward([Row.chain(cache, prefix)])
+            return runner.forward([Row.chain(cache, chain)]).logits if cache.state.inputs else None
+        except Exception:  # a model may raise anything at all; it runs without a state, or not at all
+            return None
+
+    def _reading(self, exact: bool) -> Reading:
         """What a pass after a state of the model may read."""
-        for reading in Reading if independent else (Reading.TOKENS,):
+        for reading in Reading if exact else (Reading.TOKENS,):
             runner = HuggingFaceStateRunner(self._model, self._name, reading)
-            if _tried(self._reads_states, runner, independent):
+            if _tried(self._reads_states, runner):
                 return reading
         raise CapabilityError(
-            f"{self._name} ({self._model.config.model_type}) cannot be continued token by token: its output for a "
-            f"token depends on the tokens after it. Choose a causal language model"
+            f"{self._name} ({self._model.config.model_type}) computes one output with transformers' cache and another "
+            f"without it, so there is no one text to reproduce"
         )
 
-    def _reads_states(self, runner: HuggingFaceStateRunner, exactly: bool) -> bool:
-        """Whether a chain after a prefix, and one after a rollback, give what one pass gives, beside a neighbour."""
-        prefix, chain, other = self._ids[:-ROW_TOKENS], self._ids[-12:-7], self._ids[-7:-3]
+    def _reads_states(self, runner: HuggingFaceStateRunner) -> bool:
+        """Whether a chain after a prefix, and one after a rollback, are right beside another sequence."""
+        prefix, chain, other = self._ids[:-ROW_TOKENS], self._ids[-ROW_TOKENS:-7], self._ids[-7:-3]
         cache, neighbour = runner.new_cache(), runner.new_cache()
         runner.forward([Row.chain(cache, prefix), Row.chain(neighbour, other)])
         first = runner.forward([Row.chain(cache, chain)]).logits
-        has_state = bool(cache.state.inputs) or runner.reading is Reading.EVERYTHING
         runner.commit(cache, [0, 1])
         second = runner.forward([Row.chain(cache, other)]).logits
-        if not has_state or not exactly:
-            return has_state
-        truths = [self._truth(prefix + chain)[len(prefix) :], self._truth(prefix + chain[:2] + other)[-len(other) :]]
-        return self._agree(first, truths[0]) and self._agree(second, truths[1])
+        references = [self._reference(runner, prefix, chain), self._reference(runner, prefix + chain[:2], other)]
+        return self._agree(first, references[0]) and self._agree(second, references[1])
+
+    def _reference(self, runner: HuggingFaceStateRunner, prefix: list[int], chain: list[int]) -> Tensor:
+        """Token by token transformers' own generation is the reference, for several tokens a single pass is."""
+        steps = self._by_steps(prefix, chain) if runner.reading is Reading.TOKENS else None
+        if runner.reading is Reading.TOKENS and steps is None:
+            raise CapabilityError(f"{self._name} returns no state")
+        return self._truth(prefix + chain)[len(prefix) :] if steps is None else steps
 
 
 def _reason(reading: Reading, independent: bool) -> str | None:

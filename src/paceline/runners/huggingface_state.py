@@ -37,7 +37,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class StateCheckpoint:
     """The state after `length` tokens: by input name, what `snapshot` returned."""
 
     length: int
@@ -50,13 +50,13 @@ class ModelState:
     def __init__(self) -> None:
         self.inputs: dict[str, Any] = {}  # of the next pass
         self.length = 0
-        self._checkpoints: list[Checkpoint] = []  # shortest first
+        self._checkpoints: list[StateCheckpoint] = []  # shortest first
 
     def begin_pass(self) -> dict[str, Any]:
         """Keep a checkpoint; returns the inputs of the pass. Until `end_pass` the state counts as broken."""
         if self.length and (not self._checkpoints or self._checkpoints[-1].length < self.length):
             contents = {name: snapshot(value) for name, value in self.inputs.items()}
-            self._checkpoints = thinned([*self._checkpoints, Checkpoint(self.length, contents)])
+            self._checkpoints = thinned([*self._checkpoints, StateCheckpoint(self.length, contents)])
         self.length = UNKNOWN_LENGTH
         return self.inputs
 
@@ -77,7 +77,7 @@ class ModelState:
                 self.inputs[name] = restored(value, checkpoint.contents[name])
             self.length = checkpoint.length
 
-    def _latest(self, length: int) -> Checkpoint | None:
+    def _latest(self, length: int) -> StateCheckpoint | None:
         """The latest checkpoint of at most `length` tokens; those past it are dropped."""
         self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.length <= length]
         return self._checkpoints[-1] if self._checkpoints else None
@@ -91,14 +91,14 @@ class ModelState:
                 twin.inputs[name] = restored(_twin(value), source.contents[name])
         return twin
 
-    def _source(self, length: int) -> Checkpoint | None:
+    def _source(self, length: int) -> StateCheckpoint | None:
         """The state now if it is of at most `length` tokens, else the latest checkpoint that is."""
         if self.length <= length:
-            return Checkpoint(self.length, {name: snapshot(value) for name, value in self.inputs.items()})
+            return StateCheckpoint(self.length, {name: snapshot(value) for name, value in self.inputs.items()})
         return next((part for part in reversed(self._checkpoints) if part.length <= length), None)
 
 
-def thinned(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+def thinned(checkpoints: list[StateCheckpoint]) -> list[StateCheckpoint]:
     """At most MAX_CHECKPOINTS of them, each at least twice as far back as the one after it.
 
     Going back n tokens then reads few more than n again, however far back it is, and few states are kept.

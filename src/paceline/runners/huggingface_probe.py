@@ -77,12 +77,16 @@ class Probe:
         self._check_inputs()
         self._tolerance = self._measured_tolerance()
         independent = self._rows_are_independent() and not _has_8bit_layers(self._model)
-        exact = independent and self._steps_agree()
-        if exact and rope_switch(self._model.config) is None:
+        if independent and not self._steps_agree():
+            raise CapabilityError(
+                f"{self._name} ({self._model.config.model_type}) computes one output with transformers' cache and "
+                f"another without it, so there is no one text to reproduce"
+            )
+        if independent and rope_switch(self._model.config) is None:
             buffers = HuggingFaceRunner(self._model, self._name)
             if self._reads_all_batches(buffers):
                 return Findings(None, trees=_tried(self._reads_trees, buffers))
-        reading = self._reading(exact)
+        reading = self._reading(independent)
         return Findings(reading, plain_only=_reason(reading, independent))
 
     # --- the truth ----------------------------------------------------------------------------------------------------
@@ -182,16 +186,13 @@ class Probe:
         except Exception:  # a model may raise anything at all; it runs without a state, or not at all
             return None
 
-    def _reading(self, exact: bool) -> Reading:
+    def _reading(self, independent: bool) -> Reading:
         """What a pass after a state of the model may read."""
-        for reading in Reading if exact else (Reading.TOKENS,):
+        for reading in Reading if independent else (Reading.TOKENS,):
             runner = HuggingFaceStateRunner(self._model, self._name, reading)
             if _tried(self._reads_states, runner):
                 return reading
-        raise CapabilityError(
-            f"{self._name} ({self._model.config.model_type}) computes one output with transformers' cache and another "
-            f"without it, so there is no one text to reproduce"
-        )
+        raise self._not_causal()
 
     def _reads_states(self, runner: HuggingFaceStateRunner) -> bool:
         """Whether a chain after a prefix, and one after a rollback, are right beside another sequence."""
@@ -201,15 +202,17 @@ class Probe:
         first = runner.forward([Row.chain(cache, chain)]).logits
         runner.commit(cache, [0, 1])
         second = runner.forward([Row.chain(cache, other)]).logits
-        references = [self._reference(runner, prefix, chain), self._reference(runner, prefix + chain[:2], other)]
+        references = [self._reference(runner, prefix, chain), self._reference(runner, prefix, chain[:2] + other)[2:]]
         return self._agree(first, references[0]) and self._agree(second, references[1])
 
     def _reference(self, runner: HuggingFaceStateRunner, prefix: list[int], chain: list[int]) -> Tensor:
         """Token by token transformers' own generation is the reference, for several tokens a single pass is."""
-        steps = self._by_steps(prefix, chain) if runner.reading is Reading.TOKENS else None
-        if runner.reading is Reading.TOKENS and steps is None:
-            raise CapabilityError(f"{self._name} returns no state")
-        return self._truth(prefix + chain)[len(prefix) :] if steps is None else steps
+        if runner.reading is not Reading.TOKENS:
+            return self._truth(prefix + chain)[len(prefix) :]
+        steps = self._by_steps(prefix, chain)
+        if steps is None:
+            raise self._not_causal()
+        return steps
 
 
 def _reason(reading: Reading, independent: bool) -> str | None:

@@ -26,9 +26,9 @@ from paceline.runners.huggingface_model import TransformersRunner, token_inputs
 from paceline.runners.huggingface_state_runner import HuggingFaceStateRunner, Reading
 
 PREFIX_TOKENS, SMALL_WINDOW = 12, 6  # the prefix is past the small window
-ROW_TOKENS = 12  # of all rows after the prefix
+ROW_TOKENS, SHORT = 6, 2  # tokens after the prefix, and of a much shorter one
 MAX_PREFIX_TOKENS = 4096  # a window of another name and beyond this is not crossed
-TREE_PARENTS, TREE_PATHS = [-1, -1, 1, 1, 0], ([0], [1], [1, 2], [1, 3], [0, 4])
+TREE_PARENTS = [-1, -1, 0, 1, 2, 3]  # two branches, node by node in turn
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}  # relative error; another position is another model
 MIN_HALF_TOLERANCE, MAX_HALF_TOLERANCE = 1e-2, 5e-2
 MAX_MIXING = 0.1  # relative error by which rows of one pass may change each other, where layers are quantized
@@ -65,17 +65,19 @@ class Findings:
 
 
 class Probe:
-    """A few random tokens, read in every way that decoding reads them."""
+    """Two sequences that share a prefix, read in every way that decoding reads them: eight passes for most models."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model, self._name = model.eval(), name
-        self._ids = random_ids(model, probe_length(model.config) + ROW_TOKENS)
-        self._tolerance = 0.0
+        self._length = probe_length(model.config)  # of the shared prefix
+        ids = random_ids(model, self._length + 2 * ROW_TOKENS)
+        self._one, self._other = ids[:-ROW_TOKENS], ids[: self._length] + ids[-ROW_TOKENS:]
+        self._truths = [self._truth(self._one), self._truth(self._other)]
+        self._tolerance = self._measured_tolerance()
 
     def findings(self) -> Findings:
-        """Raises CapabilityError or ModelError where the model cannot be decoded at all."""
+        """Raises CapabilityError where the model cannot be decoded at all."""
         self._check_inputs()
-        self._tolerance = self._measured_tolerance()
         independent = self._rows_are_independent() and not _has_8bit_layers(self._model)
         if independent and not self._steps_agree():
             raise CapabilityError(
@@ -84,28 +86,17 @@ class Probe:
             )
         if independent and rope_switch(self._model.config) is None:
             buffers = HuggingFaceRunner(self._model, self._name)
-            if self._reads_all_batches(buffers):
+            if _tried(self._reads_batches, buffers):
                 return Findings(None, trees=_tried(self._reads_trees, buffers))
         reading = self._reading(independent)
         return Findings(reading, plain_only=_reason(reading, independent))
 
     # --- the truth ----------------------------------------------------------------------------------------------------
 
-    def _check_inputs(self) -> None:
-        """Raise CapabilityError for a model that transformers generates with in another way than by its tokens."""
-        ids = token_inputs(self._model, self._ids, 0)["input_ids"]
-        try:
-            prepared = self._model.prepare_inputs_for_generation(ids)["input_ids"]
-        except Exception:  # of models that want more than tokens; the pass itself shows whether they need it
-            return
-        if prepared.shape != ids.shape:
-            raise CapabilityError(f"{self._name} ({self._model.config.model_type}) generates from more than its tokens")
-
     def _truth(self, ids: list[int]) -> Tensor:
         """Logits of one pass over all tokens, without a cache. [tokens, vocab]"""
         try:
-            inputs = token_inputs(self._model, ids, 0)
-            logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
+            logits: Tensor = self._model(**token_inputs(self._model, ids, 0), use_cache=False).logits[0]
             return logits
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{self._name} has no room for a pass: use a smaller dtype") from error
@@ -113,13 +104,22 @@ class Probe:
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise ModelError(f"transformers cannot run {self._name} on tokens alone: {reason}") from error
 
+    def _check_inputs(self) -> None:
+        """Raise CapabilityError for a model that transformers generates with in another way than by its tokens."""
+        ids = token_inputs(self._model, self._one, 0)["input_ids"]
+        try:
+            prepared = self._model.prepare_inputs_for_generation(ids)["input_ids"]
+        except Exception:  # of models that want more than tokens; the pass itself shows whether they need it
+            return
+        if prepared.shape != ids.shape:
+            raise CapabilityError(f"{self._name} ({self._model.config.model_type}) generates from more than its tokens")
+
     def _measured_tolerance(self) -> float:
         """In half precision, a few times what another width of the pass changes."""
         dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
         if dtype in TOLERANCES:
             return TOLERANCES[dtype]
-        wide, narrow = self._truth(self._ids[:PREFIX_TOKENS]), self._truth(self._ids[: PREFIX_TOKENS // 2])
-        noise = relative_error(wide[: PREFIX_TOKENS // 2], narrow)
+        noise = relative_error(self._truth(self._one[: self._length]), self._truths[0][: self._length])
         return min(max(4 * noise, MIN_HALF_TOLERANCE), MAX_HALF_TOLERANCE)
 
     def _rows_are_independent(self) -> bool:
@@ -127,9 +127,7 @@ class Probe:
 
         Raises CapabilityError where it is so different that no rounding explains it.
         """
-        half = PREFIX_TOKENS // 2
-        one, other = self._ids[:PREFIX_TOKENS], [*self._ids[:half], *self._ids[-half:]]
-        error = relative_error(self._truth(one)[:half], self._truth(other)[:half])
+        error = relative_error(*(truth[: self._length] for truth in self._truths))
         if error > MAX_MIXING:
             raise self._not_causal()
         return error < self._tolerance
@@ -140,49 +138,44 @@ class Probe:
             f"token depends on the tokens after it. Choose a causal language model"
         )
 
-    def _agree(self, logits: Tensor, truth: Tensor) -> bool:
-        return relative_error(logits, truth) < self._tolerance
+    def _agrees(self, logits: Tensor, start: int, truth: Tensor | None = None) -> bool:
+        """Whether logits are those of the tokens from `start` on, of the first sequence unless told."""
+        reference = (self._truths[0] if truth is None else truth)[start : start + logits.shape[0]]
+        return relative_error(logits, reference) < self._tolerance
 
     # --- row buffers --------------------------------------------------------------------------------------------------
 
-    def _reads_all_batches(self, runner: Runner) -> bool:
-        lengths = sorted({PREFIX_TOKENS, len(self._ids) - ROW_TOKENS})  # the short one first: it costs less to fail
-        return all(_tried(self._reads_batches, runner, length) for length in lengths)
-
-    def _reads_batches(self, runner: Runner, length: int) -> bool:
+    def _reads_batches(self, runner: Runner) -> bool:
         """Whether rows of different lengths give in one pass what each gives by itself."""
-        ids = self._ids
-        prefixes, rows = (ids[:length], ids[-2:]), (ids[-12:-9], ids[-9:-4])
+        ids, length = self._one, self._length
         caches = [runner.new_cache(), runner.new_cache()]
-        runner.forward([Row.chain(cache, tokens) for cache, tokens in zip(caches, prefixes)])
-        output = runner.forward([Row.chain(cache, tokens) for cache, tokens in zip(caches, rows)])
-        truths = [self._truth(before + row)[len(before) :] for before, row in zip(prefixes, rows)]
-        return all(self._agree(part.logits, truth) for part, truth in zip(output, truths))
+        runner.forward([Row.chain(cache, ids[:end]) for cache, end in zip(caches, (length, SHORT))])
+        rows = [Row.chain(caches[0], ids[length : length + 3]), Row.chain(caches[1], ids[SHORT : SHORT + 5])]
+        output = runner.forward(rows)
+        return self._agrees(output[0].logits, length) and self._agrees(output[1].logits, SHORT)
 
     def _reads_trees(self, runner: Runner) -> bool:
         """Whether a node of a tree is at the position of its depth and sees its own path only."""
-        prefix, tokens = self._ids[:-ROW_TOKENS], self._ids[-12:-7]
-        cache = runner.new_cache()
-        runner.forward([Row.chain(cache, prefix)])
-        logits = runner.forward([Row(cache, torch.tensor(tokens), TREE_PARENTS)]).logits
-        paths = [self._truth(prefix + [tokens[node] for node in path])[-1] for path in TREE_PATHS]
-        return self._agree(logits, torch.stack(paths))
+        length, cache = self._length, runner.new_cache()
+        runner.forward([Row.chain(cache, self._one[:length])])
+        tokens = torch.tensor([token for pair in zip(self._one[length:], self._other[length:]) for token in pair][:6])
+        logits = runner.forward([Row(cache, tokens, TREE_PARENTS)]).logits
+        return self._agrees(logits[::2], length) and self._agrees(logits[1::2], length, self._truths[1])
 
     # --- the model's own cache ----------------------------------------------------------------------------------------
 
     def _steps_agree(self) -> bool:
         """Whether transformers' own generation, token by token, agrees with one pass. True where there is no state."""
-        prefix, chain = self._ids[:-ROW_TOKENS], self._ids[-ROW_TOKENS:-7]
-        steps = self._by_steps(prefix, chain)
-        return steps is None or self._agree(steps, self._truth(prefix + chain)[len(prefix) :])
+        steps = self._by_steps(self._one[: self._length + 2])
+        return steps is None or self._agrees(steps, self._length)
 
-    def _by_steps(self, prefix: list[int], chain: list[int]) -> Tensor | None:
-        """Logits of a chain after a prefix, in passes of one token. None: the model returns no state."""
+    def _by_steps(self, ids: list[int]) -> Tensor | None:
+        """Logits after the prefix, in passes of one token. None: the model returns no state."""
         runner = HuggingFaceStateRunner(self._model, self._name, Reading.TOKENS)
         cache = runner.new_cache()
         try:
-            runner.forward([Row.chain(cache, prefix)])
-            return runner.forward([Row.chain(cache, chain)]).logits if cache.state.inputs else None
+            runner.forward([Row.chain(cache, ids[: self._length])])
+            return runner.forward([Row.chain(cache, ids[self._length :])]).logits if cache.state.inputs else None
         except Exception:  # a model may raise anything at all; it runs without a state, or not at all
             return None
 
@@ -195,24 +188,23 @@ class Probe:
         raise self._not_causal()
 
     def _reads_states(self, runner: HuggingFaceStateRunner) -> bool:
-        """Whether a chain after a prefix, and one after a rollback, are right beside another sequence."""
-        prefix, chain, other = self._ids[:-ROW_TOKENS], self._ids[-ROW_TOKENS:-7], self._ids[-7:-3]
+        """Whether a chain after a prefix, and another after a rollback, are right beside another sequence."""
+        length, (one, other) = self._length, self._references(runner.reading)
         cache, neighbour = runner.new_cache(), runner.new_cache()
-        runner.forward([Row.chain(cache, prefix), Row.chain(neighbour, other)])
-        first = runner.forward([Row.chain(cache, chain)]).logits
-        runner.commit(cache, [0, 1])
-        second = runner.forward([Row.chain(cache, other)]).logits
-        references = [self._reference(runner, prefix, chain), self._reference(runner, prefix, chain[:2] + other)[2:]]
-        return self._agree(first, references[0]) and self._agree(second, references[1])
+        runner.forward([Row.chain(cache, self._one[:length]), Row.chain(neighbour, self._other[-SHORT:])])
+        first = runner.forward([Row.chain(cache, self._one[length:])]).logits
+        runner.commit(cache, [])
+        second = runner.forward([Row.chain(cache, self._other[length:])]).logits
+        return self._agrees(first, 0, one) and self._agrees(second, 0, other)
 
-    def _reference(self, runner: HuggingFaceStateRunner, prefix: list[int], chain: list[int]) -> Tensor:
-        """Token by token transformers' own generation is the reference, for several tokens a single pass is."""
-        if runner.reading is not Reading.TOKENS:
-            return self._truth(prefix + chain)[len(prefix) :]
-        steps = self._by_steps(prefix, chain)
-        if steps is None:
+    def _references(self, reading: Reading) -> list[Tensor]:
+        """For both sequences: token by token transformers' own generation, for several tokens one pass."""
+        if reading is not Reading.TOKENS:
+            return [truth[self._length :] for truth in self._truths]
+        steps = [self._by_steps(ids) for ids in (self._one, self._other)]
+        if any(part is None for part in steps):
             raise self._not_causal()
-        return steps
+        return [part for part in steps if part is not None]
 
 
 def _reason(reading: Reading, independent: bool) -> str | None:

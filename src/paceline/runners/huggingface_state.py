@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -99,15 +100,17 @@ class ModelState:
 
 
 def thinned(checkpoints: list[StateCheckpoint]) -> list[StateCheckpoint]:
-    """At most MAX_CHECKPOINTS of them, each at least twice as far back as the one after it.
+    """The newest, the oldest, and between them as few as leave no gap of more than twice the distance before it.
 
-    Going back n tokens then reads few more than n again, however far back it is, and few states are kept.
+    Going back n tokens then reads few more than n again, and few states are kept.
     """
-    newest, kept = checkpoints[-1], [checkpoints[-1]]
-    for checkpoint in reversed(checkpoints[:-1]):
-        if newest.length - checkpoint.length >= 2 * (newest.length - kept[-1].length):
+    backwards = checkpoints[::-1]
+    newest, kept = backwards[0].length, backwards[:1]
+    for checkpoint, older in pairwise(backwards[1:]):
+        if newest - older.length > 2 * (newest - kept[-1].length):
             kept.append(checkpoint)
-    return kept[:MAX_CHECKPOINTS][::-1]
+    oldest = backwards[-1:] if len(backwards) > 1 else []
+    return [*kept[: MAX_CHECKPOINTS - 1], *oldest][::-1]
 
 
 def snapshot(value: Any) -> Any:

@@ -260,9 +260,9 @@ def small_windows(config: Any) -> Iterator[None]:
 def probe_length(config: Any) -> int:
     """Tokens before the rows of the probe: past the largest window that is fixed when a model is built."""
     sizes = config.get_text_config(decoder=True).to_dict()
-    known = REACH_NAMES.values()
-    windows = [size for name, size in sizes.items() if "window" in name and name not in known and isinstance(size, int)]
-    return max([size for size in windows if size <= MAX_PREFIX_TOKENS], default=0) + PREFIX_TOKENS
+    reachable = min(MAX_PREFIX_TOKENS, (sizes.get("max_position_embeddings") or MAX_PREFIX_TOKENS) - 2 * PREFIX_TOKENS)
+    windows = [sizes[name] for name in sizes if "window" in name and name not in REACH_NAMES.values()]
+    return max([size for size in windows if isinstance(size, int) and size <= reachable], default=0) + PREFIX_TOKENS
 
 
 def rope_switch(config: Any) -> int | None:

@@ -35,10 +35,11 @@ def dtype_named(name: str | None, device: str) -> str:
 
 def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trust_remote_code: bool = False) -> Any:
     """Read a directory with transformers. Pickled weights are opened with weights_only, or refused."""
-    from transformers import AutoModelForCausalLM
+    from paceline.runners.huggingface_class import model_class
 
+    auto_class = model_class(folder, name, trust_remote_code=trust_remote_code)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, weights_only=True
         )
         return model.to(device).eval()

@@ -19,10 +19,10 @@ PAGE, RESULTS = ROOT / "docs" / "models.md", Path(__file__).parent / "results.js
 INTRO = """# Models
 
 Every causal language model of transformers, as far as it can be built small: a random checkpoint of each, decoded
-plainly, with n-grams and with itself as the draft model, alone and in a batch of three lengths. "Same" means token for
-token what transformers' own `generate(do_sample=False)` writes, with windows of 16 tokens crossed on the way. The table
-is generated (`python -m tests.families.page`) and tested. llama, mistral, qwen2 and qwen3 have a fast path of their own;
-all others run through transformers, in the way that a probe at load finds right:
+plainly, with n-grams and with itself as the draft model, alone and in a batch of three lengths. All but the refused
+ones write, token for token, what transformers' own `generate(do_sample=False)` writes; windows of 16 tokens are crossed
+on the way. The table is generated (`python -m tests.families.page`) and tested. The way a model runs is found by a probe
+when it is loaded:
 """
 WAYS = {
     "native": "paceline's own code: batches, trees, CUDA graphs.",

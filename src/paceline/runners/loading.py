@@ -17,7 +17,6 @@ from paceline.quantization import registry as formats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-LIBRARY_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
 
 
 def dtype_named(name: str | None, device: str) -> str:
@@ -45,12 +44,8 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
         return model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{name} does not fit on {device}: choose a smaller --dtype or another --device") from error
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, ImportError) as error:
+    except Exception as error:  # transformers, safetensors and pickle raise anything
         raise _explained(error, name) from error
-    except Exception as error:  # safetensors and pickle raise types of their own
-        if type(error).__name__ in LIBRARY_ERRORS:
-            raise _explained(error, name) from error
-        raise
 
 
 def _explained(error: Exception, name: str) -> ModelError:

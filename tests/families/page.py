@@ -21,8 +21,8 @@ INTRO = """# Models
 Every causal language model of transformers, as far as it can be built small: a random checkpoint of each, decoded
 plainly, with n-grams and with itself as the draft model, alone and in a batch of three lengths. All but the refused
 ones write, token for token, what transformers' own `generate(do_sample=False)` writes; windows of 16 tokens are crossed
-on the way. The table is generated (`python -m tests.families.page`) and tested. The way a model runs is found by a probe
-when it is loaded:
+on the way. The table is generated (`python -m tests.families.page`) and tested. A probe at load finds the way to run a
+model:
 """
 WAYS = {
     "native": "paceline's own code: batches, trees, CUDA graphs.",

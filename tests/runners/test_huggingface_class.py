@@ -53,3 +53,16 @@ def test_a_model_that_could_read_images_continues_text(tmp_path: Path) -> None:
     with SpeculativeDecoder(str(written(model, tmp_path / "llava")), method="ngram", num_draft_tokens=3) as decoder:
         result = decoder.generate(prompt, max_new_tokens=12, ignore_eos=True)
     assert result.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_what_transformers_cannot_build_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The config of dbrx lacks a setting that its own model reads in this release; others lack a package."""
+    from safetensors.torch import save_file
+    from transformers import DbrxConfig
+
+    DbrxConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=259).save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.zeros(259, 16)}, tmp_path / "model.safetensors", {"format": "pt"})
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert main(["generate", "hello", "--model", str(tmp_path), "--max-new-tokens", "4"]) != 0
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said and "cannot be loaded" in said

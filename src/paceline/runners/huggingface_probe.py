@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.core.protocols import Runner
-from paceline.core.types import Capability, Row
+from paceline.core.types import Capability, Row, SequenceCache
 from paceline.errors import CapabilityError, ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface import HuggingFaceRunner
@@ -65,7 +65,7 @@ class Findings:
 
 
 class Probe:
-    """Two sequences that share a prefix, read in every way that decoding reads them: eight passes for most models."""
+    """Two sequences that share a prefix, read in every way that decoding reads them: seven passes for most models."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self._model, self._name = model.eval(), name
@@ -86,8 +86,9 @@ class Probe:
             )
         if independent and rope_switch(self._model.config) is None:
             buffers = HuggingFaceRunner(self._model, self._name)
-            if _tried(self._reads_batches, buffers):
-                return Findings(None, trees=_tried(self._reads_trees, buffers))
+            caches = [buffers.new_cache(), buffers.new_cache()]
+            if _tried(self._reads_batches, buffers, caches):
+                return Findings(None, trees=_tried(self._reads_trees, buffers, caches[0]))
         reading = self._reading(independent)
         return Findings(reading, plain_only=_reason(reading, independent))
 
@@ -145,19 +146,18 @@ class Probe:
 
     # --- row buffers --------------------------------------------------------------------------------------------------
 
-    def _reads_batches(self, runner: Runner) -> bool:
+    def _reads_batches(self, runner: Runner, caches: list[SequenceCache]) -> bool:
         """Whether rows of different lengths give in one pass what each gives by itself."""
         ids, length = self._one, self._length
-        caches = [runner.new_cache(), runner.new_cache()]
         runner.forward([Row.chain(cache, ids[:end]) for cache, end in zip(caches, (length, SHORT))])
         rows = [Row.chain(caches[0], ids[length : length + 3]), Row.chain(caches[1], ids[SHORT : SHORT + 5])]
         output = runner.forward(rows)
         return self._agrees(output[0].logits, length) and self._agrees(output[1].logits, SHORT)
 
-    def _reads_trees(self, runner: Runner) -> bool:
+    def _reads_trees(self, runner: Runner, cache: SequenceCache) -> bool:
         """Whether a node of a tree is at the position of its depth and sees its own path only."""
-        length, cache = self._length, runner.new_cache()
-        runner.forward([Row.chain(cache, self._one[:length])])
+        length = self._length
+        runner.truncate(cache, length)
         tokens = torch.tensor([token for pair in zip(self._one[length:], self._other[length:]) for token in pair][:6])
         logits = runner.forward([Row(cache, tokens, TREE_PARENTS)]).logits
         return self._agrees(logits[::2], length) and self._agrees(logits[1::2], length, self._truths[1])
@@ -166,7 +166,7 @@ class Probe:
 
     def _steps_agree(self) -> bool:
         """Whether transformers' own generation, token by token, agrees with one pass. True where there is no state."""
-        steps = self._by_steps(self._one[: self._length + 2])
+        steps = self._by_steps(self._one[: self._length + 1])
         return steps is None or self._agrees(steps, self._length)
 
     def _by_steps(self, ids: list[int]) -> Tensor | None:

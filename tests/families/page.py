@@ -19,9 +19,9 @@ PAGE, RESULTS = ROOT / "docs" / "models.md", Path(__file__).parent / "results.js
 INTRO = """# Models
 
 Every causal language model of transformers, as far as it can be built small: a random checkpoint of each, decoded
-plainly, with n-grams and with itself as the draft model, alone and in a batch of three lengths. All but the refused
-ones write, token for token, what transformers' own `generate(do_sample=False)` writes; windows of 16 tokens are crossed
-on the way. The table is generated (`python -m tests.families.page`) and tested. A probe at load finds the way to run a
+plainly, and in a batch of three lengths with n-grams and with itself as the draft model. All but the refused ones
+write, token for token, what transformers' own `generate(do_sample=False)` writes; windows of 16 tokens are crossed on
+the way. The table is generated (`python -m tests.families.page`) and tested. A probe at load finds the way to run a
 model:
 """
 WAYS = {

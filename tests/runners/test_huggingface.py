@@ -34,6 +34,13 @@ def test_full_attention_keeps_batches_and_trees() -> None:
     assert Capability.TREE in runner.capabilities and runner.plain_only is None
 
 
+def test_a_model_that_is_used_again_is_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_family(Variant("bloom"))
+    first = open_hugging_face(model, "bloom")
+    monkeypatch.setattr("paceline.runners.huggingface_probe.Probe", None)
+    assert type(open_hugging_face(model, "bloom")) is type(first)
+
+
 def test_the_probe_leaves_blocks_and_windows_as_they_were() -> None:
     model = tiny_family(Variant("mistral", changes={"sliding_window": 100}))
     runner = open_hugging_face(model, "mistral")

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,15 +38,16 @@ MAX_MIXING = 0.1  # relative error by which rows of one pass may change each oth
 ONE_BY_ONE = "its passes over several tokens differ from passes over one"
 MIXED_ROWS = "its results depend on what else is in the pass, as those of 8-bit bitsandbytes layers do"
 
+_PROBING = Lock()
+_EARLIER: WeakKeyDictionary[PreTrainedModel, EarlierProbe] = WeakKeyDictionary()
+
 
 def open_hugging_face(model: PreTrainedModel, name: str, *, blocks: BlockManager | None = None) -> TransformersRunner:
     """The runner that gives the model's own output, with the capabilities that a probe has shown.
 
     Raises CapabilityError for a model that is not causal, ModelError for one that transformers cannot run on tokens.
     """
-    with torch.inference_mode(), small_windows(model.config):
-        found = Probe(model, name).findings()
-    # The windows have their own sizes again: a runner reads them when it is made.
+    found = findings_of(model, name)
     if found.reading is None:
         buffers = HuggingFaceRunner(model, name, blocks=blocks)
         buffers.capabilities -= set() if found.trees else {Capability.TREE}
@@ -53,6 +56,27 @@ def open_hugging_face(model: PreTrainedModel, name: str, *, blocks: BlockManager
     states = HuggingFaceStateRunner(model, name, found.reading, rope_switch=switch, blocks=blocks)
     states.plain_only = found.plain_only
     return states
+
+
+def findings_of(model: PreTrainedModel, name: str) -> Findings:
+    """What a probe shows; a loaded model that is used again is not probed again."""
+    build = f"{model.config._attn_implementation} {next(model.parameters()).dtype}"
+    with _PROBING:
+        earlier = _EARLIER.get(model)
+        if earlier is not None and earlier.build == build:
+            return earlier.findings
+        with torch.inference_mode(), small_windows(model.config):
+            findings = Probe(model, name).findings()
+        _EARLIER[model] = EarlierProbe(build, findings)
+        return findings
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierProbe:
+    """Findings, and the attention code and precision they are of."""
+
+    build: str
+    findings: Findings
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
-from paceline.build import AUTO_KS, FAST_CONTEXT, FAST_KS, build_engine, open_model, warmup_plan
+from paceline.build import FAST_CONTEXT, FAST_KS, build_engine, open_model, warmup_plan
 from paceline.config import WARMUPS, EngineConfig
 from paceline.core.protocols import Preparation
 from paceline.core.types import WarmupPlan

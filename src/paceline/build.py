@@ -6,6 +6,7 @@ build through it. Rooms that only some configurations need are imported inside t
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_in_load_thread
 from paceline.device.properties import chosen_device, supports_graphs
 from paceline.drafting import registry as drafters
+from paceline.drafting.chain_drafter import ChainDrafter
+from paceline.drafting.no_draft import NoDraft
 from paceline.drafting.registry import DrafterContext
 from paceline.drafting.router import PREDICTION, DrafterRouter
 from paceline.engines import registry as engines
@@ -39,6 +42,7 @@ from paceline.tuned import TunedProfile
 if TYPE_CHECKING:
     from paceline.hub.locate import ModelFiles
 
+LOG = logging.getLogger(__name__)
 AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
 FAST_CONTEXT = 2048  # tokens of a sequence that a fast warm-up prepares for …
 FAST_KS = tuple(range(1, 9))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
@@ -86,7 +90,6 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     prefix_cache = PrefixCache(max_tokens=_prefix_limits(config))
     context = drafter_context(config, target, tokenizer, device, prefix_cache)
     drafter = _drafter(config, context)
-    check_capabilities(target, drafter)
     plan = warmup_plan(config, target.info)
     _prepare(target, drafter, plan)
     draft_length = make_draft_length(config, target, drafter)
@@ -132,10 +135,10 @@ def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runn
 
 def _hugging_face(model: Any, name: str, kv_cache_tokens: int | None) -> Runner:
     """transformers' own code; its buffers grow as they like unless kv_cache_tokens bounds them."""
-    from paceline.runners.huggingface import HuggingFaceRunner
+    from paceline.runners.huggingface_probe import open_hugging_face
 
     blocks = None if kv_cache_tokens is None else BlockManager(max(1, -(-kv_cache_tokens // BLOCK_SIZE)))
-    return HuggingFaceRunner(model, name, blocks=blocks)
+    return open_hugging_face(model, name, blocks=blocks)
 
 
 def _is_native(files: ModelFiles, config: ModelConfig) -> bool:
@@ -244,15 +247,22 @@ def _check_own_drafter(drafter: Any) -> None:
 
 
 def _drafter(config: EngineConfig, context: DrafterContext) -> Drafter:
-    own = config.speculative.drafter
-    return drafters.build_drafter(config.speculative.method or NONE, context) if own is None else own
+    own, method, target = config.speculative.drafter, config.speculative.method or NONE, context.target
+    if target.plain_only is not None:
+        if own is not None or method != NONE or config.per_request:
+            LOG.warning("%s is decoded plainly, without draft tokens: %s", target.info.name, target.plain_only)
+        return NoDraft()
+    return fitted(target, drafters.build_drafter(method, context) if own is None else own)
 
 
 def _router(config: EngineConfig, context: DrafterContext, own: Drafter) -> DrafterRouter:
     """Every request may name its own method: those that need no weights are always offered."""
     method = config.speculative.method or NONE
     plain = replace(context, options={})
-    others = {name: drafters.build_drafter(name, plain) for name in drafters.per_request_names() if name != method}
+    names = [name for name in drafters.per_request_names() if name != method]
+    if context.target.plain_only is not None:  # a request may still name a method, as on any server
+        return DrafterRouter({method: own, **{name: NoDraft() for name in names}}, method)
+    others = {name: _chains_if_needed(context.target, drafters.build_drafter(name, plain)) for name in names}
     offered = {name: drafter for name, drafter in others.items() if drafter.needs <= context.target.capabilities}
     prediction = offered.pop(PREDICTION, None)
     last = {} if prediction is None else {PREDICTION: prediction}
@@ -269,6 +279,17 @@ def _head_dtype(name: str | None, target: Runner) -> torch.dtype:
     return DTYPES[dtype] if dtype in DTYPES else DTYPES[dtype_named(None, target.info.device)]
 
 
+def fitted(target: Runner, drafter: Drafter) -> Drafter:
+    """The drafter as the target can verify it: chains instead of trees where need be. Raises CapabilityError."""
+    drafter = _chains_if_needed(target, drafter)
+    check_capabilities(target, drafter)
+    return drafter
+
+
+def _chains_if_needed(target: Runner, drafter: Drafter) -> Drafter:
+    return drafter if Capability.TREE in target.capabilities else ChainDrafter(drafter)
+
+
 def check_capabilities(target: Runner, drafter: Drafter) -> None:
     """Raise CapabilityError where the target cannot do what the drafter needs."""
     for capability in sorted(drafter.needs - target.capabilities, key=lambda item: item.value):
@@ -281,6 +302,8 @@ def check_capabilities(target: Runner, drafter: Drafter) -> None:
 
 def make_draft_length(config: EngineConfig, target: Runner, drafter: Drafter) -> DraftLengthPolicy:
     """A fixed number of draft tokens, or the policy that never loses, with measured costs."""
+    if target.plain_only is not None:
+        return FixedDraftLength(0)
     fixed = _fixed_k(config)
     return AdaptiveDraftLength(starting_costs(config, target, drafter)) if fixed is None else FixedDraftLength(fixed)
 

@@ -27,9 +27,11 @@ from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
 from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.huggingface_probe import open_hugging_face
 from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
 from tests.support.drafter_exactness import context_for
+from tests.support.families import Variant, tiny_family
 from tests.support.tiny import tiny_llama
 
 MakeRunner = Callable[[], Any]  # a runner that can be looked into, too (Runner)
@@ -48,7 +50,19 @@ def _native() -> NativeRunner:
     return NativeRunner.of_model(tiny_llama(), "tiny")
 
 
-RUNNERS: dict[str, MakeRunner] = {"table": _table, "hugging-face": _hugging_face, "native": _native}
+def _own_state(model_type: str) -> MakeRunner:
+    """A transformers model that the row buffers do not fit: it runs with its own cache."""
+    return lambda: open_hugging_face(tiny_family(Variant(model_type)), model_type)
+
+
+RUNNERS: dict[str, MakeRunner] = {
+    "table": _table,
+    "hugging-face": _hugging_face,
+    "hugging-face-hybrid": _own_state("qwen3_next"),
+    "hugging-face-alibi": _own_state("bloom"),
+    "hugging-face-no-cache": _own_state("openai-gpt"),
+    "native": _native,
+}
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------

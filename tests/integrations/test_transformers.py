@@ -111,3 +111,57 @@ def test_what_cannot_be_honoured_is_refused(model: Any, prompts: Tensor, setting
 def test_called_directly_it_names_custom_generate(model: Any, prompts: Tensor) -> None:
     with pytest.raises(OptionError, match="custom_generate"):
         paceline.hf_generate(model, prompts)
+
+
+def generated(model: Any, ids: Tensor, **settings: Any) -> Tensor:
+    tokens: Tensor = model.generate(
+        ids, custom_generate=paceline.hf_generate, max_new_tokens=4, do_sample=False, **settings
+    )
+    return tokens
+
+
+def test_position_ids_that_follow_the_mask_are_the_usual_ones(model: Any, prompts: Tensor) -> None:
+    mask = (prompts != 258).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = generated(model, prompts, attention_mask=mask, position_ids=positions)
+    assert torch.equal(given, generated(model, prompts, attention_mask=mask))
+
+
+@pytest.mark.parametrize("shift", [1, 7])
+def test_position_ids_of_ones_own_are_refused(model: Any, prompts: Tensor, shift: int) -> None:
+    with pytest.raises(OptionError, match="position_ids"):
+        generated(model, prompts[:1], position_ids=torch.arange(9)[None] + shift)
+
+
+def test_token_types_are_refused_by_name() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=1, n_head=4, n_positions=64)).eval()
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(OptionError, match="token_type_ids"):
+        generated(gpt2, ids, token_type_ids=torch.ones_like(ids), pad_token_id=0)
+
+
+def tiny_llava() -> Any:
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+    from transformers.models.clip import CLIPVisionConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **sizes)
+    text = tiny_llama().config
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=250)
+    with torch.random.fork_rng():
+        return LlavaForConditionalGeneration(config).eval()
+
+
+def test_an_image_is_never_left_out_silently() -> None:
+    """The text without the image is another text: either it is read, or the call is refused by its name."""
+    ids = torch.tensor([[256, 250, 250, 250, 250, 7, 8]])
+    with pytest.raises(OptionError, match="pixel_values"):
+        generated(tiny_llava(), ids, pixel_values=torch.rand(1, 3, 8, 8))
+
+
+def test_a_model_that_can_read_images_generates_from_tokens_alone() -> None:
+    model, ids = tiny_llava(), torch.tensor([[256, 5, 7, 8, 5, 7]])
+    theirs = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated(model, ids), theirs)

@@ -74,6 +74,7 @@ class MemoizedRunner(Runner):
         self.info = inner.info if tokens is None else restricted(inner.info, len(tokens))
         self.blocks = BlockManager()
         self.capabilities = inner.capabilities & (STATE_CAPABILITIES if states else {Capability.TREE})
+        self.plain_only = inner.plain_only
         self.passes = 0  # of the inner runner
         self._tokens, self._states = tokens, states
         self._columns = None if tokens is None else torch.tensor(tokens)

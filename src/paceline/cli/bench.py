@@ -192,10 +192,10 @@ class _HfModels:
     def _load(self, runner: Runner, name: str) -> Any | None:
         """The model that a runner runs, or else one loaded from the same files."""
         from paceline.hub import locate
-        from paceline.runners.huggingface import HuggingFaceRunner
+        from paceline.runners.huggingface_model import TransformersRunner
         from paceline.runners.loading import DTYPES, load_model
 
-        if isinstance(runner, HuggingFaceRunner):
+        if isinstance(runner, TransformersRunner):
             return runner.model
         if runner.info.dtype not in DTYPES:
             return None

@@ -62,6 +62,7 @@ class Runner(Protocol):
     info: ModelInfo
     capabilities: frozenset[Capability]
     blocks: BlockPool
+    plain_only: str | None = None  # why draft tokens cannot be verified with this model; None: they can
     decode_steps: int = 1  # plain steps the runner takes in a row without returning to the host; 1: it does not
 
     # --- sequence caches ----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.build import build_engine
@@ -27,6 +28,12 @@ PROCESSORS = {
     "MinPLogitsWarper": ("min_p", "min_p"),
     "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
 }
+# Inputs that hf_generate reads, or that change nothing: transformers itself adds some of them.
+KNOWN_INPUTS = frozenset(
+    ("attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "cache_position")
+    + ("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states")
+)
+USER_NAMES = {"mm_encoder_outputs": "pixel_values or other inputs that are not text"}  # encoded before we are called
 UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -47,9 +54,10 @@ def hf_generate(
     draft_model       a loaded draft model, or a model's name; one that is named is loaded at every call
     num_draft_tokens  draft tokens a step, 0 to 128, or "auto"
     Sampling settings, lengths and end tokens are those of the call. What cannot be honoured (beams, processors and
-    criteria of your own, scores) raises OptionError.
+    criteria of your own, scores, images and other inputs beside the tokens) raises OptionError.
     """
     _refuse_unsupported(generation_config, model_kwargs)
+    _check_inputs(input_ids, model_kwargs)
     sampling = sampling_from(logits_processor, bool(generation_config.do_sample))
     pad = _pad_token(generation_config)
     prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
@@ -107,6 +115,25 @@ def _refuse_unsupported(config: Any, model_kwargs: dict[str, Any]) -> None:
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise OptionError("hf_generate keeps a cache of its own: call it without past_key_values")
+
+
+def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
+    """Raise OptionError for an input that would be left out, and so change the output."""
+    unknown = sorted(USER_NAMES.get(name, name) for name in inputs.keys() - KNOWN_INPUTS if not _is_empty(inputs[name]))
+    if unknown:
+        raise OptionError(f"hf_generate reads token ids alone: call generate without {', '.join(unknown)}")
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    if positions is None:
+        return
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    usual = mask.long().cumsum(dim=-1) - 1
+    same_shape = positions.dim() == 2 and positions.shape[-1] == usual.shape[-1]
+    if not same_shape or bool(((positions != usual) & mask.bool()).any()):
+        raise OptionError("hf_generate counts positions from the attention mask: call generate without position_ids")
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, dict | list | tuple) and not value)
 
 
 def _pad_token(config: Any) -> int:

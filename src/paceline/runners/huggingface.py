@@ -1,13 +1,13 @@
-"""Any causal language model of transformers whose cache can be cut back.
+"""A transformers model with full, sliding or chunked attention: many sequences a pass, chains and trees.
 
 The model's own attention code writes into row buffers (runners/huggingface_cache.py), and a mask tells sequences,
-padding and branches of a tree apart. Nothing is computed again: forgetting is a smaller `length`.
+padding, windows and branches of a tree apart. Nothing is computed again: forgetting is a smaller `length`.
+runners/huggingface_state_runner.py runs the models that this does not fit; runners/huggingface_probe.py chooses.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.core.draft_tree import ancestors, depths
-from paceline.core.protocols import Adapter, Runner
-from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
+from paceline.core.draft_tree import depths
+from paceline.core.protocols import Adapter
+from paceline.core.types import Capability, ModelOutput, Row, SequenceCache
 from paceline.device.memory import for_sampling
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
-from paceline.models.registry import model_types
 from paceline.runners.huggingface_cache import HuggingFaceSequenceCache, PassPlan, RowBuffers, own
-from paceline.runners.huggingface_probe import probe_length, reads_batches, reads_trees
-from paceline.runners.loading import eos_token_ids_of
-
-CANNOT_ROLL_BACK = ("sliding_attention", "chunked_attention", "linear_attention", "mamba", "recurrent", "conv")
+from paceline.runners.huggingface_masks import additive, attention_kinds, visible_keys
+from paceline.runners.huggingface_model import TransformersRunner, explained_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,18 +32,15 @@ class ModelInputs:
 
     tokens: Tensor  # int64 [batch, width]
     positions: Tensor  # int64 [batch, width]
-    mask: Tensor  # additive [batch, 1, width, keys]
+    mask: Tensor | dict[str, Tensor]  # additive [batch, 1, width, keys]; by kind of layer where there are several
 
 
-class HuggingFaceRunner(Runner):
-    """A loaded transformers model behind `Runner`.
+class HuggingFaceRunner(TransformersRunner):
+    """A loaded transformers model behind `Runner`. `open_hugging_face` makes one whose capabilities were probed.
 
     features  layers whose entering hidden states are returned, joined (EAGLE-3 heads read these)
     hidden    return the last hidden states
     blocks    accounting of what its sequence caches hold; unbounded unless given
-
-    Some models compute positions or windows from the cache and not from the positions they are given. A probe finds
-    them: their rows run one at a time, and they have no Capability.TREE.
     """
 
     def __init__(
@@ -58,32 +52,14 @@ class HuggingFaceRunner(Runner):
         features: tuple[int, ...] = (),
         blocks: BlockManager | None = None,
     ) -> None:
-        refuse_what_cannot_roll_back(model.config, name, stateful=bool(getattr(model, "_is_stateful", False)))
-        self.model = model.eval()
-        self.want_hidden, self.feature_layers = hidden, features
-        self.info = _info(model, name)
-        self.blocks = blocks or BlockManager()
+        super().__init__(model, name, blocks)
+        self.expose(hidden=hidden, features=features)
+        self.kinds = attention_kinds(model.config)
+        self.capabilities |= {Capability.TREE}
+        if hasattr(model.base_model, "layers"):
+            self.capabilities |= {Capability.EARLY_EXIT}
         self._buffers = RowBuffers(self.info.num_layers)
         self._rows = RowNumbers()
-        self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._batches = True  # whether rows of different lengths may share a pass
-        self.capabilities = self._probed()
-
-    def _probed(self) -> frozenset[Capability]:
-        """What the model can do; the probe is left out for architectures that are known to be right."""
-        capabilities = {Capability.TREE, Capability.HIDDEN_STATES}
-        if hasattr(self.model.base_model, "layers"):
-            capabilities.add(Capability.EARLY_EXIT)
-        if self.model.config.model_type not in model_types():
-            prefix = probe_length(self.model.config)
-            self._batches = reads_batches(self, prefix)
-            if not (self._batches and reads_trees(self, prefix)):
-                capabilities.remove(Capability.TREE)
-        return frozenset(capabilities)
-
-    @property
-    def _device(self) -> torch.device:
-        return torch.device(self.info.device)
 
     # --- sequence caches ----------------------------------------------------------------------------------------------
 
@@ -125,35 +101,18 @@ class HuggingFaceRunner(Runner):
         twin.length = length
         return twin
 
-    def free_tokens(self) -> int:
-        return self.blocks.free * self.blocks.block_size
-
     # --- passes -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         self._reserve(rows)
-        groups = [rows] if self._batches or len(rows) == 1 else [[row] for row in rows]
-        try:
-            outputs = [self._pass(group, last_only) for group in groups]
-        except torch.OutOfMemoryError as error:
-            tokens = sum(len(row.parents) for row in rows)
-            raise OutOfMemory(f"a pass over {tokens} tokens does not fit: {_advice(rows)}") from error
+        with explained_memory(rows):
+            output = self._pass(rows, last_only)
         for row in rows:
             cache = own(row.seq_cache)
             cache.last_row_start = cache.length
             cache.length += len(row.parents)
-        return outputs[0] if len(outputs) == 1 else ModelOutput.of([row for output in outputs for row in output])
-
-    def _reserve(self, rows: list[Row]) -> None:
-        """Blocks for every row, or OutOfMemory and nothing changed."""
-        try:
-            for row in rows:
-                self.blocks.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
-        except OutOfMemory:
-            for row in rows:
-                self.blocks.shrink(row.seq_cache, row.seq_cache.length)
-            raise
+        return output
 
     def _pass(self, rows: list[Row], last_only: bool) -> ModelOutput:
         width = max(len(row.parents) for row in rows)
@@ -167,7 +126,7 @@ class HuggingFaceRunner(Runner):
     def _run(self, rows: list[Row], inputs: ModelInputs, last_only: bool) -> ModelOutput:
         ends = sorted({len(row.parents) - 1 for row in rows}) if last_only else None
         columns = None if ends is None else torch.tensor(ends, device=self._device)
-        states = self.want_hidden or bool(self.feature_layers)
+        states = self._wants_states
         extra: dict[str, Any] = {"logits_to_keep": columns} if self._picks_logits and columns is not None else {}
         output = self.model(
             input_ids=inputs.tokens,
@@ -184,17 +143,17 @@ class HuggingFaceRunner(Runner):
     def _inputs(self, rows: list[Row], plan: PassPlan, width: int) -> ModelInputs:
         tokens = torch.zeros(len(rows), width, dtype=torch.int64, device=self._device)
         positions = torch.zeros(len(rows), width, dtype=torch.int64)
-        visible = torch.zeros(len(rows), width, plan.end, dtype=torch.bool)
+        visible = [torch.zeros(len(rows), width, plan.end, dtype=torch.bool) for _ in self.kinds]
         for index, (row, start) in enumerate(zip(rows, plan.starts)):
             count = len(row.parents)
             tokens[index, :count] = row.ids().to(self._device)
             positions[index, :count] = torch.tensor(depths(row.parents)) + start
-            visible[index, :, : max(start, 1)] = True  # padding sees something, or its softmax would be NaN
-            visible[index, :count, :start] = True
-            visible[index, :count, start : start + count] = ancestors(row.parents)
+            seen = visible_keys(row.parents, start, width, plan.end)
+            for kind, mask in zip(self.kinds, visible):
+                mask[index] = kind.within_reach(seen, positions[index, :count], start)
         dtype = next(self.model.parameters()).dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-        return ModelInputs(tokens, positions.to(self._device), mask[:, None].to(self._device))
+        masks = {kind.name: additive(mask, dtype, self._device) for kind, mask in zip(self.kinds, visible)}
+        return ModelInputs(tokens, positions.to(self._device), masks if len(masks) > 1 else masks[self.kinds[0].name])
 
     def _pack(self, rows: list[Row], logits: Tensor, ends: list[int] | None, states: Any) -> ModelOutput:
         """Drop the padding. ends: the nodes that logits are of, or None for all."""
@@ -210,10 +169,6 @@ class HuggingFaceRunner(Runner):
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        self.want_hidden = self.want_hidden or hidden
-        self.feature_layers = features or self.feature_layers
-
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> HuggingFaceRunner:
         """The same model stopped after `layer` layers, on the same cache. The model itself is not changed."""
         if not 0 < layer < self.info.num_layers:
@@ -226,12 +181,6 @@ class HuggingFaceRunner(Runner):
             runner.model.set_output_embeddings(_AdaptedHead(adapter, self.model.get_output_embeddings()))
         runner.want_hidden, runner.feature_layers = True, ()
         return runner
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        return self.model.get_output_embeddings()(hidden)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(tokens)
 
 
 class RowNumbers:
@@ -250,21 +199,6 @@ class RowNumbers:
 
     def give_back(self, row: int) -> None:
         self._free.append(row)
-
-
-def _info(model: PreTrainedModel, name: str) -> ModelInfo:
-    config, first = model.config.get_text_config(), next(model.parameters())
-    embeddings = model.get_output_embeddings() or model.get_input_embeddings()
-    return ModelInfo(
-        name,
-        int(embeddings.weight.shape[0]),
-        eos_token_ids_of(model),
-        int(getattr(config, "max_position_embeddings", None) or 1 << 20),
-        int(getattr(config, "decoder_layers", None) or config.num_hidden_layers),
-        config.hidden_size,
-        str(first.device),
-        str(first.dtype).removeprefix("torch."),
-    )
 
 
 def _packed(padded: Tensor, sizes: list[int]) -> Tensor:
@@ -301,29 +235,3 @@ def _shallow(module: Any) -> Any:
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin
-
-
-def _advice(rows: list[Row]) -> str:
-    if len(rows) > 1:
-        return "use fewer prompts at a time or a shorter sequence"
-    return "use a shorter sequence or a smaller dtype"
-
-
-def refuse_what_cannot_roll_back(config: Any, name: str, *, stateful: bool = False) -> None:
-    """Raise CapabilityError for models whose cache of a sequence cannot be cut back to a shorter one.
-
-    stateful: transformers marks the model's class as one that carries a state from token to token
-    """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    bad = sorted(kind for kind in kinds if any(part in kind for part in CANNOT_ROLL_BACK))
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window and getattr(config, "use_sliding_window", True):
-        bad = ["sliding_attention"]
-    if stateful:
-        bad = bad or ["recurrent state"]
-    if bad:
-        raise CapabilityError(
-            f"{name} keeps a cache that cannot be cut back ({', '.join(bad)}), so rejected draft tokens could not be "
-            f"forgotten. Speculative decoding needs a model with full attention in every layer"
-        )

@@ -52,10 +52,12 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
     check_packages(method, name)
     _check_known(method, name)
     try:
-        loaded = _from_pretrained(folder, dtype, trust_remote_code)
+        loaded = _from_pretrained(folder, name, dtype, trust_remote_code)
         loaded.model.to(device).eval()
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(f"{name} does not fit on {device}: choose a smaller --dtype or another --device") from error
+    except ModelError:
+        raise
     except Exception as error:  # transformers, safetensors and pickle raise anything
         raise _explained(error, name, method) from error
     _check_tensors(loaded, name)
@@ -71,11 +73,11 @@ class LoadedModel:
     surplus: frozenset[str]
 
 
-def _from_pretrained(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> LoadedModel:
-    from transformers import AutoModelForCausalLM
+def _from_pretrained(folder: Path, name: str, dtype: torch.dtype, trust_remote_code: bool) -> LoadedModel:
+    from paceline.runners.huggingface_class import model_class
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "weights_only": True}
-    model, names = AutoModelForCausalLM.from_pretrained(
+    model, names = model_class(folder, name, trust_remote_code=trust_remote_code).from_pretrained(
         folder, dtype=dtype, local_files_only=True, output_loading_info=True, **options
     )
     return LoadedModel(model, frozenset(names["missing_keys"]), frozenset(names["unexpected_keys"]))

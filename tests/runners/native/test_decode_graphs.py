@@ -229,7 +229,7 @@ def test_a_number_of_draft_tokens_asked_for_often_gets_its_own_graph() -> None:
     assert size is not None
     five = graphs.draft_graph(size, 5, False)
     taken = [graphs.draft_graph(size, 2, False) for _ in range(OFTEN + 1)]
-    assert taken[:OFTEN - 1] == [five] * (OFTEN - 1)  # the end of a sequence may draft a few steps too many
+    assert taken[: OFTEN - 1] == [five] * (OFTEN - 1)  # the end of a sequence may draft a few steps too many
     assert taken[-1] is taken[-2] is not five and taken[-1].key.num_tokens == 2
     for steps in range(6, 6 + MAX_DRAFT_GRAPHS):
         graphs.draft_graph(size, steps, False)

@@ -102,9 +102,7 @@ class BatchBuilder:
             mask = self._mask(row, seq_cache.length, keys)[placed.skip :]
         tiled = exact and prefill and chain and count > 1
         views = self._attention.views(all_slots, new_slots)
-        return SequenceSpan(
-            placed.start, count, length, all_slots, new_slots, mask, chain, branch_slots, views, tiled
-        )
+        return SequenceSpan(placed.start, count, length, all_slots, new_slots, mask, chain, branch_slots, views, tiled)
 
     def _group(self, group: list[PlacedRow]) -> BatchedDecodeGroup:
         device, block_size = self._device, self._kv.block_size

@@ -94,9 +94,7 @@ def triton_ops(
 ) -> TritonOps:
     """The fused operations of a model over its cache."""
     eps = model.config.rms_norm_eps
-    gemm = GemmLauncher(
-        kv.keys.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant
-    )
+    gemm = GemmLauncher(kv.keys.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant)
     return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_cache, gemm))
 
 
@@ -285,9 +283,7 @@ class DecodeGraphs:
         if self._persistent is not None and self._persistent.holds(inputs.token_ids.numel()):
             return self._persistent_forward(self._persistent, inputs)
         hidden_states = model.embed(inputs.token_ids.view(-1))
-        states = model.run_layers(
-            hidden_states, inputs.batch, ops, options.feature_layers, last=options.last_layer
-        )
+        states = model.run_layers(hidden_states, inputs.batch, ops, options.feature_layers, last=options.last_layer)
         hidden = model.norm(states.hidden_states, ops) if options.want_hidden else None
         logits = model.fused_logits(states.hidden_states, ops)
         return PassOutput(logits.out, ops.argmax(logits).token, hidden, states.features)

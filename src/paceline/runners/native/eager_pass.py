@@ -51,9 +51,7 @@ class EagerPasses:
     def _from_start(self, rows: list[Row], last_only: bool) -> LayerOutput:
         model, options = self._model, self._options
         tokens, batch = self._tokens(rows), self._builder.batch(rows, prefill=last_only)
-        states = model.run_layers(
-            model.embed(tokens), batch, self.ops, options.feature_layers, last=options.last_layer
-        )
+        states = model.run_layers(model.embed(tokens), batch, self.ops, options.feature_layers, last=options.last_layer)
         self._keep_exit_states(rows, tokens, states.hidden_states)
         return states
 

@@ -1,0 +1,118 @@
+"""Drafts that are right, wrong, right, … on models with windows and recurrent states: plain decoding's text, always."""
+
+from __future__ import annotations
+
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SpeculativeDecoder
+from paceline.core import draft_tree
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
+from tests.support.families import VOCABULARY, Variant, tiny_family
+from tests.support.tiny import byte_tokenizer
+
+PROMPTS = [[(7 * place + length) % 200 for place in range(length)] for length in (3, 19, 40)]
+PATTERNS = {
+    "right, wrong": [1, 0],
+    "all lengths": [0, 1, 2, 3, 4, 5],
+    "mostly right": [5, 5, 5, 0, 5, 2],
+    "always wrong": [0],
+}
+STEPS = 200
+
+
+class Foretold(Drafter):
+    """Knows what plain decoding writes, and makes the first `right` of every five draft tokens right, by a pattern."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], pattern: list[int]) -> None:
+        self._texts, self._right = texts, cycle(pattern)
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        return [self._draft(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
+
+    def _draft(self, seq: Sequence, k: int) -> DraftTree:
+        right = next(self._right)
+        [text] = [text for prompt, text in self._texts.items() if tuple(seq.ids[: len(prompt)]) == prompt]
+        known = text[seq.num_new_tokens : seq.num_new_tokens + k]
+        drafted = [token if place < right else (token + 1) % VOCABULARY for place, token in enumerate(known)]
+        return draft_tree.chain(drafted)
+
+
+def texts_of(model: Any, num_tokens: int, **options: Any) -> list[list[int]]:
+    with SpeculativeDecoder(model, tokenizer=byte_tokenizer(), **options) as decoder:
+        results = decoder.generate(PROMPTS, max_new_tokens=num_tokens, ignore_eos=True)
+    return [result.token_ids for result in results]
+
+
+def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
+    rows = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)[0]
+        for prompt in PROMPTS
+    ]
+    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, PROMPTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [*(("qwen3_next", pattern) for pattern in PATTERNS)]
+    + [(kind, "all lengths") for kind in ("lfm2", "nemotron_h", "gemma3_text")],
+)
+def test_any_pattern_of_acceptance_leaves_the_text_as_it_is(kind: str, pattern: str) -> None:
+    """200 steps of the longest text, three sequences at a time, each with its own acceptances."""
+    model = tiny_family(Variant(kind))
+    rights = PATTERNS[pattern]
+    num_tokens = min(400, STEPS * (1 + sum(rights) // len(rights)))
+    plain = transformers_texts(model, num_tokens)
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
+    drafted = texts_of(model, num_tokens, drafter=Foretold(texts, rights), num_draft_tokens=5)
+    assert drafted == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_more_draft_tokens_than_a_window_holds(kind: str) -> None:
+    changes = {} if kind == "qwen3_next" else {"sliding_window": 5}
+    model = tiny_family(Variant(kind, changes=changes))
+    plain = transformers_texts(model, 60)
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
+    for rights in ([12], [7, 0, 12]):
+        assert texts_of(model, 60, drafter=Foretold(texts, rights), num_draft_tokens=12) == plain
+    assert texts_of(model, 60, draft_model=model, num_draft_tokens=9) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", "bamba"])
+def test_a_conversation_goes_on_from_its_cache_as_from_the_beginning(kind: str) -> None:
+    """Turns that go on from what was written, and one that was edited: the text of a cold start."""
+    model = tiny_family(Variant(kind))
+    options: dict[str, Any] = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer()}
+    settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    history = [(11 * place) % 190 for place in range(140)]
+    turns = []
+    with SpeculativeDecoder(model, **options) as decoder:
+        for question in ([5, 6, 7], [8, 9], [10] * 5):
+            history = history + question
+            turns.append((history, decoder.generate(history, **settings).token_ids))
+            history = history + turns[-1][1]
+        edited = history[:150] + [3, 4]
+        turns.append((edited, decoder.generate(edited, **settings).token_ids))
+        assert decoder.stats().prefix_hits >= 3
+    for prompt, text in turns:
+        with SpeculativeDecoder(model, prefix_cache_tokens=0, **options) as cold:
+            assert cold.generate(prompt, **settings).token_ids == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "mistral"])
+def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str) -> None:
+    model = tiny_family(Variant(kind))
+    plain = transformers_texts(model, 40)
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
+    drafter = Foretold(texts, [3, 0, 5])
+    assert texts_of(model, 40, drafter=drafter, num_draft_tokens=5, kv_cache_tokens=112) == plain

@@ -195,9 +195,9 @@ def test_a_terminal_has_history_and_ctrl_c_stops_the_answer_alone(tmp_path: Path
         process.type("hello\n")
         process.wait_for(r"hello[\s\S]{40}")
         process.popen.send_signal(signal.SIGINT)
-        process.wait_for(r"\n> $", 20)
+        process.wait_for(r"\n> $", 60)
         process.popen.send_signal(signal.SIGINT)
         process.wait_for(r"/exit or Ctrl-D ends")
         process.wait_for(r"> ")
         process.type("\x04")
-        assert process.popen.wait(20) == 0
+        assert process.popen.wait(60) == 0

@@ -31,7 +31,7 @@ COMMANDS = {
     "bench": ("bench", "TINY", "--methods", "ngram", "-k", "2", "--limit", "1", "--repeats", "1", "--report", "none"),
     "tune": ("tune", "TINY", "--methods", "ngram", "--limit", "1", "--repeats", "1", "--out", "none"),
     "serve": ("serve", "TINY", "--port", "0", "--method", "ngram"),
-    "audit": ("audit", "TINY", "--methods", "ngram", "--quick", "--draws", "64"),
+    "audit": ("audit", "TINY", "--methods", "ngram", "--quick", "--draws", "200"),
 }
 
 

@@ -188,6 +188,18 @@ def test_a_harmless_pickle_is_loaded(tmp_path: Path, tiny_model: Any) -> None:
     assert torch.equal(loaded.lm_head.weight, tiny_model.lm_head.weight)
 
 
+def test_the_rounding_of_half_precision_is_no_reason_to_refuse(default_folder: Path) -> None:
+    """In bfloat16 a pass of one token and a wide one differ by a few percent; wrong positions differ by more."""
+    runner = open_hugging_face(load_model(default_folder, "default", torch.bfloat16, "cpu"), "default")
+    assert Capability.TREE in runner.capabilities and runner.plain_only is None
+
+
+@pytest.mark.parametrize("kind", ["gpt_neo", "mpt"])
+def test_wrong_trees_are_found_in_half_precision_too(kind: str) -> None:
+    runner = open_hugging_face(tiny_family(Variant(kind)).bfloat16(), kind)
+    assert Capability.TREE not in runner.capabilities
+
+
 def test_a_pass_does_not_grow_with_the_sequence_beyond_attention(default_model: Any) -> None:
     """Nothing is read again: a pass after 1,000 tokens takes less than twice one after 100."""
     runner = HuggingFaceRunner(default_model, "default")

@@ -7,12 +7,12 @@
  * sums keys in the order of their positions, and threads share out results, never sums.
  *
  * layers/cpu_kernels.py mirrors the structures below. Compiled at load with the system's compiler
- * (device/host_compiler.py); OpenMP is the runtime that torch has loaded, so that both share one pool of threads.
+ * (device/host_compiler.py). Threads come from the OpenMP runtime that torch has loaded: both share one pool.
  */
 
 #include <arm_neon.h>
 #include <math.h>
-#include <omp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,6 +68,37 @@ INLINE Share share_of(int64_t total, int thread, int threads) {
     return (Share){total * thread / threads, total * (thread + 1) / threads};
 }
 
+/* --- threads ---------------------------------------------------------------------------------------------------- */
+
+/* GCC's OpenMP runtime, called as a compiler would: no pragma, so that any compiler will do. */
+void GOMP_parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+
+enum { SPINS = 2000 };
+
+typedef struct {
+    int arrived, phase;
+} Barrier;
+
+/* Wait for all threads. One that waits long gives its core away: where other programs keep the machine busy, the
+ * thread that is missing may be waiting for this very core, and OpenMP's own barrier spins for milliseconds. */
+static void meet(Barrier *barrier, int threads) {
+    if (threads == 1) return;
+    const int phase = __atomic_load_n(&barrier->phase, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == threads) {
+        __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase; spins++) {
+        if (spins < SPINS)
+            __asm__ volatile("yield");
+        else
+            sched_yield();
+    }
+}
+
 static size_t block_bytes(const Weight *weight) {
     return (size_t)(weight->columns / GROUP) * (SCALE_BYTES + BLOCK_ROWS * GROUP * weight->bits / 8);
 }
@@ -107,17 +138,28 @@ static void pack_group(const float *weight, int rows, int columns, int bits, uin
     }
 }
 
-void paceline_pack(const float *weight, int32_t rows, int32_t columns, int32_t bits, uint8_t *out, int32_t threads) {
-    const Weight shape = {out, bits, rows, columns, 0};
-    const size_t bytes = block_bytes(&shape), group_bytes = bytes / (columns / GROUP);
-    const int blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-#pragma omp parallel for num_threads(threads)
-    for (int block = 0; block < blocks; block++) {
+typedef struct {
+    const float *weight;
+    Weight shape;
+    uint8_t *out;
+} PackJob;
+
+static void pack_share(void *data) {
+    const PackJob *job = data;
+    const int rows = job->shape.rows, columns = job->shape.columns, bits = job->shape.bits;
+    const size_t bytes = block_bytes(&job->shape), group_bytes = bytes / (columns / GROUP);
+    const Share blocks = share_of((rows + BLOCK_ROWS - 1) / BLOCK_ROWS, omp_get_thread_num(), omp_get_num_threads());
+    for (int64_t block = blocks.start; block < blocks.end; block++) {
         const int first = block * BLOCK_ROWS, count = rows - first < BLOCK_ROWS ? rows - first : BLOCK_ROWS;
         for (int group = 0; group < columns / GROUP; group++)
-            pack_group(weight + (int64_t)first * columns + group * GROUP, count, columns, bits,
-                       out + block * bytes + group * group_bytes);
+            pack_group(job->weight + (int64_t)first * columns + group * GROUP, count, columns, bits,
+                       job->out + block * bytes + group * group_bytes);
     }
+}
+
+void paceline_pack(const float *weight, int32_t rows, int32_t columns, int32_t bits, uint8_t *out, int32_t threads) {
+    PackJob job = {weight, {out, bits, rows, columns, 0}, out};
+    GOMP_parallel(pack_share, &job, threads, 0);
 }
 
 /* The weights as they are multiplied, in floating point. */
@@ -245,6 +287,8 @@ static void gate_groups(const float *both, int size, Rounded out, Share groups) 
 INLINE void block_product(const uint8_t *block, int groups, int bits, const int8_t *values, const float *scales,
                           int columns, int tokens, float32x4_t out[TILE][2]) {
     const float unit = bits == 4 ? 1.0f / 16.0f : 1.0f; /* int4 weights are multiplied as sixteen times themselves */
+    const float32x4_t offset = vdupq_n_f32(12582912.0f); /* 1.5 · 2^23: its last bits count integers */
+    const int32x4_t start = vreinterpretq_s32_f32(offset);
     const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
     for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
     for (int group = 0; group < groups; group++) {
@@ -257,7 +301,7 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         for (int token = 0; token < tokens; token++) {
             low[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP);
             high[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP + 16);
-            sums[token][0] = sums[token][1] = vdupq_n_s32(0);
+            sums[token][0] = sums[token][1] = start;
         }
 #define QUAD(lane)                                                                                                    \
     for (int half = 0; half < 2; half++) {                                                                            \
@@ -268,10 +312,10 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         } else {                                                                                                      \
             second = vld1q_s8(weights + ((lane + 4) * 2 + half) * 16);                                                \
         }                                                                                                             \
-        for (int token = 0; token < tokens; token++) {                                                                \
+        for (int token = 0; token < tokens; token++)                                                                  \
             sums[token][half] = vdotq_laneq_s32(sums[token][half], first, low[token], lane);                          \
+        for (int token = 0; token < tokens; token++)                                                                  \
             sums[token][half] = vdotq_laneq_s32(sums[token][half], second, high[token], lane);                        \
-        }                                                                                                             \
     }
         QUAD(0)
         QUAD(1)
@@ -280,8 +324,10 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
 #undef QUAD
         for (int token = 0; token < tokens; token++) {
             const float scale = scales[(int64_t)token * groups + group] * unit;
-            out[token][0] = vfmaq_f32(out[token][0], vcvtq_f32_s32(sums[token][0]), vmulq_n_f32(low_scales, scale));
-            out[token][1] = vfmaq_f32(out[token][1], vcvtq_f32_s32(sums[token][1]), vmulq_n_f32(high_scales, scale));
+            const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(sums[token][0]), offset);
+            const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(sums[token][1]), offset);
+            out[token][0] = vfmaq_f32(out[token][0], below, vmulq_n_f32(low_scales, scale));
+            out[token][1] = vfmaq_f32(out[token][1], above, vmulq_n_f32(high_scales, scale));
         }
         block += SCALE_BYTES + BLOCK_ROWS * GROUP * bits / 8;
     }
@@ -347,21 +393,31 @@ static void release_rounded(Rounded *rounded) {
     free(rounded->scales);
 }
 
+typedef struct {
+    const Weight *weight;
+    const float *x, *bias;
+    float *out;
+    Rounded rounded;
+    Barrier barrier;
+    int32_t nodes;
+} ProductJob;
+
+static void product_share(void *data) {
+    ProductJob *job = data;
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t groups = (int64_t)job->nodes * job->weight->columns / GROUP;
+    round_groups(job->x, job->rounded, share_of(groups, thread, threads));
+    meet(&job->barrier, threads);
+    product(job->weight, job->rounded, job->nodes, job->bias, 0, job->out, thread, threads);
+}
+
 /* 0, or -1 where memory is short. */
 int paceline_product(const Weight *weight, const float *x, int32_t nodes, const float *bias, float *out,
                      int32_t threads) {
-    Rounded rounded;
-    const int fits = reserve_rounded(&rounded, (int64_t)nodes * weight->columns);
-    if (fits) {
-#pragma omp parallel num_threads(threads)
-        {
-            const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-            round_groups(x, rounded, share_of((int64_t)nodes * weight->columns / GROUP, thread, team));
-#pragma omp barrier
-            product(weight, rounded, nodes, bias, 0, out, thread, team);
-        }
-    }
-    release_rounded(&rounded);
+    ProductJob job = {weight, x, bias, out, {0, 0}, {0, 0}, nodes};
+    const int fits = reserve_rounded(&job.rounded, (int64_t)nodes * weight->columns);
+    if (fits) GOMP_parallel(product_share, &job, threads, 0);
+    release_rounded(&job.rounded);
     return fits ? 0 : -1;
 }
 
@@ -588,48 +644,58 @@ static void attend(const Model *model, int64_t offset, int64_t nodes, const Work
     }
 }
 
-static void run_layer(const Model *model, int index, int64_t nodes, const Work *work, float *hidden, int thread,
-                      int threads) {
+static void run_layer(const Model *model, int index, int64_t nodes, const Work *work, float *hidden,
+                      Barrier *barrier, int thread, int threads) {
     const Layer *layer = model->layers + index;
     const int64_t offset = model->layer_stride * index, query_size = (int64_t)model->num_heads * model->head_dim;
     const Share hidden_groups = share_of(nodes * model->hidden_size / GROUP, thread, threads);
     const Share query_groups = share_of(nodes * query_size / GROUP, thread, threads);
     const Share inner_groups = share_of(nodes * model->intermediate_size / GROUP, thread, threads);
     norm_groups(hidden, layer->attention_norm, model->hidden_size, model->eps, work->x, hidden_groups);
-#pragma omp barrier
+    meet(barrier, threads);
     product(&layer->qkv, work->x, nodes, layer->qkv_bias, 0, work->qkv, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
     place_heads(model, layer, offset, nodes, work, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
     attend(model, offset, nodes, work, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
     round_groups(work->attended, work->wide, query_groups);
-#pragma omp barrier
+    meet(barrier, threads);
     product(&layer->output, work->wide, nodes, layer->output_bias, 1, hidden, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
     norm_groups(hidden, layer->mlp_norm, model->hidden_size, model->eps, work->x, hidden_groups);
-#pragma omp barrier
+    meet(barrier, threads);
     product(&layer->gate_up, work->x, nodes, 0, 0, work->both, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
     gate_groups(work->both, model->intermediate_size, work->wide, inner_groups);
-#pragma omp barrier
+    meet(barrier, threads);
     product(&layer->down, work->wide, nodes, 0, 1, hidden, thread, threads);
-#pragma omp barrier
+    meet(barrier, threads);
+}
+
+typedef struct {
+    const Model *model;
+    float *hidden;
+    Work work;
+    Barrier barrier;
+    int32_t nodes, first, last;
+} LayersJob;
+
+static void layers_share(void *data) {
+    LayersJob *job = data;
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int index = job->first; index < job->last; index++)
+        run_layer(job->model, index, job->nodes, &job->work, job->hidden, &job->barrier, thread, threads);
 }
 
 /* hidden [nodes, hidden_size] through layers first to last, in place. Returns 0, or -1 where memory is short. */
 int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last) {
-    Work work;
-    const int fits = reserve_work(model, batch, &work);
+    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last};
+    const int fits = reserve_work(model, batch, &job.work);
     if (fits) {
-        fill_nodes(batch, model->block_size, &work);
-#pragma omp parallel num_threads(model->num_threads)
-        {
-            const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-            for (int index = first; index < last; index++)
-                run_layer(model, index, batch->num_nodes, &work, hidden, thread, team);
-        }
+        fill_nodes(batch, model->block_size, &job.work);
+        GOMP_parallel(layers_share, &job, model->num_threads, 0);
     }
-    release_work(&work);
+    release_work(&job.work);
     return fits ? 0 : -1;
 }

@@ -25,10 +25,11 @@ MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
 SCALE_BYTES = 2 * BLOCK_ROWS
-LANES = 16  # head sizes are multiples of it
+LANES = 16  # head_dim is a multiple of it
 
 
 class CWeight(ctypes.Structure):
+    data: Tensor  # behind `blocks`
     _fields_ = [
         ("blocks", ctypes.c_void_p),
         ("bits", ctypes.c_int32),
@@ -96,8 +97,10 @@ class WeightBlocks:
     columns: int
 
     def structure(self) -> CWeight:
-        """For the kernels. It does not keep the tensor alive."""
-        return CWeight(self.data.data_ptr(), self.bits, self.rows, self.columns, 0)
+        """For the kernels. It keeps the weight alive; a copy inside another structure does not."""
+        structure = CWeight(self.data.data_ptr(), self.bits, self.rows, self.columns, 0)
+        structure.data = self.data
+        return structure
 
 
 def fits_blocks(weight: Tensor) -> bool:

@@ -283,10 +283,27 @@ static void gate_groups(const float *both, int size, Rounded out, Share groups) 
 
 /* --- products --------------------------------------------------------------------------------------------------- */
 
+/* int4 weights are multiplied as sixteen times themselves. */
+INLINE float unit_of(int bits) { return bits == 4 ? 1.0f / 16.0f : 1.0f; }
+
+/* A block of int4 weights in the layout of int8, for passes that multiply by it many times. */
+static void widen_block(const uint8_t *block, int groups, uint8_t *out) {
+    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
+    for (int group = 0; group < groups; group++) {
+        vst1q_u8(out, vld1q_u8(block));
+        for (int part = 0; part < 8; part++) {
+            const int8x16_t both = vld1q_s8((const int8_t *)block + SCALE_BYTES + part * 16);
+            vst1q_s8((int8_t *)out + SCALE_BYTES + part * 16, vshlq_n_s8(both, 4));
+            vst1q_s8((int8_t *)out + SCALE_BYTES + 128 + part * 16, vandq_s8(both, upper));
+        }
+        block += SCALE_BYTES + BLOCK_ROWS * GROUP / 2;
+        out += SCALE_BYTES + BLOCK_ROWS * GROUP;
+    }
+}
+
 /* A block of eight rows times `tokens` inputs, which is a constant wherever this is inlined. */
 INLINE void block_product(const uint8_t *block, int groups, int bits, const int8_t *values, const float *scales,
                           int columns, int tokens, float32x4_t out[TILE][2]) {
-    const float unit = bits == 4 ? 1.0f / 16.0f : 1.0f; /* int4 weights are multiplied as sixteen times themselves */
     const float32x4_t offset = vdupq_n_f32(12582912.0f); /* 1.5 · 2^23: its last bits count integers */
     const int32x4_t start = vreinterpretq_s32_f32(offset);
     const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
@@ -323,7 +340,7 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         QUAD(3)
 #undef QUAD
         for (int token = 0; token < tokens; token++) {
-            const float scale = scales[(int64_t)token * groups + group] * unit;
+            const float scale = scales[(int64_t)token * groups + group];
             const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(sums[token][0]), offset);
             const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(sums[token][1]), offset);
             out[token][0] = vfmaq_f32(out[token][0], below, vmulq_n_f32(low_scales, scale));
@@ -336,6 +353,13 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
 /* out (+)= product + bias of eight rows, or fewer at the end of the weight. */
 INLINE void store_rows(float32x4_t low, float32x4_t high, const float *bias, int adds, float *out, int rows) {
     float sums[BLOCK_ROWS];
+    if (rows == BLOCK_ROWS) {
+        if (bias) low = vaddq_f32(low, vld1q_f32(bias)), high = vaddq_f32(high, vld1q_f32(bias + 4));
+        if (adds) low = vaddq_f32(low, vld1q_f32(out)), high = vaddq_f32(high, vld1q_f32(out + 4));
+        vst1q_f32(out, low);
+        vst1q_f32(out + 4, high);
+        return;
+    }
     vst1q_f32(sums, low);
     vst1q_f32(sums + 4, high);
     for (int row = 0; row < rows; row++) {
@@ -344,42 +368,55 @@ INLINE void store_rows(float32x4_t low, float32x4_t high, const float *bias, int
     }
 }
 
-INLINE void tile_product(const Weight *weight, int bits, int block, Rounded x, int64_t token, int tokens,
-                         const float *bias, int adds, float *out) {
-    const int groups = weight->columns / GROUP, first = block * BLOCK_ROWS;
+INLINE void tile_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Rounded x,
+                         int64_t token, int tokens, const float *bias, int adds, float *out) {
+    const int groups = weight->columns / GROUP;
     const int rows = weight->rows - first < BLOCK_ROWS ? weight->rows - first : BLOCK_ROWS;
     float32x4_t sums[TILE][2];
-    block_product(weight->blocks + block * block_bytes(weight), groups, bits, x.values + token * weight->columns,
-                  x.scales + token * groups, weight->columns, tokens, sums);
+    block_product(block, groups, bits, x.values + token * weight->columns, x.scales + token * groups,
+                  weight->columns, tokens, sums);
     for (int i = 0; i < tokens; i++)
-        store_rows(sums[i][0], sums[i][1], bias ? bias + first : 0, adds, out + (token + i) * weight->rows + first,
+        store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), bias ? bias + first : 0, adds, out + (token + i) * weight->rows + first,
                    rows);
 }
 
-INLINE void blocks_product(const Weight *weight, int bits, Rounded x, int64_t nodes, const float *bias, int adds,
-                           float *out, Share blocks) {
+/* One block of rows times tokens start to end; `bits` is a constant wherever this is inlined. */
+INLINE void tokens_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Rounded x,
+                           Share tokens, const float *bias, int adds, float *out) {
+    int64_t token = tokens.start;
+    for (; token + 4 <= tokens.end; token += 4)
+        tile_product(weight, block, bits, unit, first, x, token, 4, bias, adds, out);
+    if (token + 2 <= tokens.end) {
+        tile_product(weight, block, bits, unit, first, x, token, 2, bias, adds, out);
+        token += 2;
+    }
+    if (token < tokens.end) tile_product(weight, block, bits, unit, first, x, token, 1, bias, adds, out);
+}
+
+/* out [nodes, rows] = x · weightᵀ + bias; adds: to what out holds. The thread's share of the rows; room: its own. */
+static void product(const Weight *weight, Rounded x, int64_t nodes, const float *bias, int adds, float *out,
+                    uint8_t *room, int thread, int threads) {
+    const Share blocks = share_of((weight->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, thread, threads);
+    const size_t bytes = block_bytes(weight);
+    const float unit = unit_of(weight->bits);
     for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
-        const int64_t end = nodes - chunk < CHUNK ? nodes : chunk + CHUNK;
-        for (int64_t block = blocks.start; block < blocks.end; block++) {
-            int64_t token = chunk;
-            for (; token + 4 <= end; token += 4) tile_product(weight, bits, block, x, token, 4, bias, adds, out);
-            if (token + 2 <= end) {
-                tile_product(weight, bits, block, x, token, 2, bias, adds, out);
-                token += 2;
-            }
-            if (token < end) tile_product(weight, bits, block, x, token, 1, bias, adds, out);
+        const Share tokens = {chunk, nodes - chunk < CHUNK ? nodes : chunk + CHUNK};
+        const int widens = weight->bits == 4 && tokens.end - chunk > TILE;
+        for (int64_t index = blocks.start; index < blocks.end; index++) {
+            const uint8_t *block = weight->blocks + index * bytes;
+            const int first = index * BLOCK_ROWS;
+            if (widens) widen_block(block, weight->columns / GROUP, room);
+            if (weight->bits == 4 && !widens)
+                tokens_product(weight, block, 4, unit, first, x, tokens, bias, adds, out);
+            else
+                tokens_product(weight, widens ? room : block, 8, unit, first, x, tokens, bias, adds, out);
         }
     }
 }
 
-/* out [nodes, rows] = x · weightᵀ + bias; adds: to what out holds. The thread's share of the rows. */
-static void product(const Weight *weight, Rounded x, int64_t nodes, const float *bias, int adds, float *out,
-                    int thread, int threads) {
-    const Share blocks = share_of((weight->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, thread, threads);
-    if (weight->bits == 4)
-        blocks_product(weight, 4, x, nodes, bias, adds, out, blocks);
-    else
-        blocks_product(weight, 8, x, nodes, bias, adds, out, blocks);
+/* Room that each thread needs to widen a block of so many columns. */
+static size_t widened_bytes(int columns) {
+    return (size_t)(columns / GROUP) * (SCALE_BYTES + BLOCK_ROWS * GROUP);
 }
 
 static int reserve_rounded(Rounded *out, int64_t values) {
@@ -398,6 +435,7 @@ typedef struct {
     const float *x, *bias;
     float *out;
     Rounded rounded;
+    uint8_t *room;
     Barrier barrier;
     int32_t nodes;
 } ProductJob;
@@ -408,16 +446,19 @@ static void product_share(void *data) {
     const int64_t groups = (int64_t)job->nodes * job->weight->columns / GROUP;
     round_groups(job->x, job->rounded, share_of(groups, thread, threads));
     meet(&job->barrier, threads);
-    product(job->weight, job->rounded, job->nodes, job->bias, 0, job->out, thread, threads);
+    product(job->weight, job->rounded, job->nodes, job->bias, 0, job->out,
+            job->room + thread * widened_bytes(job->weight->columns), thread, threads);
 }
 
 /* 0, or -1 where memory is short. */
 int paceline_product(const Weight *weight, const float *x, int32_t nodes, const float *bias, float *out,
                      int32_t threads) {
-    ProductJob job = {weight, x, bias, out, {0, 0}, {0, 0}, nodes};
-    const int fits = reserve_rounded(&job.rounded, (int64_t)nodes * weight->columns);
+    uint8_t *room = malloc(widened_bytes(weight->columns) * threads);
+    ProductJob job = {weight, x, bias, out, {0, 0}, room, {0, 0}, nodes};
+    const int fits = reserve_rounded(&job.rounded, (int64_t)nodes * weight->columns) && room;
     if (fits) GOMP_parallel(product_share, &job, threads, 0);
     release_rounded(&job.rounded);
+    free(room);
     return fits ? 0 : -1;
 }
 
@@ -530,8 +571,9 @@ typedef struct {
     Node *nodes, *row; /* those that are computed; and all of one row */
     int32_t *slots, *paths;
     float *qkv, *attended, *both, *scores;
+    uint8_t *blocks;
     Rounded x, wide;
-    int64_t score_room; /* of a thread */
+    int64_t score_room, block_room; /* of a thread */
 } Work;
 
 typedef struct {
@@ -607,10 +649,12 @@ static int reserve_work(const Model *model, const Batch *batch, Work *work) {
     work->attended = malloc(nodes * query_size * sizeof(float));
     work->both = malloc(nodes * 2 * model->intermediate_size * sizeof(float));
     work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
+    work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
+    work->blocks = malloc(work->block_room * model->num_threads);
     const int x_fits = reserve_rounded(&work->x, nodes * model->hidden_size);
     const int wide_fits = reserve_rounded(&work->wide, nodes * inner);
     return x_fits && wide_fits && work->nodes && work->row && work->slots && work->paths && work->qkv &&
-           work->attended && work->both && work->scores;
+           work->attended && work->both && work->scores && work->blocks;
 }
 
 static void release_work(Work *work) {
@@ -622,6 +666,7 @@ static void release_work(Work *work) {
     free(work->attended);
     free(work->both);
     free(work->scores);
+    free(work->blocks);
     release_rounded(&work->x);
     release_rounded(&work->wide);
 }
@@ -651,9 +696,10 @@ static void run_layer(const Model *model, int index, int64_t nodes, const Work *
     const Share hidden_groups = share_of(nodes * model->hidden_size / GROUP, thread, threads);
     const Share query_groups = share_of(nodes * query_size / GROUP, thread, threads);
     const Share inner_groups = share_of(nodes * model->intermediate_size / GROUP, thread, threads);
+    uint8_t *room = work->blocks + work->block_room * thread;
     norm_groups(hidden, layer->attention_norm, model->hidden_size, model->eps, work->x, hidden_groups);
     meet(barrier, threads);
-    product(&layer->qkv, work->x, nodes, layer->qkv_bias, 0, work->qkv, thread, threads);
+    product(&layer->qkv, work->x, nodes, layer->qkv_bias, 0, work->qkv, room, thread, threads);
     meet(barrier, threads);
     place_heads(model, layer, offset, nodes, work, thread, threads);
     meet(barrier, threads);
@@ -661,15 +707,15 @@ static void run_layer(const Model *model, int index, int64_t nodes, const Work *
     meet(barrier, threads);
     round_groups(work->attended, work->wide, query_groups);
     meet(barrier, threads);
-    product(&layer->output, work->wide, nodes, layer->output_bias, 1, hidden, thread, threads);
+    product(&layer->output, work->wide, nodes, layer->output_bias, 1, hidden, room, thread, threads);
     meet(barrier, threads);
     norm_groups(hidden, layer->mlp_norm, model->hidden_size, model->eps, work->x, hidden_groups);
     meet(barrier, threads);
-    product(&layer->gate_up, work->x, nodes, 0, 0, work->both, thread, threads);
+    product(&layer->gate_up, work->x, nodes, 0, 0, work->both, room, thread, threads);
     meet(barrier, threads);
     gate_groups(work->both, model->intermediate_size, work->wide, inner_groups);
     meet(barrier, threads);
-    product(&layer->down, work->wide, nodes, 0, 1, hidden, thread, threads);
+    product(&layer->down, work->wide, nodes, 0, 1, hidden, room, thread, threads);
     meet(barrier, threads);
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.layers import cpu_kernels
-from paceline.layers.cpu_kernels import blocks_product, pack_blocks, unpack_blocks
+from paceline.layers.cpu_kernels import blocks_product, float_blocks, pack_blocks, unpack_blocks
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiled kernels on this machine")
 
@@ -51,6 +51,17 @@ def test_a_token_is_the_same_bits_at_every_width_and_with_every_number_of_thread
         torch.set_num_threads(threads)
         for width in (2, 5, 9, 17, 69):
             assert torch.equal(blocks_product(x[:width], weight, None), alone[:width])
+
+
+@pytest.mark.parametrize("rows", [64, 37])
+def test_a_product_in_floating_point_is_exact_but_for_last_bits(rows: int) -> None:
+    weight, x, bias = torch.randn(rows, 96), torch.randn(70, 96), torch.randn(rows)
+    blocks = float_blocks(weight)
+    assert blocks is not None and float_blocks(weight.bfloat16()) is None and float_blocks(weight[:, 1:]) is None
+    whole = blocks_product(x, blocks.structure(), bias)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T + bias, rtol=1e-5, atol=1e-5)
+    for width in (1, 2, 3, 9):
+        assert torch.equal(blocks_product(x[:width], blocks.structure(), bias), whole[:width])
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])

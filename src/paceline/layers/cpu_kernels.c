@@ -1,4 +1,5 @@
-/* Passes over blocked int4 and int8 weights on ARM CPUs with NEON dot products: whole layers in one call.
+/* Passes over blocked int4 and int8 weights, and over float32 ones, on ARM CPUs with NEON dot products: whole layers
+ * in one call.
  *
  * What lies between the products of a small model costs more than the products when each step is a torch operation.
  * Here a layer is ten loops with a barrier between them, and all layers of a pass are one parallel region.
@@ -22,11 +23,13 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16") /* arrays that such loops read and write stay in registers */
 
 enum { GROUP = 32, BLOCK_ROWS = 8, TILE = 4, CHUNK = 64, SCALE_BYTES = 2 * BLOCK_ROWS };
 
 typedef struct {
-    const uint8_t *blocks; /* eight rows at a time, group after group: eight bfloat16 scales, then the weights */
+    /* Eight rows at a time, group after group: eight bfloat16 scales, then the weights. 32 bits: a matrix of floats. */
+    const uint8_t *blocks;
     int32_t bits, rows, columns, unused;
 } Weight;
 
@@ -185,35 +188,43 @@ void paceline_unpack(const Weight *weight, float *out) {
         }
 }
 
-/* --- rounding inputs -------------------------------------------------------------------------------------------- */
+/* --- inputs of products ----------------------------------------------------------------------------------------- */
 
-/* Inputs of a product: every 32 values of a token share a scale. */
+/* Input, where every 32 values of a token share a scale; or plain, for weights in floating point. */
 typedef struct {
     int8_t *values;
-    float *scales;
-} Rounded;
+    float *scales, *plain;
+} Input;
 
 INLINE void round_group(const float32x4_t x[8], int8_t *values, float *scale) {
     float32x4_t peak = vabsq_f32(x[0]);
-    for (int i = 1; i < 8; i++) peak = vmaxq_f32(peak, vabsq_f32(x[i]));
+    UNROLL for (int i = 1; i < 8; i++) peak = vmaxq_f32(peak, vabsq_f32(x[i]));
     const float largest = vmaxvq_f32(peak);
     const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     int16x8_t words[4];
-    for (int i = 0; i < 4; i++) {
+    UNROLL for (int i = 0; i < 4; i++) {
         const int32x4_t low = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i], inverse));
         const int32x4_t high = vcvtnq_s32_f32(vmulq_n_f32(x[2 * i + 1], inverse));
         words[i] = vcombine_s16(vqmovn_s32(low), vqmovn_s32(high));
     }
-    for (int i = 0; i < 2; i++)
+    UNROLL for (int i = 0; i < 2; i++)
         vst1q_s8(values + 16 * i, vcombine_s8(vqmovn_s16(words[2 * i]), vqmovn_s16(words[2 * i + 1])));
     *scale = largest / 127.0f;
 }
 
-static void round_groups(const float *x, Rounded out, Share groups) {
+INLINE void put_group(const float32x4_t x[8], Input out, int64_t group) {
+    if (!out.plain) {
+        round_group(x, out.values + group * GROUP, out.scales + group);
+        return;
+    }
+    for (int i = 0; i < 8; i++) vst1q_f32(out.plain + group * GROUP + 4 * i, x[i]);
+}
+
+static void round_groups(const float *x, Input out, Share groups) {
     for (int64_t group = groups.start; group < groups.end; group++) {
         float32x4_t part[8];
         for (int i = 0; i < 8; i++) part[i] = vld1q_f32(x + group * GROUP + 4 * i);
-        round_group(part, out.values + group * GROUP, out.scales + group);
+        put_group(part, out, group);
     }
 }
 
@@ -229,7 +240,7 @@ static float inverse_rms(const float *x, int size, float eps) {
     return 1.0f / sqrtf(sum / size + eps);
 }
 
-static void norm_groups(const float *x, const float *gain, int size, float eps, Rounded out, Share groups) {
+static void norm_groups(const float *x, const float *gain, int size, float eps, Input out, Share groups) {
     const int per_node = size / GROUP;
     int64_t last = -1;
     float scale = 0.0f;
@@ -241,7 +252,7 @@ static void norm_groups(const float *x, const float *gain, int size, float eps, 
         last = node;
         for (int i = 0; i < 8; i++)
             part[i] = vmulq_f32(vmulq_n_f32(vld1q_f32(x + group * GROUP + 4 * i), scale), vld1q_f32(weights + 4 * i));
-        round_group(part, out.values + group * GROUP, out.scales + group);
+        put_group(part, out, group);
     }
 }
 
@@ -266,8 +277,8 @@ INLINE float32x4_t exponential(float32x4_t x) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(vmulq_f32(sum, vreinterpretq_f32_s32(power))), tiny));
 }
 
-/* silu(gate) * up of gate and up side by side, rounded. */
-static void gate_groups(const float *both, int size, Rounded out, Share groups) {
+/* silu(gate) * up of gate and up side by side. */
+static void gate_groups(const float *both, int size, Input out, Share groups) {
     const int per_node = size / GROUP;
     for (int64_t group = groups.start; group < groups.end; group++) {
         const float *gate = both + group / per_node * 2 * size + group % per_node * GROUP, *up = gate + size;
@@ -277,7 +288,7 @@ static void gate_groups(const float *both, int size, Rounded out, Share groups) 
             const float32x4_t below = vaddq_f32(vdupq_n_f32(1.0f), exponential(vnegq_f32(x)));
             part[i] = vmulq_f32(vdivq_f32(x, below), vld1q_f32(up + 4 * i));
         }
-        round_group(part, out.values + group * GROUP, out.scales + group);
+        put_group(part, out, group);
     }
 }
 
@@ -307,7 +318,7 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
     const float32x4_t offset = vdupq_n_f32(12582912.0f); /* 1.5 · 2^23: its last bits count integers */
     const int32x4_t start = vreinterpretq_s32_f32(offset);
     const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
-    for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
+    UNROLL for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
     for (int group = 0; group < groups; group++) {
         const uint16x8_t packed_scales = vld1q_u16((const uint16_t *)block);
         const float32x4_t low_scales = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(packed_scales), 16));
@@ -315,13 +326,13 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         const int8_t *weights = (const int8_t *)block + SCALE_BYTES;
         int32x4_t sums[TILE][2];
         int8x16_t low[TILE], high[TILE];
-        for (int token = 0; token < tokens; token++) {
+        UNROLL for (int token = 0; token < tokens; token++) {
             low[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP);
             high[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP + 16);
             sums[token][0] = sums[token][1] = start;
         }
 #define QUAD(lane)                                                                                                    \
-    for (int half = 0; half < 2; half++) {                                                                            \
+    UNROLL for (int half = 0; half < 2; half++) {                                                                     \
         int8x16_t first = vld1q_s8(weights + (lane * 2 + half) * 16), second;                                         \
         if (bits == 4) {                                                                                              \
             second = vandq_s8(first, upper);                                                                          \
@@ -329,9 +340,9 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         } else {                                                                                                      \
             second = vld1q_s8(weights + ((lane + 4) * 2 + half) * 16);                                                \
         }                                                                                                             \
-        for (int token = 0; token < tokens; token++)                                                                  \
+        UNROLL for (int token = 0; token < tokens; token++)                                                           \
             sums[token][half] = vdotq_laneq_s32(sums[token][half], first, low[token], lane);                          \
-        for (int token = 0; token < tokens; token++)                                                                  \
+        UNROLL for (int token = 0; token < tokens; token++)                                                           \
             sums[token][half] = vdotq_laneq_s32(sums[token][half], second, high[token], lane);                        \
     }
         QUAD(0)
@@ -339,7 +350,7 @@ INLINE void block_product(const uint8_t *block, int groups, int bits, const int8
         QUAD(2)
         QUAD(3)
 #undef QUAD
-        for (int token = 0; token < tokens; token++) {
+        UNROLL for (int token = 0; token < tokens; token++) {
             const float scale = scales[(int64_t)token * groups + group];
             const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(sums[token][0]), offset);
             const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(sums[token][1]), offset);
@@ -368,20 +379,20 @@ INLINE void store_rows(float32x4_t low, float32x4_t high, const float *bias, int
     }
 }
 
-INLINE void tile_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Rounded x,
+INLINE void tile_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Input x,
                          int64_t token, int tokens, const float *bias, int adds, float *out) {
     const int groups = weight->columns / GROUP;
     const int rows = weight->rows - first < BLOCK_ROWS ? weight->rows - first : BLOCK_ROWS;
     float32x4_t sums[TILE][2];
     block_product(block, groups, bits, x.values + token * weight->columns, x.scales + token * groups,
                   weight->columns, tokens, sums);
-    for (int i = 0; i < tokens; i++)
-        store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), bias ? bias + first : 0, adds, out + (token + i) * weight->rows + first,
-                   rows);
+    UNROLL for (int i = 0; i < tokens; i++)
+        store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), bias ? bias + first : 0, adds,
+                   out + (token + i) * weight->rows + first, rows);
 }
 
 /* One block of rows times tokens start to end; `bits` is a constant wherever this is inlined. */
-INLINE void tokens_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Rounded x,
+INLINE void tokens_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Input x,
                            Share tokens, const float *bias, int adds, float *out) {
     int64_t token = tokens.start;
     for (; token + 4 <= tokens.end; token += 4)
@@ -393,9 +404,58 @@ INLINE void tokens_product(const Weight *weight, const uint8_t *block, int bits,
     if (token < tokens.end) tile_product(weight, block, bits, unit, first, x, token, 1, bias, adds, out);
 }
 
+/* Four rows of floats times `tokens` inputs, which is a constant wherever this is inlined. */
+INLINE void plain_tile(const Weight *weight, int first, const float *x, int64_t token, int tokens, const float *bias,
+                       int adds, float *out) {
+    const int columns = weight->columns, rows = weight->rows - first < 4 ? weight->rows - first : 4;
+    const float *matrix = (const float *)weight->blocks, *lines[4];
+    float32x4_t sums[TILE][4];
+    UNROLL for (int row = 0; row < 4; row++)
+        lines[row] = matrix + (int64_t)(first + (row < rows ? row : rows - 1)) * columns;
+    UNROLL for (int i = 0; i < tokens; i++)
+        UNROLL for (int row = 0; row < 4; row++) sums[i][row] = vdupq_n_f32(0.0f);
+    for (int k = 0; k < columns; k += 4) {
+        float32x4_t part[4];
+        UNROLL for (int row = 0; row < 4; row++) part[row] = vld1q_f32(lines[row] + k);
+        UNROLL for (int i = 0; i < tokens; i++) {
+            const float32x4_t input = vld1q_f32(x + (token + i) * columns + k);
+            UNROLL for (int row = 0; row < 4; row++) sums[i][row] = vfmaq_f32(sums[i][row], part[row], input);
+        }
+    }
+    UNROLL for (int i = 0; i < tokens; i++) {
+        float results[4], *place = out + (token + i) * weight->rows + first;
+        vst1q_f32(results, vpaddq_f32(vpaddq_f32(sums[i][0], sums[i][1]), vpaddq_f32(sums[i][2], sums[i][3])));
+        for (int row = 0; row < rows; row++) {
+            const float sum = bias ? results[row] + bias[first + row] : results[row];
+            place[row] = adds ? sum + place[row] : sum;
+        }
+    }
+}
+
+static void plain_product(const Weight *weight, const float *x, int64_t nodes, const float *bias, int adds, float *out,
+                          int thread, int threads) {
+    const Share fours = share_of((weight->rows + 3) / 4, thread, threads);
+    for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
+        const int64_t end = nodes - chunk < CHUNK ? nodes : chunk + CHUNK;
+        for (int64_t four = fours.start; four < fours.end; four++) {
+            int64_t token = chunk;
+            for (; token + 4 <= end; token += 4) plain_tile(weight, four * 4, x, token, 4, bias, adds, out);
+            if (token + 2 <= end) {
+                plain_tile(weight, four * 4, x, token, 2, bias, adds, out);
+                token += 2;
+            }
+            if (token < end) plain_tile(weight, four * 4, x, token, 1, bias, adds, out);
+        }
+    }
+}
+
 /* out [nodes, rows] = x · weightᵀ + bias; adds: to what out holds. The thread's share of the rows; room: its own. */
-static void product(const Weight *weight, Rounded x, int64_t nodes, const float *bias, int adds, float *out,
+static void product(const Weight *weight, Input x, int64_t nodes, const float *bias, int adds, float *out,
                     uint8_t *room, int thread, int threads) {
+    if (x.plain) {
+        plain_product(weight, x.plain, nodes, bias, adds, out, thread, threads);
+        return;
+    }
     const Share blocks = share_of((weight->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, thread, threads);
     const size_t bytes = block_bytes(weight);
     const float unit = unit_of(weight->bits);
@@ -419,22 +479,25 @@ static size_t widened_bytes(int columns) {
     return (size_t)(columns / GROUP) * (SCALE_BYTES + BLOCK_ROWS * GROUP);
 }
 
-static int reserve_rounded(Rounded *out, int64_t values) {
+static int reserve_input(Input *out, int64_t values, int bits) {
+    *out = (Input){0, 0, 0};
+    if (bits == 32) return (out->plain = malloc(values * sizeof(float))) != 0;
     out->values = malloc(values);
     out->scales = malloc(values / GROUP * sizeof(float));
     return out->values && out->scales;
 }
 
-static void release_rounded(Rounded *rounded) {
-    free(rounded->values);
-    free(rounded->scales);
+static void release_input(Input *input) {
+    free(input->values);
+    free(input->scales);
+    free(input->plain);
 }
 
 typedef struct {
     const Weight *weight;
     const float *x, *bias;
     float *out;
-    Rounded rounded;
+    Input input;
     uint8_t *room;
     Barrier barrier;
     int32_t nodes;
@@ -444,9 +507,9 @@ static void product_share(void *data) {
     ProductJob *job = data;
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t groups = (int64_t)job->nodes * job->weight->columns / GROUP;
-    round_groups(job->x, job->rounded, share_of(groups, thread, threads));
+    round_groups(job->x, job->input, share_of(groups, thread, threads));
     meet(&job->barrier, threads);
-    product(job->weight, job->rounded, job->nodes, job->bias, 0, job->out,
+    product(job->weight, job->input, job->nodes, job->bias, 0, job->out,
             job->room + thread * widened_bytes(job->weight->columns), thread, threads);
 }
 
@@ -454,10 +517,10 @@ static void product_share(void *data) {
 int paceline_product(const Weight *weight, const float *x, int32_t nodes, const float *bias, float *out,
                      int32_t threads) {
     uint8_t *room = malloc(widened_bytes(weight->columns) * threads);
-    ProductJob job = {weight, x, bias, out, {0, 0}, room, {0, 0}, nodes};
-    const int fits = reserve_rounded(&job.rounded, (int64_t)nodes * weight->columns) && room;
+    ProductJob job = {weight, x, bias, out, {0, 0, 0}, room, {0, 0}, nodes};
+    const int fits = reserve_input(&job.input, (int64_t)nodes * weight->columns, weight->bits) && room;
     if (fits) GOMP_parallel(product_share, &job, threads, 0);
-    release_rounded(&job.rounded);
+    release_input(&job.input);
     free(room);
     return fits ? 0 : -1;
 }
@@ -502,7 +565,7 @@ INLINE float32x4_t four_dots(const float *query, const float *const keys[4], int
     float32x4_t sums[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
     for (int k = 0; k < size; k += 4) {
         const float32x4_t part = vld1q_f32(query + k);
-        for (int i = 0; i < 4; i++) sums[i] = vfmaq_f32(sums[i], part, vld1q_f32(keys[i] + k));
+        UNROLL for (int i = 0; i < 4; i++) sums[i] = vfmaq_f32(sums[i], part, vld1q_f32(keys[i] + k));
     }
     return vpaddq_f32(vpaddq_f32(sums[0], sums[1]), vpaddq_f32(sums[2], sums[3]));
 }
@@ -520,16 +583,17 @@ static float softmax(float *scores, int padded) {
     return 1.0f / vaddvq_f32(sum);
 }
 
-/* Columns of the values, weighed and summed in the order of the keys. `width` is a constant wherever this is inlined. */
+/* Columns of the values, weighed and summed in the order of the keys. `width` is a constant where this is inlined. */
 INLINE void mix_columns(const float *values, int64_t stride, const Node *node, int keys, const float *weights,
                         float scale, int width, float *out) {
     float32x4_t sums[16];
-    for (int i = 0; i < width / 4; i++) sums[i] = vdupq_n_f32(0.0f);
+    UNROLL for (int i = 0; i < width / 4; i++) sums[i] = vdupq_n_f32(0.0f);
     for (int key = 0; key < keys; key++) {
         const float *value = values + slot_of(node, key) * stride;
-        for (int i = 0; i < width / 4; i++) sums[i] = vfmaq_n_f32(sums[i], vld1q_f32(value + 4 * i), weights[key]);
+        UNROLL for (int i = 0; i < width / 4; i++)
+            sums[i] = vfmaq_n_f32(sums[i], vld1q_f32(value + 4 * i), weights[key]);
     }
-    for (int i = 0; i < width / 4; i++) vst1q_f32(out + 4 * i, vmulq_n_f32(sums[i], scale));
+    UNROLL for (int i = 0; i < width / 4; i++) vst1q_f32(out + 4 * i, vmulq_n_f32(sums[i], scale));
 }
 
 /* One node over one key head: all query heads that share it. scores: room for its keys. */
@@ -572,7 +636,7 @@ typedef struct {
     int32_t *slots, *paths;
     float *qkv, *attended, *both, *scores;
     uint8_t *blocks;
-    Rounded x, wide;
+    Input x, wide;
     int64_t score_room, block_room; /* of a thread */
 } Work;
 
@@ -639,6 +703,7 @@ static int reserve_work(const Model *model, const Batch *batch, Work *work) {
     const Room room = room_of(batch);
     const int64_t nodes = batch->num_nodes, query_size = (int64_t)model->num_heads * model->head_dim;
     const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
+    const int bits = model->layers->qkv.bits;
     const int64_t inner = query_size > model->intermediate_size ? query_size : model->intermediate_size;
     work->score_room = (room.keys + 3) / 4 * 4 * (model->num_heads / model->num_kv_heads) + 16;
     work->nodes = malloc(nodes * sizeof(Node));
@@ -651,8 +716,8 @@ static int reserve_work(const Model *model, const Batch *batch, Work *work) {
     work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
     work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
     work->blocks = malloc(work->block_room * model->num_threads);
-    const int x_fits = reserve_rounded(&work->x, nodes * model->hidden_size);
-    const int wide_fits = reserve_rounded(&work->wide, nodes * inner);
+    const int x_fits = reserve_input(&work->x, nodes * model->hidden_size, bits);
+    const int wide_fits = reserve_input(&work->wide, nodes * inner, bits);
     return x_fits && wide_fits && work->nodes && work->row && work->slots && work->paths && work->qkv &&
            work->attended && work->both && work->scores && work->blocks;
 }
@@ -667,8 +732,8 @@ static void release_work(Work *work) {
     free(work->both);
     free(work->scores);
     free(work->blocks);
-    release_rounded(&work->x);
-    release_rounded(&work->wide);
+    release_input(&work->x);
+    release_input(&work->wide);
 }
 
 static void place_heads(const Model *model, const Layer *layer, int64_t offset, int64_t nodes, const Work *work,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.device.host_compiler import compiled_library
 from paceline.device.kernel_cache import CompileError
+from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
@@ -24,6 +25,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
+FLOAT_BITS = 32
 SCALE_BYTES = 2 * BLOCK_ROWS
 LANES = 16  # head_dim is a multiple of it
 
@@ -81,7 +83,7 @@ def library() -> ctypes.CDLL | None:
     try:
         loaded = compiled_library(SOURCE.read_text())
     except CompileError as error:
-        LOG.warning("int4 and int8 weights run through torch, more slowly: %s. Install gcc to change that.", error)
+        LOG.warning("passes on this CPU run through torch, more slowly: %s; install gcc to change that", error)
         return None
     loaded.paceline_pack.restype = loaded.paceline_unpack.restype = None
     return loaded
@@ -89,9 +91,12 @@ def library() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightBlocks:
-    """A weight in 4 or 8 bits as the kernels read it: eight rows at a time, one scale for every 32 columns."""
+    """A weight as the kernels read it.
 
-    data: Tensor  # uint8
+    4 or 8 bits: eight rows at a time, one scale for every 32 columns. 32 bits: the matrix in float32 as it is.
+    """
+
+    data: Tensor  # uint8, or float32 [rows, columns]
     bits: int
     rows: int
     columns: int
@@ -106,6 +111,12 @@ class WeightBlocks:
 def fits_blocks(weight: Tensor) -> bool:
     """Whether this weight can be blocked, and multiplied here."""
     return weight.shape[1] % GROUP_SIZE == 0 and library() is not None
+
+
+def float_blocks(weight: Tensor) -> WeightBlocks | None:
+    """A weight in floating point for the kernels; None where they do not take it."""
+    fits = on_host(weight.device) and weight.dtype == torch.float32 and weight.is_contiguous() and fits_blocks(weight)
+    return WeightBlocks(weight, FLOAT_BITS, *weight.shape) if fits else None
 
 
 def pack_blocks(weight: Tensor, bits: int) -> WeightBlocks:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import WeightBlocks
+from paceline.layers.cpu_kernels import WeightBlocks, float_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 
 
@@ -40,7 +40,7 @@ class UnquantizedLinear:
 
     @property
     def blocks(self) -> WeightBlocks | None:
-        return None
+        return float_blocks(self.weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

@@ -1,4 +1,4 @@
-"""The layers of a pass as one call of compiled code, on CPUs: weights in blocks, float32 between them.
+"""The layers of a pass as one call of compiled code, on CPUs: weights in blocks or in float32, float32 between them.
 
 What a token computes depends on nothing but the tokens before it: not on the width of the pass, on the other rows, or
 on where a prompt is cut.
@@ -47,7 +47,8 @@ class CompiledLayers:
         """None: a layer of another kind, another weight format, or sizes that the kernels do not take."""
         weights = [layer.weights() for layer in model.layers]
         whole = [layer for layer in weights if layer is not None and layer.is_blocked]
-        if len(whole) < len(weights) or model.config.head_dim % LANES or kv.keys.dtype != torch.float32:
+        alike = len({layer.is_plain for layer in whole}) == 1
+        if len(whole) < len(weights) or not alike or model.config.head_dim % LANES or kv.keys.dtype != torch.float32:
             return None
         return cls(model, whole, kv, rope_cache)
 

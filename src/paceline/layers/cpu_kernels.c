@@ -23,9 +23,11 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOT_INLINE static __attribute__((noinline)) /* so that addresses stay in registers */
 #define UNROLL _Pragma("GCC unroll 16") /* arrays that such loops read and write stay in registers */
 
 enum { GROUP = 32, BLOCK_ROWS = 8, TILE = 4, CHUNK = 64, SCALE_BYTES = 2 * BLOCK_ROWS };
+enum { NODE_TILE = 4, KEY_STEP = 64 }; /* of attention; a step of keys fits the first cache */
 
 typedef struct {
     /* Eight rows at a time, group after group: eight bfloat16 scales, then the weights. 32 bits: a matrix of floats. */
@@ -560,17 +562,21 @@ INLINE int32_t slot_of(const Node *node, int key) {
     return key < node->seen ? node->slots[key] : node->tail[key - node->seen];
 }
 
-/* Four dot products of a query with keys, each summed alike. */
-INLINE float32x4_t four_dots(const float *query, const float *const keys[4], int size) {
-    float32x4_t sums[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
+/* Eight dot products of a query with keys, each summed alike. */
+INLINE void eight_dots(const float *query, const float *const keys[8], int size, float scale, float *out) {
+    float32x4_t sums[8];
+    UNROLL for (int i = 0; i < 8; i++) sums[i] = vdupq_n_f32(0.0f);
     for (int k = 0; k < size; k += 4) {
         const float32x4_t part = vld1q_f32(query + k);
-        UNROLL for (int i = 0; i < 4; i++) sums[i] = vfmaq_f32(sums[i], part, vld1q_f32(keys[i] + k));
+        UNROLL for (int i = 0; i < 8; i++) sums[i] = vfmaq_f32(sums[i], part, vld1q_f32(keys[i] + k));
     }
-    return vpaddq_f32(vpaddq_f32(sums[0], sums[1]), vpaddq_f32(sums[2], sums[3]));
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        const float32x4_t low = vpaddq_f32(sums[i], sums[i + 1]), high = vpaddq_f32(sums[i + 2], sums[i + 3]);
+        vst1q_f32(out + i, vmulq_n_f32(vpaddq_f32(low, high), scale));
+    }
 }
 
-/* Scores -> exponentials; returns 1 / their sum. Scores come in whole fours, those behind the last key -inf. */
+/* Scores -> exponentials; returns 1 / their sum. Scores come in whole eights, those behind the last key -inf. */
 static float softmax(float *scores, int padded) {
     float32x4_t peak = vdupq_n_f32(-INFINITY), sum = vdupq_n_f32(0.0f);
     for (int key = 0; key < padded; key += 4) peak = vmaxq_f32(peak, vld1q_f32(scores + key));
@@ -583,49 +589,86 @@ static float softmax(float *scores, int padded) {
     return 1.0f / vaddvq_f32(sum);
 }
 
-/* Columns of the values, weighed and summed in the order of the keys. `width` is a constant where this is inlined. */
-INLINE void mix_columns(const float *values, int64_t stride, const Node *node, int keys, const float *weights,
-                        float scale, int width, float *out) {
+/* Columns of the values of some keys, weighed and added to out in the order of the keys. `width` is a constant where
+ * this is inlined. */
+INLINE void mix_columns(const float *values, int64_t stride, const Node *node, Share keys, const float *weights,
+                        int width, float *out) {
     float32x4_t sums[16];
-    UNROLL for (int i = 0; i < width / 4; i++) sums[i] = vdupq_n_f32(0.0f);
-    for (int key = 0; key < keys; key++) {
+    UNROLL for (int i = 0; i < width / 4; i++) sums[i] = vld1q_f32(out + 4 * i);
+    for (int64_t key = keys.start; key < keys.end; key++) {
         const float *value = values + slot_of(node, key) * stride;
+        __asm__("" : "+r"(value)); /* one address, not sixteen */
         UNROLL for (int i = 0; i < width / 4; i++)
             sums[i] = vfmaq_n_f32(sums[i], vld1q_f32(value + 4 * i), weights[key]);
     }
-    UNROLL for (int i = 0; i < width / 4; i++) vst1q_f32(out + 4 * i, vmulq_n_f32(sums[i], scale));
+    UNROLL for (int i = 0; i < width / 4; i++) vst1q_f32(out + 4 * i, sums[i]);
 }
 
-/* One node over one key head: all query heads that share it. scores: room for its keys. */
-static void attend_head(const Model *model, const Node *node, int64_t offset, const float *queries, int kv_head,
-                        float *scores, float *out) {
-    const int size = model->head_dim, group = model->num_heads / model->num_kv_heads;
-    const int keys = node->seen + node->tail_count, padded = (keys + 3) / 4 * 4;
-    const int64_t stride = (int64_t)model->num_kv_heads * size;
-    const float *cached_keys = model->keys + offset + (int64_t)kv_head * size;
-    const float *cached_values = model->values + offset + (int64_t)kv_head * size;
+/* One node and the query heads that share a key head: a step goes over some of the keys. */
+typedef struct {
+    const Node *node;
+    const float *queries; /* [group, head_dim] */
+    float *scores;        /* [group, padded] */
+    float *out;           /* [group, head_dim] */
+    int32_t keys, padded;
+} Attending;
+
+INLINE Share keys_in(const Attending *one, int64_t start) {
+    return (Share){start, one->keys - start < KEY_STEP ? one->keys : start + KEY_STEP};
+}
+
+NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
+                           int size) {
     const float scale = 1.0f / sqrtf((float)size);
-    for (int key = 0; key < keys; key += 4) {
-        const float *four[4];
-        for (int i = 0; i < 4; i++) {
-            const int near = key + i < keys ? key + i : keys - 1;
-            four[i] = cached_keys + slot_of(node, near) * stride;
+    const Share keys = keys_in(one, start);
+    for (int64_t key = keys.start; key < keys.end; key += 8) {
+        const float *eight[8];
+        for (int i = 0; i < 8; i++) {
+            const int near = key + i < one->keys ? key + i : one->keys - 1;
+            eight[i] = cached + slot_of(one->node, near) * stride;
         }
-        for (int head = 0; head < group; head++) {
-            const float32x4_t dots = four_dots(queries + (kv_head * group + head) * size, four, size);
-            vst1q_f32(scores + (int64_t)head * padded + key, vmulq_n_f32(dots, scale));
-        }
+        for (int head = 0; head < group; head++)
+            eight_dots(one->queries + head * size, eight, size, scale, one->scores + (int64_t)head * one->padded + key);
     }
+}
+
+NOT_INLINE void mix_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
+                         int size) {
+    const Share keys = keys_in(one, start);
     for (int head = 0; head < group; head++) {
-        float *weights = scores + (int64_t)head * padded, *place = out + (kv_head * group + head) * size;
-        for (int key = keys; key < padded; key++) weights[key] = -INFINITY;
-        const float inverse = softmax(weights, padded);
+        const float *weights = one->scores + (int64_t)head * one->padded;
+        float *out = one->out + head * size;
         int column = 0;
         for (; column + 64 <= size; column += 64)
-            mix_columns(cached_values + column, stride, node, keys, weights, inverse, 64, place + column);
+            mix_columns(cached + column, stride, one->node, keys, weights, 64, out + column);
         for (; column < size; column += 16)
-            mix_columns(cached_values + column, stride, node, keys, weights, inverse, 16, place + column);
+            mix_columns(cached + column, stride, one->node, keys, weights, 16, out + column);
     }
+}
+
+/* Scores -> weights that add up to one; out begins at zero. */
+static void weigh(const Attending *one, int group, int size) {
+    for (int head = 0; head < group; head++) {
+        float *weights = one->scores + (int64_t)head * one->padded;
+        for (int key = one->keys; key < one->padded; key++) weights[key] = -INFINITY;
+        const float inverse = softmax(weights, one->padded);
+        for (int key = 0; key < one->padded; key += 4)
+            vst1q_f32(weights + key, vmulq_n_f32(vld1q_f32(weights + key), inverse));
+    }
+    memset(one->out, 0, (size_t)group * size * sizeof(float));
+}
+
+/* A few nodes over one key head, some keys at a time: what one node has read of the cache is near for the next. */
+static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, int count, int kv_head) {
+    const int size = model->head_dim, group = model->num_heads / model->num_kv_heads;
+    const int64_t stride = (int64_t)model->num_kv_heads * size, place = offset + (int64_t)kv_head * size;
+    int64_t longest = 0;
+    for (int i = 0; i < count; i++) longest = nodes[i].keys > longest ? nodes[i].keys : longest;
+    for (int64_t start = 0; start < longest; start += KEY_STEP)
+        for (int i = 0; i < count; i++) score_step(nodes + i, model->keys + place, stride, start, group, size);
+    for (int i = 0; i < count; i++) weigh(nodes + i, group, size);
+    for (int64_t start = 0; start < longest; start += KEY_STEP)
+        for (int i = 0; i < count; i++) mix_step(nodes + i, model->values + place, stride, start, group, size);
 }
 
 /* --- layers ----------------------------------------------------------------------------------------------------- */
@@ -705,7 +748,7 @@ static int reserve_work(const Model *model, const Batch *batch, Work *work) {
     const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
     const int bits = model->layers->qkv.bits;
     const int64_t inner = query_size > model->intermediate_size ? query_size : model->intermediate_size;
-    work->score_room = (room.keys + 3) / 4 * 4 * (model->num_heads / model->num_kv_heads) + 16;
+    work->score_room = (room.keys + 7) / 8 * 8 * (model->num_heads / model->num_kv_heads) * NODE_TILE + 16;
     work->nodes = malloc(nodes * sizeof(Node));
     work->row = malloc(room.row * sizeof(Node));
     work->slots = malloc(room.slots * sizeof(int32_t));
@@ -746,11 +789,22 @@ static void place_heads(const Model *model, const Layer *layer, int64_t offset, 
 
 /* Every thread takes nodes from the whole pass: later nodes of a prompt have more keys. */
 static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
-    const int64_t heads = model->num_heads + 2 * model->num_kv_heads, size = model->head_dim;
-    for (int64_t item = thread; item < nodes * model->num_kv_heads; item += threads) {
-        const int64_t node = item / model->num_kv_heads;
-        attend_head(model, work->nodes + node, offset, work->qkv + node * heads * size, item % model->num_kv_heads,
-                    work->scores + work->score_room * thread, work->attended + node * model->num_heads * size);
+    const int size = model->head_dim, kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
+    const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + NODE_TILE - 1) / NODE_TILE;
+    for (int64_t item = thread; item < tiles * kv_heads; item += threads) {
+        const int64_t first = item / kv_heads * NODE_TILE, kv_head = item % kv_heads;
+        const int count = nodes - first < NODE_TILE ? nodes - first : NODE_TILE;
+        float *scores = work->scores + work->score_room * thread;
+        Attending tile[NODE_TILE];
+        for (int i = 0; i < count; i++) {
+            const Node *node = work->nodes + first + i;
+            const int keys = node->seen + node->tail_count, padded = (keys + 7) / 8 * 8;
+            const float *queries = work->qkv + ((first + i) * heads + kv_head * group) * size;
+            float *out = work->attended + ((first + i) * model->num_heads + kv_head * group) * size;
+            tile[i] = (Attending){node, queries, scores, out, keys, padded};
+            scores += (int64_t)padded * group;
+        }
+        attend_nodes(model, offset, tile, count, kv_head);
     }
 }
 

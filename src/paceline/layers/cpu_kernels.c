@@ -513,6 +513,7 @@ static void product_share(void *data) {
     meet(&job->barrier, threads);
     product(job->weight, job->input, job->nodes, job->bias, 0, job->out,
             job->room + thread * widened_bytes(job->weight->columns), thread, threads);
+    meet(&job->barrier, threads); /* here and not in OpenMP's barrier, which does not give the core away */
 }
 
 /* 0, or -1 where memory is short. */

@@ -6,12 +6,16 @@ The whole set of prompts is `python benchmarks/equality.py`; this is a part of i
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.equality import Difference, compared, rounded_copy
+from paceline import SpeculativeDecoder
+from paceline.layers import cpu_kernels
+from paceline.quantization.int4 import has_int4_kernel
 
 NEW_TOKENS = 32
 PROMPTS = (
@@ -65,3 +69,20 @@ def test_the_output_is_transformers_own(
                 differences += compared(default_model, prompt, tokens, result.token_ids)
     assert all(difference.near_tie for difference in differences), differences
     assert len(differences) <= 1, "near-ties are rare in float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integer_weights_write_the_same_text_with_and_without_speculation(
+    dtype: str, default_folder: Path, prompts: list[list[int]]
+) -> None:
+    """Bit for bit the same numbers at every width of a pass, so no near-tie is allowed."""
+    if dtype == "int4" and not (has_int4_kernel() or cpu_kernels.library()):
+        pytest.skip("no int4 kernel on this machine")
+    texts = []
+    for method in ("none", "ngram", "suffix"):
+        with SpeculativeDecoder(str(default_folder), dtype=dtype, method=method, num_draft_tokens=5) as decoder:
+            alone = [decoder.generate(prompt, max_new_tokens=NEW_TOKENS).token_ids for prompt in prompts]
+            batched = [result.token_ids for result in decoder.generate(prompts, max_new_tokens=NEW_TOKENS)]
+            texts += [alone, batched]
+    assert all(text == texts[0] for text in texts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.device import nvrtc
+from paceline.device import kernel_cache, nvrtc
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]
         return source.encode()
 
     monkeypatch.setattr(nvrtc, "_compile", compile_source)
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     return calls
 
 
@@ -44,5 +44,5 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     compiles: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "file" / "kernels"))
+    monkeypatch.setenv(kernel_cache.CACHE_VARIABLE, str(tmp_path / "file" / "kernels"))
     assert nvrtc._binary(FAKE, "code", []) == b"code"

@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-CACHE_VARIABLE = "PACELINE_KERNEL_CACHE"
-
-
-class CompileError(RuntimeError):
-    """A kernel did not compile, or the library is not there."""
+from paceline.device.kernel_cache import CompileError, cache_folder, keep
 
 
 def compiled_kernel(source: str, name: str, defines: Sequence[str], shared_memory: int) -> Any:
@@ -43,29 +36,12 @@ def compiled_kernel(source: str, name: str, defines: Sequence[str], shared_memor
 
 def _binary(torch_nvrtc: Any, source: str, options: list[str]) -> bytes:
     key = hashlib.sha256("\n".join([source, *options, str(torch.version.cuda)]).encode()).hexdigest()
-    file = _cache_folder() / f"{key[:32]}.cubin"
+    file = cache_folder() / f"{key[:32]}.cubin"
     if file.is_file():
         return file.read_bytes()
     binary = _compile(torch_nvrtc._get_gpu_rtc_library(), source, options)
-    _keep(file, binary)
+    keep(file, binary)
     return binary
-
-
-def _cache_folder() -> Path:
-    folder = os.environ.get(CACHE_VARIABLE)
-    return Path(folder) if folder else Path.home() / ".cache" / "paceline" / "kernels"
-
-
-def _keep(file: Path, binary: bytes) -> None:
-    """Written whole or not at all. A folder that cannot be written only costs the next start its time."""
-    partial = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(binary)
-        partial.replace(file)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def _compile(library: ctypes.CDLL, source: str, options: list[str]) -> bytes:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.layers.attention import HeadNorms
+from paceline.layers.cpu_kernels import FLOAT_BITS, WeightBlocks
 from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
 
@@ -29,11 +31,24 @@ class LayerWeights:
     down: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
+    qkv_blocks: WeightBlocks | None = None
+    output_blocks: WeightBlocks | None = None
+    gate_up_blocks: WeightBlocks | None = None
+    down_blocks: WeightBlocks | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether every product multiplies by one matrix in floating point."""
         return all(matrix is not None for matrix in (self.qkv, self.output, self.gate_up, self.down))
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the compiled CPU kernels run the layer: weights of one kind, every vector in float32."""
+        blocks = (self.qkv_blocks, self.output_blocks, self.gate_up_blocks, self.down_blocks)
+        kinds = {None if block is None else block.bits == FLOAT_BITS for block in blocks}
+        vectors = (self.attention_norm, self.qkv_bias, self.output_bias, self.mlp_norm, self.query_norm, self.key_norm)
+        in_float32 = all(vector is None or vector.dtype == torch.float32 for vector in vectors)
+        return in_float32 and kinds in ({True}, {False})
 
     def addresses(self) -> list[int]:
         """Where the tensors lie, in the order of the fields; 0 for none. The last is the place of a feature."""
@@ -72,6 +87,7 @@ class DecoderLayer:
         return LayerWeights(
             self.attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, self.mlp_norm,
             self.gate_up.matrix, self.down.matrix, norms.query, norms.key,
+            self.qkv.blocks, self.output.blocks, self.gate_up.blocks, self.down.blocks,
         )  # fmt: skip
 
     def linears(self) -> Iterator[Linear]:

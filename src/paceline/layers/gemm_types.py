@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.layers.cpu_kernels import WeightBlocks
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epilogue:
@@ -89,6 +91,11 @@ class Linear(Protocol):
     @property
     def matrix(self) -> Tensor | None:
         """The weight, where it is one matrix in floating point."""
+        return None
+
+    @property
+    def blocks(self) -> WeightBlocks | None:
+        """The weight, where the compiled CPU kernels multiply by it."""
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

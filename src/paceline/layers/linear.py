@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.layers.cpu_kernels import WeightBlocks, float_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 
 
@@ -36,6 +37,10 @@ class UnquantizedLinear:
     @property
     def matrix(self) -> Tensor | None:
         return self.weight
+
+    @property
+    def blocks(self) -> WeightBlocks | None:
+        return float_blocks(self.weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

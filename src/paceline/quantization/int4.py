@@ -1,7 +1,7 @@
 """int4 weights, converted at load, one scale for every 32.
 
-On CPUs through the kernel torch carries for ARM, which quantizes its input too. On GPUs the weights alone are packed
-(quantization/packed.py).
+On CPUs through compiled kernels (quantization/blocked.py), or without a compiler through the kernel torch carries for
+ARM; both quantize their input too. On GPUs the weights alone are packed (quantization/packed.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError, OptionError
+from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.quantization.blocked import block
 from paceline.quantization.packed import PackedLinear, pack
 from paceline.quantization.registry import Tensors
 
@@ -24,7 +26,9 @@ GROUP_SIZE = 32
 
 def quantize(weight: Tensor) -> Linear:
     """A weight in int4, for the device it lies on. Raises OptionError where there is no kernel."""
-    return _dynamic(weight) if on_host(weight.device) else pack_int4(weight)
+    if not on_host(weight.device):
+        return pack_int4(weight)
+    return block(weight, 4) if fits_blocks(weight) else _dynamic(weight)
 
 
 def matches(config: Any) -> bool:
@@ -62,6 +66,10 @@ class Int4Linear:
 
     @property
     def matrix(self) -> Tensor | None:
+        return None
+
+    @property
+    def blocks(self) -> WeightBlocks | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

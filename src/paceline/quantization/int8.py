@@ -1,8 +1,9 @@
 """int8 weights, converted at load.
 
-On CPUs through torch's dynamic quantization: a product quantizes its input row by row on the fly. There speculation
-pays: a pass over eight tokens costs little more than one over a single token, while in float32 it costs three times as
-much. On GPUs the weights alone are packed (quantization/packed.py).
+On CPUs through compiled kernels (quantization/blocked.py), or without a compiler through torch's dynamic quantization:
+a product quantizes its input row by row on the fly. There speculation pays: a pass over eight tokens costs little more
+than one over a single token, while in float32 it costs three times as much. On GPUs the weights alone are packed
+(quantization/packed.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError
+from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.quantization.blocked import block
 from paceline.quantization.packed import pack
 from paceline.quantization.registry import Tensors
 
@@ -29,7 +32,9 @@ RANGE_COLUMNS = 16  # columns added to every matrix; two of them hold the ends o
 
 def quantize(weight: Tensor) -> Linear:
     """A weight in int8, for the device it lies on."""
-    return _dynamic(weight) if on_host(weight.device) else pack(weight, 8, weight.shape[1])
+    if not on_host(weight.device):
+        return pack(weight, 8, weight.shape[1])
+    return block(weight, 8) if fits_blocks(weight) else _dynamic(weight)
 
 
 def matches(config: Any) -> bool:
@@ -74,6 +79,10 @@ class Int8Linear:
 
     @property
     def matrix(self) -> Tensor | None:
+        return None
+
+    @property
+    def blocks(self) -> WeightBlocks | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

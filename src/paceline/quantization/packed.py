@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.layers.cpu_kernels import WeightBlocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 
 
@@ -54,6 +55,10 @@ class PackedLinear:
             values = torch.stack([values & 15, values >> 4], dim=-1).flatten(1).to(torch.int8) - 8
         grouped = values.view(values.shape[0], self.scales.shape[1], -1)
         return (grouped * self.scales[..., None]).view(self.out_features, self.in_features).to(dtype)
+
+    @property
+    def blocks(self) -> WeightBlocks | None:
+        return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)

@@ -1,17 +1,31 @@
-"""int8 and int4 weights on a CPU: a token is computed the same alone and among others."""
+"""int8 and int4 weights on a CPU: a token is computed the same alone and among others, with a compiler and without."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from paceline.core.types import Row, SequenceCache
+from paceline.device.host_compiler import COMPILER_VARIABLE
+from paceline.layers import cpu_kernels
 from paceline.quantization.int4 import has_int4_kernel
 from paceline.runners.native import NativeRunner
 from tests.runners.native.models import tiny
 
 FORMATS = ["int8", pytest.param("int4", marks=pytest.mark.skipif(not has_int4_kernel(), reason="no int4 kernel here"))]
+COMPILERS = [pytest.param(None, marks=pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiler")), "none"]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+
+@pytest.fixture(autouse=True, params=COMPILERS, ids=["compiled", "torch"])
+def _compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param is not None:
+        monkeypatch.setenv(COMPILER_VARIABLE, request.param)
+    cpu_kernels.library.cache_clear()
+    yield
+    cpu_kernels.library.cache_clear()
 
 
 def quantized(weight_format: str, kv_cache_tokens: int) -> NativeRunner:

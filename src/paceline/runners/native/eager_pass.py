@@ -11,6 +11,7 @@ from paceline.layers.attention import AttentionSizes, EagerAttention
 from paceline.layers.ops import EagerOps
 from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.runners.native.attention_metadata import BatchBuilder
+from paceline.runners.native.compiled_pass import CompiledLayers, LayerSpan
 from paceline.runners.native.early_exit import EarlyExitState, common_layer, merged
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, model_output
@@ -30,6 +31,7 @@ class EagerPasses:
         attention = EagerAttention(attention_sizes(model, kv), kv.keys, kv.values, node_by_node=by_node)
         self.ops = EagerOps(attention, model.config.rms_norm_eps)
         self._builder = BatchBuilder(kv, attention, rope_cache)
+        self._compiled = CompiledLayers.of(model, kv, rope_cache)
 
     def forward(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """Read all rows, packed, in one pass."""
@@ -50,10 +52,27 @@ class EagerPasses:
 
     def _from_start(self, rows: list[Row], last_only: bool) -> LayerOutput:
         model, options = self._model, self._options
-        tokens, batch = self._tokens(rows), self._builder.batch(rows, prefill=last_only)
-        states = model.run_layers(model.embed(tokens), batch, self.ops, options.feature_layers, last=options.last_layer)
+        tokens, span = self._tokens(rows), LayerSpan(0, options.last_layer, options.feature_layers)
+        states = self._run(model.embed(tokens), rows, span, prefill=last_only)
         self._keep_exit_states(rows, tokens, states.hidden_states)
         return states
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        rows: list[Row],
+        span: LayerSpan,
+        *,
+        skips: list[int] | None = None,
+        prefill: bool = False,
+    ) -> LayerOutput:
+        """Layers over the rows, but for the `skips` nodes at the start of each: compiled where they are."""
+        if self._compiled is not None:
+            return self._compiled.run(hidden_states, rows, span, skips or [0] * len(rows))
+        batch = self._builder.batch(rows, skips, prefill=prefill)
+        return self._model.run_layers(
+            hidden_states, batch, self.ops, span.features, first=span.first, last=span.last
+        )
 
     def _tokens(self, rows: list[Row]) -> Tensor:
         tokens = torch.cat([row.ids().to(self._device) for row in rows]) if len(rows) > 1 else rows[0].ids()
@@ -80,6 +99,6 @@ class EagerPasses:
         for row in rows:
             own(row.seq_cache).exit_state = None
         tokens = torch.cat([row.ids()[skip:] for row, skip in zip(rows, skips)])
-        lower = model.run_layers(model.embed(tokens), self._builder.batch(rows, skips), self.ops, last=layer)
+        lower = self._run(model.embed(tokens), rows, LayerSpan(0, layer), skips=skips)
         hidden_states = merged(reused, lower.hidden_states, sizes)
-        return model.run_layers(hidden_states, self._builder.batch(rows), self.ops, first=layer)
+        return self._run(hidden_states, rows, LayerSpan(layer, model.config.num_layers))

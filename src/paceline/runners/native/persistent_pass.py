@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.device.nvrtc import CompileError, compiled_kernel
+from paceline.device.kernel_cache import CompileError
+from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
 from paceline.layers.attention_triton import TritonBatch
 from paceline.layers.decoder_layer import LayerWeights

@@ -104,12 +104,17 @@ def model_info(model: PreTrainedModel, name: str) -> ModelInfo:
         name,
         _vocab_size(model, name),
         eos_token_ids_of(model),
-        int(_first_number(config, "max_position_embeddings", "n_positions", "max_seq_len") or UNLIMITED),
+        context_length(config) or UNLIMITED,
         int(_first_number(config, "decoder_layers", "num_hidden_layers", "n_layer", "num_layers") or 0),
         int(_first_number(config, "hidden_size", "d_model", "n_embd") or 0),
         str(first.device),
         str(first.dtype).removeprefix("torch."),
     )
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a sequence may have; None: the config of the decoder names no limit."""
+    return _first_number(config, "max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def _first_number(config: Any, *names: str) -> int | None:

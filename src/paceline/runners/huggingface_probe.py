@@ -24,7 +24,7 @@ from paceline.errors import CapabilityError, ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_masks import REACH_NAMES
-from paceline.runners.huggingface_model import TransformersRunner, token_inputs
+from paceline.runners.huggingface_model import TransformersRunner, context_length, token_inputs
 from paceline.runners.huggingface_state_runner import HuggingFaceStateRunner, Reading
 
 PREFIX_TOKENS, SMALL_WINDOW = 12, 6  # the prefix is past the small window
@@ -282,11 +282,16 @@ def small_windows(config: Any) -> Iterator[None]:
 
 
 def probe_length(config: Any) -> int:
-    """Tokens before the rows of the probe: past the largest window that is fixed when a model is built."""
-    sizes = config.get_text_config(decoder=True).to_dict()
-    reachable = min(MAX_PREFIX_TOKENS, (sizes.get("max_position_embeddings") or MAX_PREFIX_TOKENS) - 2 * PREFIX_TOKENS)
+    """Tokens before the rows of the probe: past the largest window that is fixed when a model is built.
+
+    Fewer where the context has no room for them and the rows.
+    """
+    decoder = config.get_text_config(decoder=True)
+    sizes, longest = decoder.to_dict(), context_length(decoder) or MAX_PREFIX_TOKENS
+    reachable = min(MAX_PREFIX_TOKENS, longest - 2 * PREFIX_TOKENS)
     windows = [sizes[name] for name in sizes if "window" in name and name not in REACH_NAMES.values()]
-    return max([size for size in windows if isinstance(size, int) and size <= reachable], default=0) + PREFIX_TOKENS
+    window = max([size for size in windows if isinstance(size, int) and size <= reachable], default=0)
+    return max(1, min(window + PREFIX_TOKENS, longest - ROW_TOKENS))
 
 
 def rope_switch(config: Any) -> int | None:

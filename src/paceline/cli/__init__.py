@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe must raise here, not at exit
         return status
     except PacelineError as error:
+        if argv is None and interrupt.pressed():  # what was cut off is reported as damaged
+            interrupt.leave(INTERRUPTED)
         print(f"paceline: error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
@@ -66,6 +68,10 @@ def main(argv: list[str] | None = None) -> int:
         return BROKEN_PIPE
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
+    except Exception:  # an import that an interrupt has cut in two raises anything
+        if argv is None and interrupt.pressed():
+            interrupt.leave(INTERRUPTED)
+        raise
 
 
 def commands() -> list[str]:

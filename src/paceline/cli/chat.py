@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import interrupt
 from paceline.cli.flags import (
     add_config_flags,
     add_sampling_flags,
@@ -173,6 +174,7 @@ def read_lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
+            interrupt.answered()
             note("\n/exit or Ctrl-D ends")
             continue
         if line:
@@ -190,12 +192,15 @@ def show_help(command: str) -> None:
 def answer(decoder: SpeculativeDecoder, messages: list[Message], settings: dict[str, Any], *, color: bool) -> str:
     """Print one answer as it is generated and return it. After Ctrl-C it is what was generated until then."""
     outputs: list[RequestOutput] = []
+    interrupt.answered()
     try:
         for output in shown(decoder.stream(messages, **settings), color=color):
             outputs.append(output)
+            interrupt.check()  # one that came inside a callback was swallowed there
         if outputs and outputs[-1].stats is not None:
             note(figures(outputs[-1].stats) + cut_note(outputs, settings["max_new_tokens"]))
     except KeyboardInterrupt:
+        interrupt.answered()
         print()
     return "".join(output.text for output in outputs)
 

@@ -34,6 +34,16 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
+def pressed() -> bool:
+    """Whether there was an interrupt that nothing has answered yet."""
+    return _pressed.is_set()
+
+
+def answered() -> None:
+    """The interrupt was meant for what has just ended, or came before what begins now."""
+    _pressed.clear()
+
+
 def leave(status: int) -> NoReturn:
     """End the process at once, whatever its threads do. What was printed is written."""
     for stream in (sys.stdout, sys.stderr):

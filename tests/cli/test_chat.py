@@ -145,9 +145,12 @@ class TerminalProcess:
         self._terminal, end = pty.openpty()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "TERM": "dumb"}
         command = [sys.executable, "-m", "paceline", *arguments]
+        # Workers of the test runner ignore SIGINT, and what they start would inherit that.
+        take_interrupts = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
         self.popen = subprocess.Popen(
-            command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
-        )
+            command, stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True,
+            preexec_fn=take_interrupts,
+        )  # fmt: skip
         os.close(end)
         self.screen = ""
 

@@ -220,7 +220,10 @@ def in_fresh_process(job: Job) -> FreshResult:
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return FreshResult(job, error=lines[-1] if lines else f"exit status {done.returncode}")
         document = json.loads(out.read_text())
-    return FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
+    result = FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
+    # Said at once: whatever ends a long run later does not take this figure with it.
+    print(f"  first {result.first.rate:.1f}, warm {result.warm.rate:.1f} tokens/s", file=sys.stderr, flush=True)
+    return result
 
 
 def child(job_file: str, out: str) -> int:

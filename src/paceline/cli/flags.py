@@ -269,8 +269,10 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
     """Download what is missing with a progress bar, then load without the messages of transformers."""
     from paceline.cli.terminal import quiet_transformers
     from paceline.decoder import SpeculativeDecoder
+    from paceline.device.properties import chosen_device
     from paceline.hub import locate
 
+    chosen_device(config.model.device)  # one that is missing is refused before anything is downloaded
     for name in (config.model.model, config.speculative.draft_model):
         if isinstance(name, str):
             locate(name)

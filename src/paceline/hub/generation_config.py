@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
 from paceline.errors import ModelError, OptionError
+from paceline.hub.documents import generation_config
 from paceline.hub.locate import locate
 
 FILE_NAME = "generation_config.json"
@@ -73,8 +73,7 @@ def generation_defaults(model: Any) -> GenerationDefaults:
     if not isinstance(model, str):
         config = getattr(model, "generation_config", None)
         return GenerationDefaults() if config is None else defaults_from(config.to_diff_dict(), "the loaded model")
-    path = locate(model).folder / FILE_NAME
-    return defaults_from(_read(path), model) if path.is_file() else GenerationDefaults()
+    return defaults_from(generation_config(locate(model).folder, model), model)
 
 
 def defaults_from(document: Mapping[str, Any], name: str) -> GenerationDefaults:
@@ -95,16 +94,6 @@ def _without_neutral(settings: dict[str, Any]) -> dict[str, Any]:
     """Without the settings that cut or penalise nothing. A temperature always says something."""
     plain = SamplingParams()
     return {key: value for key, value in settings.items() if key == "temperature" or value != getattr(plain, key)}
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, Mapping):
-        raise ModelError(f"{path} is not a generation config: it holds no JSON object")
-    return document
 
 
 def _listed(settings: Mapping[str, Any], remark: str = "") -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from paceline.core.types import Row
 from paceline.errors import OutOfMemory
 
 BLOCK_SIZE = 64  # tokens. Prompts are cut at multiples of it: what a sequence computes does not depend on its batch
@@ -64,6 +65,16 @@ class BlockManager:
         for _ in range(missing):
             table.append(self._take(table[-1] + 1 if table else None))
         return missing > 0
+
+    def grow_rows(self, rows: list[Row]) -> None:
+        """Blocks for what every row of a pass reads, or OutOfMemory and nothing has changed."""
+        try:
+            for row in rows:
+                self.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
+        except OutOfMemory:
+            for row in rows:
+                self.shrink(row.seq_cache, row.seq_cache.length)
+            raise
 
     def shrink(self, holder: Hashable, tokens: int) -> None:
         """Give back blocks past this many tokens."""

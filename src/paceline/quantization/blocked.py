@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import CWeight, WeightBlocks, blocks_product, pack_blocks, unpack_blocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockedLinear:
+class BlockedLinear(Linear):
     """Weights in blocks of eight rows; each 32 columns of a row share a scale."""
 
     blocks: WeightBlocks
@@ -40,10 +40,6 @@ class BlockedLinear:
     @property
     def nbytes(self) -> int:
         return self.blocks.data.nbytes
-
-    @property
-    def matrix(self) -> Tensor | None:
-        return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         added = None if bias is None else bias.float().contiguous()

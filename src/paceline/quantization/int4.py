@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError, OptionError
-from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
+from paceline.layers.cpu_kernels import fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.blocked import block
 from paceline.quantization.packed import PackedLinear, pack
@@ -49,7 +49,7 @@ def pack_int4(weight: Tensor) -> PackedLinear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Linear:
+class Int4Linear(Linear):
     """Weights packed for the kernel torch carries for this machine."""
 
     packed: Tensor
@@ -63,14 +63,6 @@ class Int4Linear:
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes
-
-    @property
-    def matrix(self) -> Tensor | None:
-        return None
-
-    @property
-    def blocks(self) -> WeightBlocks | None:
-        return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError
-from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
+from paceline.layers.cpu_kernels import fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.blocked import block
 from paceline.quantization.packed import pack
@@ -48,7 +48,7 @@ def load(tensors: Tensors, names: list[str]) -> Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int8Linear:
+class Int8Linear(Linear):
     """Weights in int8, one scale a row, packed for this machine's kernel.
 
     Rows of the weights are scaled to the range -1 to 1 before packing: kernels with one scale a row are slow on some
@@ -76,14 +76,6 @@ class Int8Linear:
     @property
     def nbytes(self) -> int:
         return self.out_features * (self.in_features + RANGE_COLUMNS) + self.scales.nbytes
-
-    @property
-    def matrix(self) -> Tensor | None:
-        return None
-
-    @property
-    def blocks(self) -> WeightBlocks | None:
-        return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         workspace = _workspace(x.shape[0], self.in_features)

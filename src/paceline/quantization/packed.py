@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import WeightBlocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
+class PackedLinear(Linear):
     """Weights in 8 bits, or in 4 bits two a byte, with one scale a group of columns. Inputs stay as they are."""
 
     values: Tensor  # int8 [rows, columns], or uint8 [rows, columns / 2]: the even column in the low half
@@ -40,10 +39,6 @@ class PackedLinear:
         return self.values.nbytes + self.scales.nbytes
 
     @property
-    def matrix(self) -> Tensor | None:
-        return None
-
-    @property
     def group_size(self) -> int:
         """Columns that share a scale."""
         return self.in_features // self.scales.shape[1]
@@ -55,10 +50,6 @@ class PackedLinear:
             values = torch.stack([values & 15, values >> 4], dim=-1).flatten(1).to(torch.int8) - 8
         grouped = values.view(values.shape[0], self.scales.shape[1], -1)
         return (grouped * self.scales[..., None]).view(self.out_features, self.in_features).to(dtype)
-
-    @property
-    def blocks(self) -> WeightBlocks | None:
-        return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)

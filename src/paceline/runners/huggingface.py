@@ -105,7 +105,7 @@ class HuggingFaceRunner(TransformersRunner):
 
     @torch.inference_mode()
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
-        self._reserve(rows)
+        self.blocks.grow_rows(rows)
         with explained_memory(rows):
             output = self._pass(rows, last_only)
         for row in rows:

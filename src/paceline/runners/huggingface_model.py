@@ -44,16 +44,6 @@ class TransformersRunner(Runner):
     def free_tokens(self) -> int:
         return self.blocks.free * self.blocks.block_size
 
-    def _reserve(self, rows: list[Row]) -> None:
-        """Blocks for every row, or OutOfMemory and nothing changed."""
-        try:
-            for row in rows:
-                self.blocks.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
-        except OutOfMemory:
-            for row in rows:
-                self.blocks.shrink(row.seq_cache, row.seq_cache.length)
-            raise
-
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:

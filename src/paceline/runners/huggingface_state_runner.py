@@ -123,7 +123,7 @@ class HuggingFaceStateRunner(TransformersRunner):
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         if not all(row.is_chain for row in rows):
             raise CapabilityError(f"{self.info.name} reads chains of draft tokens only, not trees")
-        self._reserve(rows)
+        self.blocks.grow_rows(rows)
         new_tokens = [row.ids().tolist() for row in rows]
         with explained_memory(rows):
             outputs = [self._row(own(row.seq_cache), ids, last_only) for row, ids in zip(rows, new_tokens)]

@@ -15,7 +15,7 @@ from paceline.core.draft_tree import ROOT
 from paceline.core.protocols import Adapter, Runner
 from paceline.core.sampling import SamplingParams, distribution
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
-from paceline.errors import OptionError, OutOfMemory
+from paceline.errors import OptionError
 from paceline.kv.block_manager import BlockManager
 
 LAYERS = 4  # the toy reports so many: an early exit has blurred logits
@@ -96,7 +96,7 @@ class TableRunner(Runner):
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
-        self._reserve(rows)
+        self.blocks.grow_rows(rows)
         contexts: list[int] = []
         for row in rows:
             cache = _own(row.seq_cache)
@@ -112,16 +112,6 @@ class TableRunner(Runner):
             ends = torch.tensor(sizes).cumsum(0) - 1
             return ModelOutput(logits[ends], [1] * len(rows), logits, features, sizes)
         return ModelOutput(logits, sizes, logits, features, sizes)
-
-    def _reserve(self, rows: list[Row]) -> None:
-        """Blocks for every row, or OutOfMemory and nothing changed."""
-        try:
-            for row in rows:
-                self.blocks.grow(row.seq_cache, row.seq_cache.length + len(row.parents))
-        except OutOfMemory:
-            for row in rows:
-                self.blocks.shrink(row.seq_cache, row.seq_cache.length)
-            raise
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
 
 def test_the_kernel_is_told_the_shapes_of_the_model() -> None:
     constants = definitions(loaded("qwen3"), 64, 2, 132)
-    assert {"-DHIDDEN=256", "-DGROUP=2", "-DQK_NORM=1", "-DNT=2", "-DVOCAB=1003", "-DBLOCKS=132"} <= set(constants)
+    sizes = {"-DHIDDEN=256", "-DGROUP=2", "-DVOCAB=1003", "-DBLOCKS=132"}
+    assert sizes | {"-DQK_NORM=1", "-DTOKEN_TILES=2"} <= set(constants)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

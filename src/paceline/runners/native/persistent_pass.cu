@@ -1,7 +1,7 @@
-// One pass of a whole decoder over up to 8 * NT tokens, as one persistent kernel.
+// One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see layers/decode_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// NT, BLOCK_SIZE, EPS, SCALE, QK_NORM, PREFETCH_TILES.
+// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, PREFETCH_TILES.
 //
 // The grid has one block a multiprocessor. Phases are separated by counters in global memory; the first weights of the
 // next phase are loaded into registers before a block waits, so the memory bus works while blocks wait for each other.
@@ -19,10 +19,10 @@ constexpr int WARPS = 16;
 constexpr int HALF = HEAD_DIM / 2;
 constexpr int QKV = QUERY + 2 * KV_HEADS * HEAD_DIM;
 constexpr int KV_STRIDE = KV_HEADS * HEAD_DIM;     // between tokens of the cache
-constexpr int MAX_ROWS = 8 * NT;
-constexpr int TILES_AT_ONCE = NT == 1 ? 4 : (NT == 2 ? 2 : 1);  // tiles whose partial sums are joined together
-constexpr int SUMS = TILES_AT_ONCE * NT * 128;     // of one warp
-static_assert(SUMS == THREADS, "a thread joins one sum: NT is 1, 2 or 4");
+constexpr int MAX_ROWS = 8 * TOKEN_TILES;
+constexpr int TILES_AT_ONCE = TOKEN_TILES == 1 ? 4 : (TOKEN_TILES == 2 ? 2 : 1);  // tiles whose partial sums are joined together
+constexpr int SUMS = TILES_AT_ONCE * TOKEN_TILES * 128;     // of one warp
+static_assert(SUMS == THREADS, "a thread joins one sum: TOKEN_TILES is 1, 2 or 4");
 constexpr int SPLIT = 512;                         // tokens of context that one block attends to
 constexpr int CHUNK = SPLIT / WARPS;               // tokens of context of one warp
 constexpr int HEAD_ROWS = 16;                      // (node, query head) pairs of one block
@@ -104,9 +104,6 @@ __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("pr
 __device__ __forceinline__ void copy_async(u16* to, const u16* from) {
   u32 at = (u32)__cvta_generic_to_shared(to);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-}
-__device__ __forceinline__ void prefetch_l2(const void* at, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -240,13 +237,13 @@ struct Stream {
 };
 
 // Multiply one unit from its slot. x: rows of the input, `stride` apart, in shared or global memory.
-__device__ __forceinline__ void add_unit(const unsigned char* slot, int unit, int units, const u16* x, int stride, int rows, float (&sums)[NT][4]) {
+__device__ __forceinline__ void add_unit(const unsigned char* slot, int unit, int units, const u16* x, int stride, int rows, float (&sums)[TOKEN_TILES][4]) {
   const int thread = this_thread(), group = (thread & 31) >> 2, column = unit * WARPS + (thread >> 5);
   const uint4 low = *reinterpret_cast<const uint4*>(slot + thread * 16);
   const uint4 high = *reinterpret_cast<const uint4*>(slot + THREADS * 16 + thread * 16);
   const u16* at = x + group * stride + column * 32 + (thread & 3) * 8;
 #pragma unroll
-  for (int tile = 0; tile < NT; ++tile) {
+  for (int tile = 0; tile < TOKEN_TILES; ++tile) {
     uint4 v = make_uint4(0, 0, 0, 0);
     if (tile * 8 + group < rows && column < units) v = *reinterpret_cast<const uint4*>(at + tile * 8 * stride);
     multiply(sums[tile], low.x, high.x, low.y, high.y, v.x, v.y);
@@ -260,10 +257,10 @@ struct Target {
   bool valid;
 };
 __device__ __forceinline__ Target target_of(const volatile Product& product, int tile, int count, int rows) {
-  const int thread = this_thread(), index = thread % 4, in_batch = thread / (NT * 128), outputs = product.outputs, paired = product.paired;
+  const int thread = this_thread(), index = thread % 4, in_batch = thread / (TOKEN_TILES * 128), outputs = product.outputs, paired = product.paired;
   const int in_tile = thread / 16 % 8 + (paired ? 0 : index / 2 * 8);
   Target target;
-  target.token = thread / 128 % NT * 8 + thread / 4 % 4 * 2 + index % 2;
+  target.token = thread / 128 % TOKEN_TILES * 8 + thread / 4 % 4 * 2 + index % 2;
   target.row = ((int)blockIdx.x + (tile + in_batch) * BLOCKS) * outputs + in_tile;
   target.valid = in_batch < count && target.token < rows && in_tile < outputs && target.row < product.rows && (!paired || index < 2);
   return target;
@@ -749,9 +746,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     }
 
     // --- the product
-    float sums[NT][4];
+    float sums[TOKEN_TILES][4];
 #pragma unroll
-    for (int tile = 0; tile < NT; ++tile)
+    for (int tile = 0; tile < TOKEN_TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
     int tile = 0, in_batch = 0, slot = 0;
@@ -766,9 +763,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       }
       // --- keep the sums of the tile; at the end of a batch of tiles join those of the warps
       const int thread = this_thread();
-      float4* own = reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * NT * 32 + (thread & 31);
+      float4* own = reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * TOKEN_TILES * 32 + (thread & 31);
 #pragma unroll
-      for (int i = 0; i < NT; ++i) {
+      for (int i = 0; i < TOKEN_TILES; ++i) {
         own[i * 32] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
         sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
       }
@@ -827,7 +824,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     float value = NEGATIVE;
     int found = VOCAB;
     for (int i = lane; i < SUMS / MAX_ROWS; i += 32) {
-      int sum = i / 16 * NT * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2;
+      int sum = i / 16 * TOKEN_TILES * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2;
       better(value, found, joined[sum], __float_as_int(joined[THREADS + sum]));
     }
     best_of_warp(value, found);

@@ -260,7 +260,7 @@ def definitions(model: DecoderModel, block_size: int, tiles: int, blocks: int) -
         "GROUP": config.num_heads // config.num_kv_heads,
         "INTER": config.intermediate_size,
         "VOCAB": model.lm_head.out_features,
-        "NT": tiles,
+        "TOKEN_TILES": tiles,
         "BLOCKS": blocks,
         "BLOCK_SIZE": block_size,
         "EPS": f"{config.rms_norm_eps!r}f",

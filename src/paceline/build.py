@@ -55,7 +55,7 @@ PROBES = 64  # tokens a draft tree may carry beyond its draft tokens
 
 def open_engine(config: EngineConfig) -> Engine:
     """The engine that the configuration names. Raises OptionError, ModelError or PairError before any request."""
-    return engines.spec(config.engine).open(config, _build_apart)
+    return engines.open_engine(config, _build_apart)
 
 
 def _build_apart(config: EngineConfig) -> LocalEngine:

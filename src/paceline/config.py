@@ -3,7 +3,8 @@
 ModelConfig        which model, and how it runs
 SpeculativeConfig  how draft tokens are made and verified
 CacheConfig        how much the KV cache and the prefix cache hold
-EngineConfig       the three together, the engine, and how many sequences run at a time
+DistributedConfig  how an engine that can divides the model over devices and machines
+EngineConfig       the four together, the engine, and how many sequences run at a time
 
 A field says in its metadata how it looks on the command line: flags and help are generated from it, so that an option
 is written down once. Nothing here imports torch: `paceline --help` must be quick.
@@ -26,6 +27,7 @@ CUSTOM = "custom"  # the method of a drafter object that is passed without a nam
 DEFAULT_MODEL = "default"
 RUNNERS = ("auto", "native", "hf")
 WARMUPS = ("none", "fast", "full")
+EXECUTORS = ("mp", "ray")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
 MAX_DRAFT_TOKENS = 128
 MAX_NUM_SEQS = 8
@@ -138,6 +140,38 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DistributedConfig:
+    """How the model is divided over devices and machines. Only an engine that can do it takes these."""
+
+    tensor_parallel_size: int = option(1, "devices that share each layer", "N", type=int)
+    pipeline_parallel_size: int = option(1, "groups of layers, each on devices of its own", "N", type=int)
+    data_parallel_size: int = option(1, "copies of the model that share the requests", "N", type=int)
+    distributed_executor_backend: str | None = option(None, "what starts the worker processes: mp or ray", "B")
+    gpu_memory_utilization: float | None = option(
+        None, "share of a device's memory for weights and KV cache, 0 to 1", "F", type=float
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            _set(self, **{name: _at_least(name, getattr(self, name), 1)})
+        if self.distributed_executor_backend is not None:
+            _one_of("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise OptionError(f"gpu_memory_utilization must be above 0 and at most 1, not {share!r}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one copy of the model takes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def chosen(self) -> list[str]:
+        """Names of the options that differ from their defaults."""
+        return [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an engine is built from.
 
@@ -149,7 +183,11 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     engine: str = option("local", "which engine runs the model: {engines}", "E")
+    engine_options: dict[str, Any] = option(
+        {}, "an option of the engine; repeatable: {engine_options}", "NAME=VALUE", ("--engine-option",), action="append"
+    )
     max_num_seqs: int = option(MAX_NUM_SEQS, "sequences generated at the same time; others wait", "N", type=int)
     warmup: str = option(
         "fast", "what is compiled and captured at load: none, fast (what one sequence meets) or full (batches too)", "W"
@@ -158,6 +196,8 @@ class EngineConfig:
     tuned: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.engine_options, Mapping):
+            raise OptionError(f"engine_options must be a dictionary of option names, not {self.engine_options!r}")
         _set(self, max_num_seqs=_at_least("max_num_seqs", self.max_num_seqs, 1))
         _one_of("warmup", self.warmup, WARMUPS)
 
@@ -168,7 +208,7 @@ class EngineConfig:
 
     @classmethod
     def create(cls, model: Any = DEFAULT_MODEL, **options: Any) -> EngineConfig:
-        """From flat options: the fields of all four classes by their names. Raises OptionError for an unknown one."""
+        """From flat options: the fields of all five classes by their names. Raises OptionError for an unknown one."""
         options["model"] = model
         parts: dict[str, Any] = {}
         for name, kind in PARTS.items():
@@ -187,13 +227,18 @@ class EngineConfig:
         return replace(changed, **options) if options else changed
 
 
-PARTS: dict[str, type] = {"model": ModelConfig, "speculative": SpeculativeConfig, "cache": CacheConfig}
+PARTS: dict[str, type] = {
+    "model": ModelConfig,
+    "speculative": SpeculativeConfig,
+    "cache": CacheConfig,
+    "distributed": DistributedConfig,
+}
 
 
 def option_names() -> list[str]:
     """Every name that `EngineConfig.create` takes."""
-    kinds = (*PARTS.values(), EngineConfig)
-    return list(dict.fromkeys(name for kind in kinds for name in _names(kind) if name not in ("speculative", "cache")))
+    names = (name for kind in (*PARTS.values(), EngineConfig) for name in _names(kind))
+    return list(dict.fromkeys(name for name in names if name == "model" or name not in PARTS))
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

@@ -90,10 +90,10 @@ def test_a_profile_chooses_only_where_the_user_does_not(tmp_path: Path) -> None:
 def test_values_of_draft_options_are_json_or_strings() -> None:
     items = ["nodes=24", "least=0.5", "remember=true", "way=shared", 'way2="a=b"']
     values = {"nodes": 24, "least": 0.5, "remember": True, "way": "shared", "way2": "a=b"}
-    assert flags.draft_options(items) == values
+    assert flags.named_values("--draft-option", items) == values
     for wrong in ("nodes", "=24"):
         with pytest.raises(OptionError, match="NAME=VALUE"):
-            flags.draft_options([wrong])
+            flags.named_values("--draft-option", [wrong])
 
 
 def test_flat_options_make_the_same_configuration() -> None:
@@ -164,3 +164,12 @@ def test_help_lists_methods_and_engines_of_the_registries(capsys: pytest.Capture
     assert "usage: paceline test [MODEL] [options]" in text
     assert "how to draft: none, " in text and "ngram" in text and "which engine runs the model: " in text
     assert "{" not in text
+
+
+def test_an_engine_refuses_options_of_others(capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli import main
+
+    assert main(["generate", "hi", "--tensor-parallel-size", "2"]) == 2
+    assert "the engine local does not take tensor_parallel_size" in capsys.readouterr().err
+    assert main(["generate", "hi", "--engine-option", "threads=2"]) == 2
+    assert "the engine local has no option 'threads'" in capsys.readouterr().err

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.cli import interrupt, loading
 from paceline.cli.terminal import note
-from paceline.config import DEFAULT_MODEL, NONE, PARTS, CacheConfig, EngineConfig, ModelConfig, SpeculativeConfig
+from paceline.config import (
+    DEFAULT_MODEL,
+    NONE,
+    PARTS,
+    CacheConfig,
+    DistributedConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculativeConfig,
+)
 from paceline.errors import OptionError
 from paceline.tuned import adopted
 
@@ -27,6 +36,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
     "model": (ModelConfig,),
     "speculation": (SpeculativeConfig,),
     "engine": (CacheConfig, EngineConfig),
+    "distributed": (DistributedConfig,),
 }
 MODEL_HELP = "`default`, a Hub id, a directory or a .gguf file"
 RENAMED = {
@@ -97,14 +107,24 @@ def _engine_names() -> tuple[str, ...]:
     return tuple(registry.names())
 
 
-REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {"{methods}": _method_names, "{engines}": _engine_names}
+def _engine_option_names() -> tuple[str, ...]:
+    from paceline.engines import registry
+
+    return tuple(registry.option_names()) or ("none yet",)
+
+
+REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "{methods}": _method_names,
+    "{engines}": _engine_names,
+    "{engine_options}": _engine_option_names,
+}
 
 
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
 def add_config_flags(parser: argparse.ArgumentParser, *, positional_model: bool, skip: Container[str] = ()) -> None:
-    """Add a flag for every field of the configuration, in the groups model, speculation and engine.
+    """Add a flag for every field of the configuration, in the groups model, speculation, engine and distributed.
 
     positional_model  the model may also be named by position, as in `paceline serve MODEL`
     skip              names of fields that the command has no use for, or has a flag of its own for
@@ -136,7 +156,8 @@ def config_from_args(
     """
     options = {name: value for name, value in vars(args).items() if name in _config_names()}
     chosen = any(options.get(name) for name in ("method", "draft_model", "draft_options"))
-    options["draft_options"] = draft_options(options.get("draft_options") or ())
+    options["draft_options"] = named_values("--draft-option", options.get("draft_options") or ())
+    options["engine_options"] = named_values("--engine-option", options.get("engine_options") or ())
     if not options.get("method") and not options.get("draft_model"):
         options["method"] = default_method
     config = EngineConfig.create(**{**options, **overrides})
@@ -148,11 +169,11 @@ def config_from_args(
     return adoption.config
 
 
-def draft_options(items: Iterable[str]) -> dict[str, Any]:
+def named_values(flag: str, items: Iterable[str]) -> dict[str, Any]:
     """`["nodes=24"]` -> {"nodes": 24}. A value that is not JSON is a string. Raises OptionError."""
     options: dict[str, Any] = {}
     for item in items:
-        name, value = _split(item, "--draft-option takes NAME=VALUE")
+        name, value = _split(item, f"{flag} takes NAME=VALUE")
         try:
             options[name] = json.loads(value)
         except ValueError:

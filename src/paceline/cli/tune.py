@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench import add_candidate_flags, add_workload_flags, check_counts, open_candidates
+from paceline.cli.candidates import add_candidate_flags, add_workload_flags, check_counts, open_candidates
 
 if TYPE_CHECKING:
     from rich.table import Table

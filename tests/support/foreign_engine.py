@@ -4,11 +4,12 @@
     foreign   takes its method and k when it is opened, as vLLM and llama.cpp do, and refuses others in a request
     roaming   takes them with each request
 Engine options of `foreign`, for what it gets wrong with speculation: broken=token changes one greedy token,
-broken=sampling draws at a third of the temperature.
+broken=sampling draws at a third of the temperature. delay=SECONDS before each sequence makes it slow.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,7 @@ class Foreign(Engine):
         if broken == "sampling":
             cold = replace(request.sampling, temperature=request.sampling.temperature / 3)
             request = replace(request, sampling=cold)
-        outputs = self.inner.generate(request)
+        outputs = _delayed(self.inner.generate(request), float(self.config.engine_options.get("delay", 0)))
         return _changed(outputs) if broken == "token" and request.sampling.temperature == 0 else outputs
 
     def stats(self) -> EngineStats:
@@ -59,6 +60,12 @@ class Foreign(Engine):
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+async def _delayed(outputs: AsyncIterator[RequestOutput], seconds: float) -> AsyncIterator[RequestOutput]:
+    await asyncio.sleep(seconds)
+    async for output in outputs:
+        yield output
 
 
 async def _changed(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
@@ -87,15 +94,26 @@ def _open_roaming(config: EngineConfig, build: BuildLocal) -> Engine:
 
 
 def server_command(config: EngineConfig) -> str:
-    return f"foreign-server {config.model.model} --method {config.speculative.method}"
+    speculative, schedule = config.speculative, config.engine_options.get("schedule")
+    return f"foreign-server --method {speculative.method} -k {speculative.num_draft_tokens} --schedule {schedule}"
 
 
 @contextmanager
 def register_foreign() -> Iterator[None]:
     """The registry with both engines, and as it was afterwards."""
-    options = (EngineOption("broken", "token or sampling: what it gets wrong"),)
+    options = (
+        EngineOption("broken", "token or sampling: what it gets wrong"),
+        EngineOption("delay", "seconds"),
+        EngineOption("schedule", "k by load"),
+    )
     foreign = EngineSpec(
-        "foreign", "configured at start", _open_foreign, options=options, methods=METHODS, server_command=server_command
+        "foreign",
+        "configured at start",
+        _open_foreign,
+        options=options,
+        methods=METHODS,
+        server_command=server_command,
+        k_by_load=lambda schedule: {"schedule": schedule},
     )
     OPENED.clear()
     registry.register(foreign)

@@ -68,7 +68,7 @@ class EnginePool:
 
     def decoder(self, setting: DecodeSetting) -> OpenDecoder:
         """The engine of a setting; another one that is open is closed first."""
-        config = self._config_of(setting)
+        config = self.config_of(setting)
         if self._decoder is None or not (config == self._config or self._serves(setting)):
             self.close()
             self._decoder, self._config = self.open(config), config
@@ -77,7 +77,7 @@ class EnginePool:
     def _serves(self, setting: DecodeSetting) -> bool:
         return self.by_request and self._decoder is not None and setting.method in self._decoder.methods
 
-    def _config_of(self, setting: DecodeSetting) -> EngineConfig:
+    def config_of(self, setting: DecodeSetting) -> EngineConfig:
         """No prefix cache: each prompt counts in full. An engine verifies by its own rule unless another is named."""
         return self.configs[setting.method].with_options(
             num_draft_tokens=setting.num_draft_tokens,

@@ -13,6 +13,7 @@ from paceline.cli import loading
 from paceline.cli.flags import add_config_flags, config_from_args, open_decoder
 from paceline.cli.terminal import quiet_transformers
 from paceline.config import NONE, EngineConfig
+from paceline.engines.registry import spec
 from paceline.errors import OptionError
 
 if TYPE_CHECKING:
@@ -154,18 +155,25 @@ class _HfModels:
 
 
 @contextmanager
-def open_pool(args: argparse.Namespace, **overrides: Any) -> Iterator[EnginePool]:
+def open_pool(args: argparse.Namespace) -> Iterator[EnginePool]:
     """The engine that the flags name, with every method it has here. Nothing is opened before it is used."""
-    from paceline.bench.engine_pool import EnginePool
-    from paceline.engines.registry import spec
-
-    config = base_config(args, **overrides)
+    config = base_config(args)
     chosen = engine_methods(args.methods, config.engine, has_draft=bool(args.draft_model))
-    configs = method_configs(config, chosen.methods, args.draft_model)
+    with pool_of(method_configs(config, chosen.methods, args.draft_model), args_num_seqs(args)) as pool:
+        pool.unavailable |= chosen.unavailable
+        yield pool
+
+
+@contextmanager
+def pool_of(configs: dict[str, EngineConfig], max_num_seqs: int) -> Iterator[EnginePool]:
+    """A pool that is closed at the end. Raises OptionError where the engine is not installed."""
+    from paceline.bench.engine_pool import EnginePool
+
+    engine = configs[NONE].engine
+    if not spec(engine).installed:
+        raise OptionError(f"the engine {engine} needs {', '.join(spec(engine).packages)}, which is not installed")
     quiet_transformers()
-    pool = EnginePool(configs, open_decoder, args_num_seqs(args), dict(chosen.unavailable))
-    if not spec(config.engine).installed:
-        raise _not_installed(config.engine)
+    pool = EnginePool(configs, open_decoder, max_num_seqs)
     try:
         yield pool
     finally:
@@ -185,12 +193,6 @@ def args_num_seqs(args: argparse.Namespace) -> int:
     return int(vars(args).get("max_num_seqs", CONCURRENCY))
 
 
-def _not_installed(engine: str) -> OptionError:
-    from paceline.engines.registry import spec
-
-    return OptionError(f"the engine {engine} needs {', '.join(spec(engine).packages)}, which is not installed")
-
-
 @dataclass(frozen=True, slots=True)
 class EngineMethods:
     """Methods of an engine to measure, and those that cannot be, with the reason."""
@@ -205,11 +207,8 @@ def engine_methods(names: str, engine: str, *, has_draft: bool) -> EngineMethods
     Opening an engine takes long, so methods that need weights are left out where none are named.
     """
     from paceline.drafting.router import PREDICTION
-    from paceline.engines.registry import spec
 
-    known = spec(engine).methods
-    if known is None:
-        known = tuple(chosen_methods(ALL))
+    known = known_methods(engine)
     if names != ALL:
         methods = [name.strip() for name in names.split(",") if name.strip()]
         for name in methods:
@@ -221,6 +220,12 @@ def engine_methods(names: str, engine: str, *, has_draft: bool) -> EngineMethods
     return EngineMethods([name for name in offered if name not in without], without)
 
 
+def known_methods(engine: str) -> tuple[str, ...]:
+    """Names of the methods that an engine has, whether or not they can be used here."""
+    methods = spec(engine).methods
+    return tuple(chosen_methods(ALL)) if methods is None else methods
+
+
 def needs_weights(method: str) -> bool:
     """Whether a method needs a draft model or a head. One that only its engine knows is taken to need none."""
     from paceline.drafting.registry import WeightsNeeded
@@ -229,6 +234,6 @@ def needs_weights(method: str) -> bool:
 
 
 def weights_needed(method: str) -> WeightsNeeded:
-    from paceline.drafting.registry import WeightsNeeded, names, spec
+    from paceline.drafting import registry
 
-    return spec(method).weights if method in names() else WeightsNeeded.NONE
+    return registry.spec(method).weights if method in registry.names() else registry.WeightsNeeded.NONE

@@ -4,6 +4,7 @@
     paceline bench MODEL --draft-model SMALL -k 2..8           a pair, seven values of k
     paceline bench --methods ngram,suffix --temperatures 0,0.7 --prompts builtin:code,chat
     paceline bench --prompts humaneval.jsonl --baselines hf    beside transformers' own generate
+    paceline bench MODEL.gguf --against MODEL                  speed, memory and distance from the original
     paceline bench MODEL --engine vllm --methods ngram         another engine, with speculation and without
 
 Settings take turns on every prompt, so that a machine that slows down slows all of them. Results are appended to
@@ -30,6 +31,7 @@ from paceline.cli.candidates import (
     open_candidates,
     open_pool,
 )
+from paceline.cli.weights_comparison import add_against_flags, check_against, compare_weights
 from paceline.config import NONE
 from paceline.errors import MissingExtra, OptionError
 from paceline.tuned import LOCAL
@@ -53,6 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--acceptance", default="token", metavar="R", help="token, block, coupled or lossy-typical")
     settings.add_argument("--baselines", default="", metavar="B", help="hf: transformers' generate in the same run")
     add_workload_flags(parser, limit=12, repeats=3)
+    add_against_flags(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="outputs of exactly --max-new-tokens")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--out", default="results.json", metavar="FILE", help="results are appended to it")
@@ -67,13 +70,20 @@ def main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
     check_results_file(results_file(args))
-    report = _local_run(args, prompts) if args.engine == LOCAL else _engine_run(args, prompts)
+    report = _report(args, prompts)
     report.run["workload"] = _workload(args, prompts)
     _save(args, report.run)
     if not args.json:
         _print(report)
     print(json.dumps(_summary(report.run)))
     return 0 if report.run["complete"] else INTERRUPTED
+
+
+def _report(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
+    if args.against:
+        check_against(args)
+        return BenchRun(compare_weights(args, lambda tokenizer: _sweep_plan(args, [], tokenizer, prompts, [])), {})
+    return _local_run(args, prompts) if args.engine == LOCAL else _engine_run(args, prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +270,7 @@ def _summary(run: dict[str, Any]) -> dict[str, Any]:
         "best": best["name"] if best else None,
         "speedup": best["speedup"]["median"] if best else None,
         "settings": [_setting_summary(setting) for setting in run["settings"]],
+        **({"against": run["against"]} if "against" in run else {}),
     }
 
 

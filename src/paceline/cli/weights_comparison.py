@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli import loading
 from paceline.cli.candidates import base_config, pool_of
 from paceline.config import NONE, EngineConfig
 from paceline.errors import OptionError, PairError, PromptError
@@ -176,7 +177,10 @@ def _engine_distance(args: argparse.Namespace, config: EngineConfig, original: O
 def _opened(config: EngineConfig) -> Iterator[OpenModel]:
     from paceline.build import open_model
 
-    yield open_model(config)
+    loading.begin(str(config.model.model))
+    opened = open_model(config)
+    loading.done()
+    yield opened
 
 
 def _check_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer, original: OpenModel) -> None:

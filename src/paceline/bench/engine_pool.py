@@ -128,7 +128,7 @@ def _in_turns(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingRun]:
     for repeat in range(plan.repeats):
         for number in range(len(plan.batches)):
             for setting in rotated(settings, number + repeat):
-                yield _measured(pool, setting, plan, repeat, number)
+                yield measured_run(pool, setting, plan, repeat, number)
 
 
 def _one_after_the_other(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingRun]:
@@ -137,7 +137,7 @@ def _one_after_the_other(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingR
             continue
         for repeat in range(plan.repeats):
             for number in range(len(plan.batches)):
-                yield _measured(pool, setting, plan, repeat, number)
+                yield measured_run(pool, setting, plan, repeat, number)
 
 
 def _warmed_up(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan) -> bool:
@@ -152,6 +152,6 @@ def _warmed_up(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan) -> boo
     return True
 
 
-def _measured(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan, repeat: int, number: int) -> SettingRun:
+def measured_run(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan, repeat: int, number: int) -> SettingRun:
     run = pool.run(setting, plan.batches[number].prompts, plan.length, plan.seed + 1000 * number)
     return SettingRun(str(setting), setting, repeat, number, run)

@@ -30,6 +30,7 @@ from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.prefill import step_row
+from paceline.engines.local.prompt_logprobs import score_prompt
 from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
 from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
 from paceline.engines.local.sequences import SequenceBuilder
@@ -155,10 +156,13 @@ class LocalEngine:
             self._scheduler.fail(requests, _explained(error))
 
     def _read(self, batch: PrefillBatch) -> list[RowOutput]:
-        output = self._target.forward(batch.rows, last_only=True)
-        for row in batch.rows:
-            self._target.commit(row.seq_cache, list(range(len(row.parents))))
-        return list(output)
+        outputs: dict[int, RowOutput] = {}
+        for part in batch.passes():
+            output = self._target.forward([batch.rows[index] for index in part.indices], last_only=part.last_only)
+            for index, row_output in zip(part.indices, output):
+                outputs[index] = row_output if part.last_only else score_prompt(batch.requests[index], row_output)
+                self._target.commit(batch.rows[index].seq_cache, list(range(len(batch.rows[index].parents))))
+        return [outputs[index] for index in range(len(batch.rows))]
 
     def _results(self, batch: StepBatch) -> list[StepResult]:
         if not any(batch.num_draft_tokens):

@@ -21,7 +21,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.types import Row, RowOutput, StepResult
 from paceline.engines.local.kv_manager import KVManager
-from paceline.engines.local.prefill import join_chunks, num_unread, prefill_row
+from paceline.engines.local.prefill import MAX_LOGPROB_ROWS, join_chunks, num_unread, prefill_row
 from paceline.engines.local.request_state import RequestState
 from paceline.errors import PacelineError
 from paceline.kv.prefix_cache import common_prefix_length
@@ -52,6 +52,28 @@ class PrefillBatch:
 
     requests: list[RequestState]
     rows: list[Row]
+
+    def passes(self) -> list[PrefillPass]:
+        """One pass for all prompts but those that report log-probabilities, which share passes as memory allows."""
+        scored = [index for index, state in enumerate(self.requests) if state.seq.params.prompt_logprobs is not None]
+        others = [index for index in range(len(self.rows)) if index not in scored]
+        passes, room = [PrefillPass(others, last_only=True)] if others else [], 0
+        for index in scored:
+            size = len(self.rows[index].parents)
+            if size > room:
+                passes.append(PrefillPass([], last_only=False))
+                room = MAX_LOGPROB_ROWS
+            passes[-1].indices.append(index)
+            room -= size
+        return passes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPass:
+    """Prompts of a batch that one forward pass reads. last_only: without a row of logits for every token."""
+
+    indices: list[int]
+    last_only: bool
 
 
 class Scheduler:
@@ -122,7 +144,7 @@ class Scheduler:
 
     def _worth_waiting(self, request: RequestState) -> bool:
         """Whether a prompt being read shares a long prefix: soon it can be shared instead of read twice."""
-        if not self.kv.keeps_finished or not self._prefilling:
+        if not self.kv.keeps_finished or not self._prefilling or request.seq.params.prompt_logprobs is not None:
             return False
         enough = self.kv.cached_prefix(request.seq) + WORTH_WAITING
         return any(common_prefix_length(other.seq.ids, request.seq.ids) >= enough for other in self._prefilling)

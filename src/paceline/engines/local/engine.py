@@ -156,13 +156,12 @@ class LocalEngine:
             self._scheduler.fail(requests, _explained(error))
 
     def _read(self, batch: PrefillBatch) -> list[RowOutput]:
-        outputs: dict[int, RowOutput] = {}
-        for part in batch.passes():
-            output = self._target.forward([batch.rows[index] for index in part.indices], last_only=part.last_only)
-            for index, row_output in zip(part.indices, output):
-                outputs[index] = row_output if part.last_only else score_prompt(batch.requests[index], row_output)
-                self._target.commit(batch.rows[index].seq_cache, list(range(len(batch.rows[index].parents))))
-        return [outputs[index] for index in range(len(batch.rows))]
+        output = self._target.forward(batch.rows, last_only=not batch.is_scored)
+        for row in batch.rows:
+            self._target.commit(row.seq_cache, list(range(len(row.parents))))
+        if not batch.is_scored:
+            return list(output)
+        return [score_prompt(request, row_output) for request, row_output in zip(batch.requests, output)]
 
     def _results(self, batch: StepBatch) -> list[StepResult]:
         if not any(batch.num_draft_tokens):

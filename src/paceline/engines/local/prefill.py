@@ -15,8 +15,6 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import Row, RowOutput
 from paceline.kv.block_manager import BLOCK_SIZE
 
-MAX_LOGPROB_ROWS = 512  # prompt tokens a pass that have a row of logits each: a large vocabulary fills memory
-
 
 def num_unread(seq: Sequence) -> int:
     """Tokens that the cache must still take before a step: all but the last."""
@@ -28,8 +26,6 @@ def prefill_row(seq: Sequence, chunk: int) -> Row:
     """The next tokens of a prompt, at most `chunk`, cut at a block: results do not depend on the cut."""
     assert seq.seq_cache is not None
     start, last = seq.seq_cache.length, len(seq.ids) - 1
-    if seq.params.prompt_logprobs is not None:
-        chunk = min(chunk, MAX_LOGPROB_ROWS)
     end = min(start + chunk, last)
     if end < last and end - end % BLOCK_SIZE > start:
         end -= end % BLOCK_SIZE

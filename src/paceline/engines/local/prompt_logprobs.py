@@ -18,14 +18,14 @@ ROWS_AT_ONCE = 64  # a softmax in float32 takes as much memory as the logits aga
 def score_prompt(request: RequestState, output: RowOutput) -> RowOutput:
     """Record the prompt tokens that the rows of a prefill pass predict; returns the output with its last row alone.
 
-    Called before the rows are committed. A preempted sequence reads its prompt again, and what is known is not recorded
+    Called once the rows are committed. A preempted sequence reads its prompt again, and what is known is not recorded
     twice.
     """
     seq = request.seq
     assert seq.seq_cache is not None and seq.params.prompt_logprobs is not None
-    first = seq.seq_cache.length + 1  # the token that the first row predicts
-    known = len(request.prompt_logprobs) + 1
-    tokens = seq.ids[known : min(first + output.logits.shape[0], seq.prompt_length)] if first <= known else []
+    num_rows, end = output.logits.shape[0], seq.seq_cache.length + 1
+    first, known = end - num_rows, len(request.prompt_logprobs) + 1  # the first row predicts token `first`
+    tokens = seq.ids[known : min(end, seq.prompt_length)]
     if tokens:
         rows = output.logits[known - first : known - first + len(tokens)]
         request.prompt_logprobs += token_logprobs(rows, tokens, seq.params.prompt_logprobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
@@ -24,6 +25,10 @@ class EngineOption:
     help: str
 
 
+def _same_model(name: str) -> str | None:
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine: its name, a line for --help, and how it is opened.
@@ -32,6 +37,14 @@ class EngineSpec:
     packs_gguf   weights of a GGUF file stay packed in memory
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
+
+    What commands ask before they open it:
+
+    packages        that must be installed; none: it always is
+    reads_files     it runs the Hugging Face directory that hub/locate finds; False: it opens the model itself
+    methods         names of the methods it has; None: those of drafting/registry
+    model_for       the name of the model it runs where the user names another; None: it cannot run that one
+    server_command  the line that starts the engine's own server with a configuration; None: it has no such server
     """
 
     name: str
@@ -41,9 +54,21 @@ class EngineSpec:
     packs_gguf: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    reads_files: bool = True
+    methods: tuple[str, ...] | None = None
+    model_for: Callable[[str], str | None] = _same_model
+    server_command: Callable[[EngineConfig], str] | None = None
+
+    @property
+    def installed(self) -> bool:
+        return all(find_spec(package) is not None for package in self.packages)
 
 
-_MODULES = {"local": "paceline.engines.local"}
+_MODULES = {
+    "local": "paceline.engines.local",
+    "llama_cpp": "paceline.engines.llama_cpp",
+}
 _REGISTERED: dict[str, EngineSpec] = {}
 
 

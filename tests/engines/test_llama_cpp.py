@@ -38,7 +38,7 @@ from paceline.errors import (
 )
 from paceline.serve.config import ServerConfig
 from tests.serve.running import serving
-from tests.support.build import collect, ids_of, text_request
+from tests.support.build import collect, text_request
 from tests.support.gguf import write_gguf
 from tests.support.tiny import tiny_llama
 

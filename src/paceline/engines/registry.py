@@ -68,6 +68,7 @@ class EngineSpec:
 _MODULES = {
     "local": "paceline.engines.local",
     "llama_cpp": "paceline.engines.llama_cpp",
+    "http": "paceline.engines.http",
 }
 _REGISTERED: dict[str, EngineSpec] = {}
 

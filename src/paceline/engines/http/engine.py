@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
+from paceline.engines.http.acceptance import DraftCounts, counts_in_metrics
 from paceline.engines.http.client import HttpClient
 from paceline.engines.http.request_checks import RequestChecks
 from paceline.engines.http.request_tracker import RequestTracker, TrackedRequest
@@ -17,6 +18,7 @@ from paceline.engines.http.wire import ResponseReader, Wire
 from paceline.errors import EngineClosed, OptionError, PacelineError
 from paceline.hub.tokenizer import Tokenizer
 
+METRICS = "/metrics"
 Explain = Callable[[PacelineError], PacelineError]  # a better reason for a failure, where the engine knows one
 
 
@@ -32,9 +34,10 @@ def _nothing() -> None:
 class RemoteParts:
     """What an engine over HTTP is made of.
 
-    slots     sequences that the server runs at a time, where that is known
-    explain   says why a request failed
-    on_close  gives back what the engine has opened
+    slots          sequences that the server runs at a time, where that is known
+    reads_metrics  answers do not tell their draft tokens, but the server's counters do
+    explain        says why a request failed
+    on_close       gives back what the engine has opened
     """
 
     info: ModelInfo
@@ -44,6 +47,7 @@ class RemoteParts:
     wire: Wire
     checks: RequestChecks
     slots: int | None = None
+    reads_metrics: bool = False
     explain: Explain = _as_it_is
     on_close: Callable[[], None] = _nothing
 
@@ -79,12 +83,14 @@ class RemoteEngine:
         tracked, reader = self._tracker.begin(), self._wire.reader(request)
         started, rest = time.perf_counter(), ""
         try:
-            call = self._wire.call(request)
+            before = await self._counters()
+            call, started = self._wire.call(request), time.perf_counter()
             async with aclosing(tracked.events(self._client.events(call.path, call.body))) as events:  # type: ignore[type-var]
                 async for event in events:
                     for output in reader.feed(event):
                         yield output
             self._check_complete(reader, tracked)
+            await self._add_counters(reader, before)
         except PacelineError as error:
             if not isinstance(error, OptionError):  # a refusal is no failure of the engine
                 self._tracker.count_failure()
@@ -94,6 +100,16 @@ class RemoteEngine:
             self._count(request, reader, time.perf_counter() - started)
             self._tracker.end(tracked)
         yield RequestOutput(rest, finish_reason=reader.finish_reason or "abort", stats=reader.stats)
+
+    async def _counters(self) -> DraftCounts | None:
+        """The server's counters of draft tokens, where they are needed and only one request can have moved them."""
+        if not self._parts.reads_metrics or self._tracker.num_open != 1:
+            return None
+        return counts_in_metrics(await self._client.text(METRICS))
+
+    async def _add_counters(self, reader: ResponseReader, before: DraftCounts | None) -> None:
+        if before is not None and not reader.knows_drafts and (after := await self._counters()) is not None:
+            reader.counts = after.minus(before)
 
     def _check_complete(self, reader: ResponseReader, tracked: TrackedRequest) -> None:
         if reader.finish_reason is None and not tracked.closed:

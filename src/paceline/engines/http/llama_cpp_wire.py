@@ -16,6 +16,7 @@ from paceline.config import NONE
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, StructuredOutput, TokenLogprob
+from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
 from paceline.engines.http.request_checks import stop_strings
 from paceline.engines.http.wire import Call, StepCounter
@@ -124,7 +125,12 @@ class LlamaCppReader:
     steps: StepCounter = field(default_factory=StepCounter)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
+    counts: DraftCounts | None = None
     _reported: int = 0  # tokens that the server has counted
+
+    @property
+    def knows_drafts(self) -> bool:
+        return True
 
     @property
     def stats(self) -> SpecStats:

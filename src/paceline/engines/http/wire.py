@@ -8,6 +8,7 @@ from typing import Protocol
 from paceline.core.draft_tree import chain
 from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput
+from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
 
 
@@ -24,10 +25,15 @@ class ResponseReader(Protocol):
 
     finish_reason  None until the server says that the answer is complete
     prompt_tokens  that the server counted; None: it has not said
+    knows_drafts   whether the answer says how many draft tokens there were; else `counts` may be set
     """
 
     finish_reason: str | None
     prompt_tokens: int | None
+    counts: DraftCounts | None
+
+    @property
+    def knows_drafts(self) -> bool: ...
 
     @property
     def stats(self) -> SpecStats: ...

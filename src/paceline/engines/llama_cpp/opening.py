@@ -65,9 +65,8 @@ def _parts(
     )
     methods = (options.method,)
     checks = RequestChecks(info, methods, check_grammar=GrammarCheck(tokenizer, info))
-    return RemoteParts(
-        info, tokenizer, methods, client, wire, checks, options.slots, _explained(process), process.close
-    )
+    ends: dict[str, Any] = {"explain": _explained(process), "on_close": process.close}
+    return RemoteParts(info, tokenizer, methods, client, wire, checks, options.slots, **ends)
 
 
 class GrammarCheck:

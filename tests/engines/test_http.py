@@ -23,27 +23,18 @@ from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, Pr
 from paceline.serve.config import ServerConfig
 from tests.serve.running import RunningServer, serving_model, slowed
 from tests.support.build import collect, ids_of, text_request
-from tests.support.gguf import write_gguf
-from tests.support.tiny import byte_tokenizer, tiny_llama
+from tests.support.engines import ascii_gguf, ascii_llama
+from tests.support.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 PROMPT = "to be or not to be, to be or not to be"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
 MESSAGES = [{"role": "user", "content": "hi"}]
-NUM_ASCII = 94
-
-
-def ascii_model() -> Any:
-    """A tiny model that says ASCII only, so that text can be turned back into its tokens."""
-    model = tiny_llama()
-    with torch.no_grad():
-        model.lm_head.weight[NUM_ASCII:] = 0
-    return model
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    with serving_model(ascii_model(), byte_tokenizer(), ServerConfig(("tiny",)), num_draft_tokens=3) as running:
+    with serving_model(ascii_llama(), byte_tokenizer(), ServerConfig(("tiny",)), num_draft_tokens=3) as running:
         yield running
 
 
@@ -260,7 +251,7 @@ def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip("xllamacpp")
     from paceline.engines.llama_cpp.process import LlamaCppProcess
 
-    path = write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", ascii_model())
+    path = ascii_gguf(tmp_path_factory.mktemp("gguf"))
     params = {
         "model.path": str(path), "cpuparams.n_threads": 1, "cpuparams_batch.n_threads": 1, "n_ctx": 512,
         "n_parallel": 2, "kv_unified": True, "api_keys": ["secret"], "endpoint_metrics": True,

@@ -39,29 +39,23 @@ from paceline.errors import (
 from paceline.serve.config import ServerConfig
 from tests.serve.running import serving
 from tests.support.build import collect, text_request
+from tests.support.engines import ONE_THREAD, ascii_gguf, ascii_llama
 from tests.support.gguf import write_gguf
-from tests.support.tiny import tiny_llama
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
 PROMPT = "to be or not to be, to be or not to be"
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
-NUM_ASCII = 94  # the first tokens of the tiny vocabulary: characters that are one byte
-ONE_THREAD = {"threads": 1}  # threads that wait for each other on busy cores would make the suite slow
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """A tiny model that says ASCII only: llama.cpp does not report tokens that end inside a character."""
-    tiny = tiny_llama()
-    with torch.no_grad():
-        tiny.lm_head.weight[NUM_ASCII:] = 0
-    return tiny
+    return ascii_llama()
 
 
 @pytest.fixture(scope="module")
-def gguf(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model))
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(ascii_gguf(tmp_path_factory.mktemp("gguf")))
 
 
 Opener = Callable[..., SpeculativeDecoder]

@@ -37,6 +37,8 @@ SPEC = EngineSpec(
     _open,
     packs_gguf=True,
     options=OPTIONS,
+    per_request=False,
+    drafts_with_logprobs=False,
     packages=("xllamacpp",),
     reads_files=False,
     methods=METHODS,

@@ -63,16 +63,16 @@ class LlamaCppOptions:
         check_supported(config)
         values = _Values(config.engine_options)
         on_cpu = config.model.device == "cpu"
-        context = SERVE_CONTEXT if config.per_request else LIBRARY_CONTEXT
-        wanted = config.model.max_model_len or min(max_seq_len, context)
+        slots = values.whole("slots", 1) or config.max_num_seqs
         kind = values.one_of("ngram_kind", tuple(NGRAM_KINDS)) or "simple"
         return cls(
             method=method_of(config),
             num_draft_tokens=_num_draft_tokens(config),
             threads=values.whole("threads", 1) or _num_cores(),
             gpu_layers=values.whole_or("gpu_layers", 0 if on_cpu else -1, least=-1),
-            context_size=values.whole("context_size", 1) or config.cache.kv_cache_tokens or max(wanted, context),
-            slots=values.whole("slots", 1) or config.max_num_seqs,
+            context_size=values.whole("context_size", 1) or config.cache.kv_cache_tokens
+            or _context_size(config, max_seq_len, slots),
+            slots=slots,
             batch_size=values.whole("batch_size", 32) or config.cache.prefill_chunk_tokens,
             kv_cache_type=values.one_of("kv_cache_type", KV_CACHE_TYPES),
             draft_gpu_layers=values.whole_or("draft_gpu_layers", 0 if on_cpu else -1, least=-1),
@@ -176,6 +176,13 @@ REASONS = {
     "draft_options": "they are of paceline's own drafters; `paceline generate --help` lists the engine's options",
     "batch_invariant": "its kernels depend on the batch; use the engine local",
 }
+
+
+def _context_size(config: EngineConfig, max_seq_len: int, slots: int) -> int:
+    """Enough for one sequence of the length that the user asks for, and no more than all slots can fill."""
+    longest = config.model.max_model_len or max_seq_len
+    usual = SERVE_CONTEXT if config.per_request else LIBRARY_CONTEXT
+    return min(max(config.model.max_model_len or 0, usual), slots * longest)
 
 
 def _num_draft_tokens(config: EngineConfig) -> int | None:

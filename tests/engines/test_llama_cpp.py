@@ -39,7 +39,7 @@ from paceline.errors import (
 from paceline.serve.config import ServerConfig
 from tests.serve.running import serving
 from tests.support.build import collect, text_request
-from tests.support.engines import ONE_THREAD, ascii_gguf, ascii_llama
+from tests.support.engines import ONE_THREAD, ascii_gguf, gguf_llama
 from tests.support.gguf import write_gguf
 
 pytest.importorskip("xllamacpp")
@@ -50,7 +50,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required"
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return ascii_llama()
+    return gguf_llama()
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def _nothing() -> None:
 class RemoteParts:
     """What an engine over HTTP is made of.
 
-    slots          sequences that the server runs at a time, where that is known
+    max_num_seqs   sequences that the server runs at a time, where that is known
     reads_metrics  answers do not tell their draft tokens, but the server's counters do
     explain        says why a request failed
     on_close       gives back what the engine has opened
@@ -46,7 +46,7 @@ class RemoteParts:
     client: HttpClient
     wire: Wire
     checks: RequestChecks
-    slots: int | None = None
+    max_num_seqs: int | None = None
     reads_metrics: bool = False
     explain: Explain = _as_it_is
     on_close: Callable[[], None] = _nothing
@@ -59,7 +59,7 @@ class RemoteEngine:
         self.info, self.methods = parts.info, parts.methods
         self.tokenizer: Any = parts.tokenizer
         self._parts, self._client, self._wire = parts, parts.client, parts.wire
-        self._tracker = RequestTracker(parts.slots)
+        self._tracker = RequestTracker(parts.max_num_seqs)
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Raises OptionError, PromptError or EngineClosed at once."""

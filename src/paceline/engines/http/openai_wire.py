@@ -46,10 +46,10 @@ class OpenAIWire:
     num_draft_tokens: int | None = None
 
     def check(self, request: Request) -> None:
-        wanted = {name for name in MORE_FIELDS if getattr(request.sampling, name) != getattr(NEUTRAL, name)}
-        wanted |= {"ignore_eos"} if request.ignore_eos else set()
-        wanted |= {"min_tokens"} if request.min_new_tokens else set()
-        if unknown := sorted(wanted - self.kind.fields):
+        names = {name for name in MORE_FIELDS if getattr(request.sampling, name) != getattr(NEUTRAL, name)}
+        names |= {"ignore_eos"} if request.ignore_eos else set()
+        names |= {"min_tokens"} if request.min_new_tokens else set()
+        if unknown := sorted(names - self.kind.fields):
             raise OptionError(f"a server of kind {self.kind.name} does not take {unknown[0]}; leave it out")
         if not self.kind.takes_method and (request.method or request.num_draft_tokens is not None):
             raise OptionError("this server decides itself how it drafts; set that where it is started")

@@ -184,12 +184,12 @@ def _local_folder(model: ServedModel) -> Path | None:
 
 
 def _speculates(client: HttpClient) -> bool:
-    """Whether a llama-server drafts: it says so of its slots, unless it is told to be silent about them."""
+    """Whether a llama-server drafts, as far as it tells."""
     try:
-        slots = client.get_json("/slots")
+        states = client.get_json("/slots")
     except PacelineError:
         return False
-    return bool(isinstance(slots, list) and slots and slots[0].get("speculative"))
+    return bool(isinstance(states, list) and states and states[0].get("speculative"))
 
 
 def _reads_metrics(client: HttpClient, kind: ServerKind) -> bool:

@@ -57,10 +57,10 @@ class TrackedRequest:
 
 
 class RequestTracker:
-    """Counts requests and their outcomes. Safe from any thread. slots: requests that the engine runs at a time."""
+    """Counts requests and their outcomes. Safe from any thread. max_num_seqs: that run at a time."""
 
-    def __init__(self, slots: int | None = None) -> None:
-        self._slots = slots
+    def __init__(self, max_num_seqs: int | None = None) -> None:
+        self._max_num_seqs = max_num_seqs
         self._lock = threading.Lock()
         self._open: set[TrackedRequest] = set()
         self._stats = EngineStats()
@@ -101,7 +101,7 @@ class RequestTracker:
         """The counts of now."""
         with self._lock:
             stats = copy.deepcopy(self._stats)
-            stats.running = len(self._open) if self._slots is None else min(len(self._open), self._slots)
+            stats.running = len(self._open) if self._max_num_seqs is None else min(len(self._open), self._max_num_seqs)
             stats.waiting = len(self._open) - stats.running
         return stats
 

@@ -54,13 +54,13 @@ def _bytes(text: str) -> list[int]:
 
 
 def _byte_level() -> Any:
-    """The same as a tokenizer of transformers, for whoever asks for one."""
+    """The same as a tokenizer of transformers."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = Backend(models.BPE({letter: byte for byte, letter in bytes_to_unicode().items()}, []))
+    backend = Backend(models.BPE({character: byte for byte, character in bytes_to_unicode().items()}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=MESSAGES)

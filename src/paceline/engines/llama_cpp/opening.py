@@ -66,7 +66,7 @@ def _parts(
     methods = (options.method,)
     checks = RequestChecks(info, methods, check_grammar=GrammarCheck(tokenizer, info))
     ends: dict[str, Any] = {"explain": _explained(process), "on_close": process.close}
-    return RemoteParts(info, tokenizer, methods, client, wire, checks, options.slots, **ends)
+    return RemoteParts(info, tokenizer, methods, client, wire, checks, options.max_num_seqs, **ends)
 
 
 class GrammarCheck:

@@ -26,8 +26,7 @@ LIBRARY_CONTEXT, SERVE_CONTEXT = 8192, 32768
 OPTIONS = (
     EngineOption("threads", "CPU threads; default: all cores"),
     EngineOption("gpu_layers", "layers on the GPU; default: all, 0 with --device cpu"),
-    EngineOption("context_size", "tokens of the KV cache, shared by all slots; default: --kv-cache-tokens"),
-    EngineOption("slots", "sequences at a time; default: --max-num-seqs"),
+    EngineOption("context_size", "tokens of the KV cache, shared by all sequences; default: --kv-cache-tokens"),
     EngineOption("batch_size", "prompt tokens in a pass; default: --prefill-chunk-tokens"),
     EngineOption("kv_cache_type", f"of keys and values: {', '.join(KV_CACHE_TYPES)}; default: f16"),
     EngineOption("draft_gpu_layers", "layers of the draft model on the GPU; default: all"),
@@ -47,7 +46,7 @@ class LlamaCppOptions:
     threads: int
     gpu_layers: int
     context_size: int
-    slots: int
+    max_num_seqs: int
     batch_size: int | None
     kv_cache_type: str | None
     draft_gpu_layers: int
@@ -63,7 +62,6 @@ class LlamaCppOptions:
         check_supported(config)
         values = _Values(config.engine_options)
         on_cpu = config.model.device == "cpu"
-        slots = values.whole("slots", 1) or config.max_num_seqs
         kind = values.one_of("ngram_kind", tuple(NGRAM_KINDS)) or "simple"
         return cls(
             method=method_of(config),
@@ -71,8 +69,8 @@ class LlamaCppOptions:
             threads=values.whole("threads", 1) or _num_cores(),
             gpu_layers=values.whole_or("gpu_layers", 0 if on_cpu else -1, least=-1),
             context_size=values.whole("context_size", 1) or config.cache.kv_cache_tokens
-            or _context_size(config, max_seq_len, slots),
-            slots=slots,
+            or _context_size(config, max_seq_len),
+            max_num_seqs=config.max_num_seqs,
             batch_size=values.whole("batch_size", 32) or config.cache.prefill_chunk_tokens,
             kv_cache_type=values.one_of("kv_cache_type", KV_CACHE_TYPES),
             draft_gpu_layers=values.whole_or("draft_gpu_layers", 0 if on_cpu else -1, least=-1),
@@ -93,7 +91,7 @@ class LlamaCppOptions:
             "cpuparams_batch.n_threads": self.threads,
             "n_gpu_layers": self.gpu_layers,
             "n_ctx": self.context_size,
-            "n_parallel": self.slots,
+            "n_parallel": self.max_num_seqs,
             "kv_unified": True,  # a long sequence may use what short ones leave
             "cache_ram_mib": 0,  # of gigabytes that it would take for prompts it has seen
             "cache_idle_slots": False,
@@ -132,7 +130,7 @@ class LlamaCppOptions:
 
     def command(self, model: str, draft_model: str | None) -> str:
         """The line that starts llama-server the same way."""
-        words = ["llama-server", "-m", model, "-c", self.context_size, "-np", self.slots, "-t", self.threads]
+        words = ["llama-server", "-m", model, "-c", self.context_size, "-np", self.max_num_seqs, "-t", self.threads]
         number = self.num_draft_tokens
         if self.method == NGRAM:
             words += ["--spec-type", f"ngram-{self.ngram_kind}", *self._ngram_flags()]
@@ -178,11 +176,11 @@ REASONS = {
 }
 
 
-def _context_size(config: EngineConfig, max_seq_len: int, slots: int) -> int:
-    """Enough for one sequence of the length that the user asks for, and no more than all slots can fill."""
+def _context_size(config: EngineConfig, max_seq_len: int) -> int:
+    """Enough for one sequence of the length that the user asks for, and no more than all sequences can fill."""
     longest = config.model.max_model_len or max_seq_len
     usual = SERVE_CONTEXT if config.per_request else LIBRARY_CONTEXT
-    return min(max(config.model.max_model_len or 0, usual), slots * longest)
+    return min(max(config.model.max_model_len or 0, usual), config.max_num_seqs * longest)
 
 
 def _num_draft_tokens(config: EngineConfig) -> int | None:

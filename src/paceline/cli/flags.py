@@ -291,10 +291,12 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
     from paceline.cli.terminal import quiet_transformers
     from paceline.decoder import SpeculativeDecoder
     from paceline.device.properties import chosen_device
+    from paceline.engines.registry import spec
     from paceline.hub import locate
 
     chosen_device(config.model.device)  # one that is missing is refused before anything is downloaded
-    for name in (config.model.model, config.speculative.draft_model):
+    names = (config.model.model, config.speculative.draft_model)
+    for name in names if spec(config.engine).reads_files else ():
         if isinstance(name, str):
             locate(name)
     quiet_transformers()

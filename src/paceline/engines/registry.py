@@ -32,6 +32,8 @@ class EngineSpec:
     packs_gguf   weights of a GGUF file stay packed in memory
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
+    per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
+    coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
     """
 
     name: str
@@ -41,9 +43,14 @@ class EngineSpec:
     packs_gguf: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
+    per_request: bool = True
+    coupled_seeds: bool = True
 
 
-_MODULES = {"local": "paceline.engines.local"}
+_MODULES = {
+    "local": "paceline.engines.local",
+    "vllm": "paceline.engines.vllm",
+}
 _REGISTERED: dict[str, EngineSpec] = {}
 
 

@@ -6,6 +6,7 @@ requests.py     a request -> vLLM's sampling parameters, or the error that says 
 steps.py        vLLM's outputs and metrics -> steps, SpecStats, EngineStats
 engine.py       AsyncLLM in this process behind `Engine`
 proposer.py     suffix lookup and the draft-length policy inside vLLM (method auto)
+worker.py       kernels.py inside vLLM on a CPU, where its own verify draft tokens wrongly
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ CPU_KV_CACHE_GIB = 4.0  # vLLM itself would take nearly all memory of the machin
 MAX_LOGPROBS = 1024
 PASSED_ON = ("quantization", "enforce_eager", "kv_cache_dtype", "max_num_batched_tokens")
 DRAFT_OPTIONS = ("draft_tensor_parallel_size", "draft_sample_method")
+WORKER = "paceline.engines.vllm.worker.WorkerExtension"  # on a CPU: kernels of ours where vLLM's are wrong
 ADDITIONAL = "paceline"  # our key in vLLM's additional_config, which reaches the worker processes
 
 
@@ -39,7 +40,7 @@ def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
     """device: what this build of vLLM runs on. Raises OptionError, ModelNotFound or FetchError."""
     _check_model(config.model, device)
     files = locate(config.model.model)
-    speculative = speculative_config(config.speculative, _draft_options(config))
+    speculative = speculative_config(config.speculative, _draft_options(config), config.model.model)
     arguments: dict[str, Any] = {
         "model": str(files.folder),
         "tokenizer": _tokenizer_folder(config.model),
@@ -57,6 +58,7 @@ def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
         **_cache(config, device),
         **{name: config.engine_options[name] for name in PASSED_ON if name in config.engine_options},
         **_additional(config),
+        "worker_extension_cls": WORKER if on_host(device) and speculative is not None else None,
     }
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return VllmArguments(
@@ -109,7 +111,7 @@ def _cache(config: EngineConfig, device: str) -> dict[str, Any]:
     if cache.prefix_cache_tokens == 0:
         keys["enable_prefix_caching"] = False
     elif cache.prefix_cache_tokens is not None:
-        raise OptionError("the engine vllm keeps prefixes where its KV cache is free; prefix_cache_tokens can only be 0")
+        raise OptionError("the engine vllm keeps prefixes where its KV cache is free; prefix_cache_tokens must be 0")
     gib = config.engine_options.get("kv_cache_gib")
     if gib is None and on_host(device) and config.distributed.gpu_memory_utilization is None:
         gib = CPU_KV_CACHE_GIB

@@ -16,7 +16,9 @@ from paceline.drafting import registry as drafters
 from paceline.errors import OptionError
 from paceline.heads.checkpoint import read_checkpoint
 from paceline.heads.registry import spec_of
-from paceline.hub import locate
+from paceline.heads.shipped import shipped_head
+from paceline.hub import DEFAULT, locate
+from paceline.hub.default import DIRECTORY
 
 PROPOSER = "paceline.engines.vllm.proposer.Proposer"
 USUAL_K = 4  # draft tokens a step where the user leaves the number open
@@ -64,8 +66,10 @@ TRANSLATIONS = {
 ACCEPTANCE = {None: "standard", "token": "standard", "block": "block"}
 
 
-def speculative_config(config: SpeculativeConfig, further: Mapping[str, Any]) -> dict[str, Any] | None:
-    """vLLM's speculative_config; None: plain decoding. `further`: keys that win. Raises OptionError."""
+def speculative_config(
+    config: SpeculativeConfig, further: Mapping[str, Any], target: str = DEFAULT
+) -> dict[str, Any] | None:
+    """vLLM's speculative_config for a target; None: plain decoding. `further`: keys that win. Raises OptionError."""
     method = config.method or NONE
     if config.drafter is not None:
         raise _lacks(CUSTOM)
@@ -76,7 +80,7 @@ def speculative_config(config: SpeculativeConfig, further: Mapping[str, Any]) ->
     translation = TRANSLATIONS[method]
     keys = {"method": translation.method, "num_speculative_tokens": num_draft_tokens(config), **translation.extra}
     keys |= _options(method, translation, config.draft_options)
-    keys |= _weights(method, translation, config.draft_model)
+    keys |= _weights(method, translation, config.draft_model or _shipped(method, target))
     if method == "medusa" and config.num_draft_tokens == AUTO:
         keys |= _num_medusa_heads(keys["model"])
     return {**keys, **_acceptance(config.acceptance), **further}
@@ -122,6 +126,12 @@ def _acceptance(rule: str | None) -> dict[str, Any]:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def _shipped(method: str, target: str) -> str | None:
+    """The head of this method that comes with paceline for this target, if there is one."""
+    folder = shipped_head(method, DIRECTORY if target == DEFAULT else Path(target).name)
+    return None if folder is None else str(folder)
 
 
 def _weights(method: str, translation: Translation, draft_model: Any) -> dict[str, Any]:

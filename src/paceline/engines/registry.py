@@ -77,6 +77,7 @@ _MODULES = {
     "local": "paceline.engines.local",
     "llama_cpp": "paceline.engines.llama_cpp",
     "http": "paceline.engines.http",
+    "vllm": "paceline.engines.vllm",
 }
 _REGISTERED: dict[str, EngineSpec] = {}
 

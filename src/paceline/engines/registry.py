@@ -37,6 +37,9 @@ class EngineSpec:
     packs_gguf   weights of a GGUF file stay packed in memory
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
+    per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
+    coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
+    drafts_with_logprobs  log-probabilities come with speculation too; False: a request for both is refused
 
     What commands ask before they open it:
 
@@ -55,6 +58,9 @@ class EngineSpec:
     packs_gguf: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
+    per_request: bool = True
+    coupled_seeds: bool = True
+    drafts_with_logprobs: bool = True
     packages: tuple[str, ...] = ()
     reads_files: bool = True
     methods: tuple[str, ...] | None = None
@@ -67,7 +73,12 @@ class EngineSpec:
         return all(find_spec(package) is not None for package in self.packages)
 
 
-_MODULES = {"local": "paceline.engines.local"}
+_MODULES = {
+    "local": "paceline.engines.local",
+    "llama_cpp": "paceline.engines.llama_cpp",
+    "http": "paceline.engines.http",
+    "vllm": "paceline.engines.vllm",
+}
 _REGISTERED: dict[str, EngineSpec] = {}
 
 

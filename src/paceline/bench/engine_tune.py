@@ -146,11 +146,11 @@ def _by_engine(rates: list[EngineRate]) -> list[list[EngineRate]]:
 def _leader(rates: list[EngineRate]) -> EngineRate:
     """The fastest setting of one engine that is not shown to differ from its plain decoding."""
     plain = _plain(rates)
-    usable = [rate for rate in rates if rate.outcome is not Outcome.DIFFERENT]
-    best = max(usable, key=lambda rate: rate.tokens_per_second)
-    if plain is None or best.tokens_per_second >= LEAST_GAIN * plain.tokens_per_second:
-        return best
-    return plain
+    drafting = [rate for rate in rates if not rate.setting.is_plain and rate.outcome is not Outcome.DIFFERENT]
+    best = max(drafting, key=lambda rate: rate.tokens_per_second, default=None)
+    if best is None or plain is None:
+        return best or plain or rates[0]
+    return best if best.tokens_per_second >= LEAST_GAIN * plain.tokens_per_second else plain
 
 
 def _plain(rates: Iterable[EngineRate]) -> EngineRate | None:

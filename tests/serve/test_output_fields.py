@@ -94,6 +94,12 @@ def test_an_echo_has_the_logprobs_of_the_prompt(tiny_server: RunningServer, max_
         assert choice.text == PROMPT and choice.finish_reason == "length"
 
 
+def test_an_echo_of_token_ids_shows_special_tokens(tiny_server: RunningServer) -> None:
+    choice = complete(tiny_server, prompt=[256, 256, LETTERS[0]], echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert choice.text == "<s><s>a" and choice.logprobs.tokens == ["<s>", "<s>", "a"]
+    assert choice.logprobs.text_offset == [0, 3, 6]
+
+
 def test_an_echo_with_logprobs_is_streamed_too(tiny_server: RunningServer) -> None:
     params: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "n": 2, "prompt": [PROMPT, "xyz"]}
     expected = complete(tiny_server, **params).choices

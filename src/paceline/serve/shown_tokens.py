@@ -114,12 +114,21 @@ class TokenAligner:
 def prompt_tokens(
     token_text: TokenText, request: Request, entries: tuple[TokenLogprob, ...], echo: int
 ) -> list[ShownToken]:
-    """The tokens of an echoed prompt. entries: of all but the first; echo: the length of the text that is shown."""
-    placer = TokenPlacer(token_text, skip_special_tokens=True)
-    tokens = request.prompt
-    known: list[TokenLogprob | None] = [None, *entries]
-    placed = [
-        placer.place(token, entry, last=index == len(tokens) - 1)
-        for index, (token, entry) in enumerate(zip(tokens, known))
-    ]
+    """The tokens of an echoed prompt. entries: of all but the first; echo: the length of the text that is shown.
+
+    A prompt of token ids is shown with its special tokens, a string without those that the tokenizer has added.
+    """
+    placed = _placed_prompt(token_text, request, entries, skip_special_tokens=True)
+    if placed[-1].end != echo:
+        placed = _placed_prompt(token_text, request, entries, skip_special_tokens=False)
     return [replace(token.shown, offset=min(token.shown.offset, echo)) for token in placed]
+
+
+def _placed_prompt(
+    token_text: TokenText, request: Request, entries: tuple[TokenLogprob, ...], *, skip_special_tokens: bool
+) -> list[_PlacedToken]:
+    placer = TokenPlacer(token_text, skip_special_tokens=skip_special_tokens)
+    last = len(request.prompt) - 1
+    known: list[TokenLogprob | None] = [None, *entries]
+    pairs = enumerate(zip(request.prompt, known))
+    return [placer.place(token, entry, last=index == last) for index, (token, entry) in pairs]

@@ -59,7 +59,7 @@ class TokenPlacer:
         start, self.length = self.length, self.length + len(piece)
         return _PlacedToken(ShownToken(token, entry, text, start, is_piece=is_whole), self.length)
 
-    def end_token(self, token: int, entry: TokenLogprob | None) -> ShownToken:
+    def final_token(self, token: int, entry: TokenLogprob | None) -> ShownToken:
         """The token that ended the sequence."""
         return ShownToken(token, entry, self._token_text.spelling(token), self.length, is_end=True)
 
@@ -78,15 +78,15 @@ class TokenAligner:
         """The tokens whose characters are now part of the text; with the last output, all that remain of it."""
         self._length += len(output.text)
         entries = output.logprobs or ()
-        end = self._end_token(output)
+        end = self._final_token(output)
         for index, entry in enumerate(entries[:-1] if end else entries):
             last = output.finish_reason is not None and index == len(entries) - (2 if end else 1)
             self._waiting.append(self._placer.place(entry.token, entry, last=last))
         if output.finish_reason is None:
             return self._settled()
-        return self._remaining() + ([self._placer.end_token(end.token, end)] if end else [])
+        return self._remaining() + ([self._placer.final_token(end.token, end)] if end else [])
 
-    def _end_token(self, output: RequestOutput) -> TokenLogprob | None:
+    def _final_token(self, output: RequestOutput) -> TokenLogprob | None:
         ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         if not ended_by_token or self._include_stop or not output.logprobs:
             return None

@@ -84,7 +84,8 @@ class LlamaCppWire:
         return Call(PATH, body)
 
     def reader(self, request: Request) -> LlamaCppReader:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(tuple(stop_strings(request.stop)))
+        stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
+        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
         return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
 
     def _sampling(self, sampling: SamplingParams) -> Json:

@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import as_int, checked_k
+from paceline.core.request_fields import refuse_fields
 from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 
 MAX_LOGPROBS = 1024
+TAKEN = frozenset(
+    {
+        "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
+        "structured_output", "skip_special_tokens", "priority", "reasoning",
+    }
+)  # fmt: skip
 STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex", "grammar")
 
 
@@ -49,6 +56,7 @@ class RequestChecks:
 
     def check(self, request: Request) -> None:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
+        refuse_fields(request, TAKEN, "this engine")
         self._check_prompt(request.prompt)
         self._check_numbers(request)
         if request.method is not None and request.method not in self.methods:

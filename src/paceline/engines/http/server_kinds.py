@@ -32,8 +32,9 @@ class ServerKind:
 
 TOKEN_ID_NAMES: Json = {"return_tokens_as_token_ids": True}
 PACELINE = ServerKind(
-    "paceline", True, MORE_SAMPLING, {"x_paceline": True, "return_token_ids": True}, TOKEN_ID_NAMES, takes_method=True
-)
+    "paceline", True, MORE_SAMPLING | {"min_tokens"}, {"x_paceline": True, "return_token_ids": True}, TOKEN_ID_NAMES,
+    ("structured_outputs", "regex"), takes_method=True,
+)  # fmt: skip
 LLAMA_CPP = ServerKind("llama.cpp", True, MORE_SAMPLING)
 KINDS = {
     kind.name: kind

@@ -79,12 +79,10 @@ def with_gap(choice: Json, body: Json, others: list[str], gap: float) -> Json:
     """The choice with log-probabilities where they are asked for: one token a word, `gap` to each alternative."""
     if not body.get("logprobs"):
         return choice
-    words = [f"{word} " for word in choice["message"]["content"].split()]
     content = []
-    for word in words:
-        alternatives = {word: -0.5, **{f"{other} ": -0.5 - gap for other in others if f"{other} " != word}}
-        top = [
-            {"token": token, "logprob": value, "bytes": list(token.encode())} for token, value in alternatives.items()
-        ]
+    for number, word in enumerate(choice["message"]["content"].split()):
+        space = " " if number else ""
+        values = {space + word: -0.5, **{space + other: -0.5 - gap for other in others if other != word}}
+        top = [{"token": token, "logprob": value, "bytes": list(token.encode())} for token, value in values.items()]
         content.append({**top[0], "top_logprobs": top})
     return {**choice, "logprobs": {"content": content}}

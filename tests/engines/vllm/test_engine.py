@@ -222,7 +222,7 @@ def test_a_draft_model_changes_no_greedy_text(decoder: SpeculativeDecoder, one_p
 @needs_vllm
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 8}], ids=str)
 def test_a_draft_model_changes_no_distribution(decoder: SpeculativeDecoder, model: Any, settings: Any) -> None:
-    """χ² of the second new token, the first that is drafted, against the model's own; it fails by chance once in 10⁵."""
+    """χ² of the second new token, the first that is drafted, against the model's own. Fails by chance once in 10⁵."""
     from scipy import stats
 
     from paceline.core.sampling import SamplingParams, distribution

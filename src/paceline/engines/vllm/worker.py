@@ -1,4 +1,4 @@
-"""What vLLM imports into its worker processes on a CPU, as its worker_extension_cls: importing registers our kernels."""
+"""What vLLM imports into its worker processes on a CPU as worker_extension_cls: importing it registers our kernels."""
 
 from __future__ import annotations
 

@@ -55,4 +55,5 @@ SPEC = EngineSpec(
     ),
     per_request=False,
     coupled_seeds=False,
+    packages=("vllm",),
 )

@@ -7,6 +7,7 @@ characters are made and stop strings are found.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -164,6 +165,7 @@ class VllmEngine:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
         self._llm = None
+        gc.collect()  # it is part of a cycle
 
     @property
     def _has_died(self) -> bool:
@@ -202,7 +204,11 @@ class VllmEngine:
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        reader = SequenceReader(seq, self.tokenizer.stream(seq.params.stopping.stop_strings))
+        stopping, skip_special_tokens = seq.params.stopping, seq.params.skip_special_tokens
+        detokenizer = self.tokenizer.stream(
+            stopping.stop_strings, skip_special_tokens=skip_special_tokens, include_stop=stopping.include_stop
+        )
+        reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)
         try:
             while not seq.finished:
@@ -251,6 +257,7 @@ class VllmEngine:
             self._fail(request, output)
             return
         step = step_of(output.outputs[0], request.num_logprobs)
+        step.num_cached_tokens = output.num_cached_tokens
         request.ended = request.ended or bool(output.finished)
         if step.finish_reason == ABORT:  # not from a pass
             request.deliver(step)

@@ -30,6 +30,7 @@ class Step:
     metrics        vLLM's counts of the sequence's draft tokens, on the last step where there are any
     drafted        draft tokens verified in the step; None: the pass had other sequences too
     share          the mean of the pass, where it had other sequences too
+    num_cached_tokens  of the prompt, that the prefix cache held; None: not known
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Step:
     metrics: Any = None
     drafted: int | None = None
     share: float = 0.0
+    num_cached_tokens: int | None = None
 
 
 Deliver = Callable[[Step], None]
@@ -117,16 +119,26 @@ class SequenceReader:
     def _output(self, step: Step, emitted: list[int], run: slice, from_draft: bool, *, last: bool) -> RequestOutput:
         seq = self._seq
         finished = last and seq.finished
-        text = self._detokenizer.feed(emitted[run])
+        reason = seq.params.stopping.stop_reason(seq.generated) if finished and seq.finish_reason == "stop" else None
         return RequestOutput(
-            text + self._detokenizer.flush() if finished else text,
+            self._text(emitted[run], reason, finished=finished),
             tuple(emitted[run]),
             from_draft,
             None if step.logprobs is None else step.logprobs[run],
             seq.finish_reason if last else None,
             seq.stats if finished else None,
             step.drafted if last else None,
+            reason,
+            step.num_cached_tokens if finished else None,
         )
+
+    def _text(self, tokens: list[int], reason: int | str | None, *, finished: bool) -> str:
+        """The characters that tokens complete. A token that ended the sequence is none of them, unless asked for."""
+        seq = self._seq
+        by_token = finished and seq.finish_reason == "stop" and not isinstance(reason, str)
+        shown = tokens[:-1] if by_token and not seq.params.stopping.include_stop else tokens
+        text = self._detokenizer.feed(shown)
+        return text + self._detokenizer.flush() if finished else text
 
 
 def sequence_stats(records: list[_StepRecord], metrics: Any) -> SpecStats:

@@ -11,7 +11,7 @@ worker.py       kernels.py inside vLLM on a CPU, where its own verify draft toke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
 from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
@@ -20,12 +20,26 @@ if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
     from paceline.core.protocols import Engine
 
 MAX_GPUS = 1024
+METHODS = (
+    "none", "ngram", "suffix", "draft_model", "cross_vocab", "medusa", "eagle", "eagle3", "mtp", "dflash", "ngram_gpu",
+    "auto",
+)  # fmt: skip
 
 
 def _open(config: EngineConfig, build: BuildLocal) -> Engine:
     from paceline.engines.vllm.engine import open_vllm
 
     return open_vllm(config)
+
+
+def _server_command(config: EngineConfig) -> str:
+    from paceline.engines.vllm.arguments import server_command
+
+    return server_command(config)
+
+
+def _k_by_load(schedule: list[list[int]]) -> dict[str, Any]:
+    return {"speculative_config": {"num_speculative_tokens_per_batch_size": schedule}}
 
 
 SPEC = EngineSpec(
@@ -56,4 +70,7 @@ SPEC = EngineSpec(
     per_request=False,
     coupled_seeds=False,
     packages=("vllm",),
+    methods=METHODS,
+    server_command=_server_command,
+    k_by_load=_k_by_load,
 )

@@ -2,7 +2,7 @@
 # make demo       see it work: one prompt, plain and speculative
 # make test-fast  the tests to run between two edits: under a minute
 # make test       the whole test suite
-# make test-engines  the tests of engines of others (vLLM), in an environment of their own: .venv-engines
+# make test-engines  the tests of engines of others (vLLM, llama.cpp), in an environment of their own: .venv-engines
 # make check      ruff and mypy
 # Each makes .venv if it is missing and installs exact versions (constraints.txt) into it.
 

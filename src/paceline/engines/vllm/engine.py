@@ -144,14 +144,18 @@ class VllmEngine:
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
-        if self._has_died:
-            raise StepFailed(DIED)
+        self.check_health()
         translated = self._requests.translate(request)
         return self._stream(translated.seq, self._params(translated))
 
     def stats(self) -> EngineStats:
         num_blocks = self._config.cache_config.num_gpu_blocks or 0
         return self._recorder.snapshot(self.methods[0], len(self._running), num_blocks)
+
+    def check_health(self) -> None:
+        """Raise StepFailed where one of vLLM's processes has died: no request can succeed any more."""
+        if self._has_died:
+            raise StepFailed(DIED)
 
     async def close(self) -> None:
         if self._closing.is_set():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.config import as_int, checked_k
@@ -12,6 +12,12 @@ from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 
 MAX_LOGPROBS = 1024
+TAKEN = frozenset(  # fields of a request that every server understands, or that change nothing where it does not
+    {
+        "prompt", "sampling", "max_new_tokens", "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens",
+        "prediction", "logprobs", "structured_output",
+    }
+)  # fmt: skip
 STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex", "grammar")
 
 
@@ -38,6 +44,7 @@ def check_structured_output(output: StructuredOutput) -> None:
 class RequestChecks:
     """Checks against one model.
 
+    takes          fields of a request that the engine knows; any other that asks for something is refused
     max_logprobs   alternatives that the engine reports for a token
     check_grammar  raises OptionError for a schema or grammar that the engine cannot keep to
     """
@@ -45,10 +52,12 @@ class RequestChecks:
     info: ModelInfo
     methods: tuple[str, ...]
     max_logprobs: int = MAX_LOGPROBS
+    takes: frozenset[str] = TAKEN
     check_grammar: Callable[[StructuredOutput], None] = check_structured_output
 
     def check(self, request: Request) -> None:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
+        self._check_fields(request)
         self._check_prompt(request.prompt)
         self._check_numbers(request)
         if request.method is not None and request.method not in self.methods:
@@ -59,6 +68,12 @@ class RequestChecks:
         stop_strings(request.stop)
         if request.structured_output is not None:
             self.check_grammar(request.structured_output)
+
+    def _check_fields(self, request: Request) -> None:
+        """A field that was added for another engine is never ignored in silence."""
+        for item in fields(request):
+            if item.name not in self.takes and getattr(request, item.name) != item.default:
+                raise OptionError(f"this engine does not take {item.name}; leave it out, or use the engine local")
 
     def _check_prompt(self, prompt: list[int]) -> None:
         length, info = len(prompt), self.info

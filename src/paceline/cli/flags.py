@@ -26,7 +26,7 @@ from paceline.config import (
     SpeculativeConfig,
 )
 from paceline.errors import OptionError
-from paceline.tuned import adopted
+from paceline.tuned import LOCAL, adopted
 
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
@@ -159,7 +159,7 @@ def config_from_args(
     options["draft_options"] = named_values("--draft-option", options.get("draft_options") or ())
     options["engine_options"] = named_values("--engine-option", options.get("engine_options") or ())
     if not options.get("method") and not options.get("draft_model"):
-        options["method"] = default_method
+        options["method"] = _offered(default_method, options.get("engine") or LOCAL)
     config = EngineConfig.create(**{**options, **overrides})
     if not with_profile:
         return config
@@ -167,6 +167,14 @@ def config_from_args(
     if adoption.note:
         note(f"paceline: {adoption.note}")
     return adoption.config
+
+
+def _offered(method: str, engine: str) -> str:
+    """A method that a command chooses by itself, or none where the engine does not have it."""
+    from paceline.engines.registry import spec
+
+    known = spec(engine).methods
+    return method if known is None or method in known else NONE
 
 
 def named_values(flag: str, items: Iterable[str]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class EngineSpec:
     methods         names of the methods it has; None: those of drafting/registry
     model_for       the name of the model it runs where the user names another; None: it cannot run that one
     server_command  the line that starts the engine's own server with a configuration; None: it has no such server
+    k_by_load       `engine_options` for k by the sequences at a time, [[first, last, k], …]; None: it takes one k
     """
 
     name: str
@@ -65,6 +66,7 @@ class EngineSpec:
     methods: tuple[str, ...] | None = None
     model_for: Callable[[str], str | None] = _same_model
     server_command: Callable[[EngineConfig], str] | None = None
+    k_by_load: Callable[[list[list[int]]], dict[str, Any]] | None = None
 
     @property
     def installed(self) -> bool:
@@ -75,6 +77,7 @@ _MODULES = {
     "local": "paceline.engines.local",
     "llama_cpp": "paceline.engines.llama_cpp",
     "http": "paceline.engines.http",
+    "vllm": "paceline.engines.vllm",
 }
 _REGISTERED: dict[str, EngineSpec] = {}
 

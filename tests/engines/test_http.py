@@ -135,6 +135,17 @@ def test_a_seed_and_a_stop_string_reach_the_server(decoder: SpeculativeDecoder) 
     stop = first.text[6:8]
     cut = decoder.generate(PROMPT, seed=3, stop=[stop], **settings)
     assert cut.text == first.text[: first.text.index(stop)] and cut.finish_reason == "stop"
+    assert cut.token_ids == first.token_ids[: len(cut.token_ids)] and cut.stats.new_tokens == len(cut.token_ids)
+
+
+def test_fields_of_paceline_and_vllm_reach_the_server(decoder: SpeculativeDecoder) -> None:
+    letters = decoder.tokenizer.encode("abcd")
+    result = decoder.generate(PROMPT, max_new_tokens=12, allowed_token_ids=letters, bad_words=["aa"], ignore_eos=True)
+    assert set(result.text) <= set("abcd") and "aa" not in result.text and len(result.token_ids) == 12
+    outputs = list(decoder.stream(PROMPT, max_new_tokens=12, stop_token_ids=result.token_ids[:1]))
+    assert outputs[-1].finish_reason in ("stop", "length")
+    with pytest.raises(OptionError, match="does not take prompt_logprobs"):
+        decoder.generate(PROMPT, prompt_logprobs=1)
 
 
 def test_logprobs_come_with_every_token(decoder: SpeculativeDecoder, server: RunningServer) -> None:

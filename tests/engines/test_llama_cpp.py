@@ -161,7 +161,8 @@ def test_a_stop_string_ends_a_sequence_and_is_not_shown(ngram: SpeculativeDecode
     stop = text[6:8]
     result = ngram.generate(PROMPT, max_new_tokens=24, ignore_eos=True, stop=[stop])
     assert result.text == text[: text.index(stop)] and result.finish_reason == "stop"
-    assert "".join(output.text for output in ngram.stream(PROMPT, max_new_tokens=24, stop=[stop])) == result.text
+    outputs = list(ngram.stream(PROMPT, max_new_tokens=24, stop=[stop], ignore_eos=True))
+    assert "".join(output.text for output in outputs) == result.text and outputs[-1].stop_reason == stop
 
 
 def test_an_end_token_ends_a_sequence(plain: SpeculativeDecoder) -> None:
@@ -231,6 +232,8 @@ def test_a_json_schema_a_regex_and_a_grammar_are_kept_to(opened: Opener, gguf: s
         jsonschema.validate(json.loads(await text("json_schema", json.dumps(SCHEMA))), SCHEMA)
         assert (await text("regex", "a/b[0-9]{3}")).startswith("a/b")
         assert await text("grammar", 'start: "yes" | "no"') in ("yes", "no")
+        assert await text("grammar", 'root ::= "yes" | "no"') in ("yes", "no")
+        assert await text("choice", '["left", "right"]') in ("left", "right")
 
     with_engine(gguf, work, method=method)
 
@@ -260,6 +263,7 @@ def test_a_schema_that_llama_cpp_would_ignore_is_refused(gguf: str, value: str) 
         ({"logprobs": -1}, OptionError),
         ({"num_draft_tokens": 500}, OptionError),
         ({"min_new_tokens": 3}, OptionError),
+        ({"bad_words": ("x",)}, OptionError),
         ({"sampling": SamplingParams(presence_penalty=1.0)}, OptionError),
     ],
     ids=lambda value: str(value)[:40],

@@ -99,7 +99,13 @@ class RemoteEngine:
             rest = reader.end()
             self._count(request, reader, time.perf_counter() - started)
             self._tracker.end(tracked)
-        yield RequestOutput(rest, finish_reason=reader.finish_reason or "abort", stats=reader.stats)
+        yield RequestOutput(
+            rest,
+            finish_reason=reader.finish_reason or "abort",
+            stats=reader.stats,
+            stop_reason=reader.stop_reason,
+            num_cached_tokens=reader.num_cached_tokens,
+        )
 
     async def _counters(self) -> DraftCounts | None:
         """The server's counters of draft tokens, where they are needed and only one request can have moved them."""

@@ -18,7 +18,7 @@ TAKEN = frozenset(  # fields of a request that every server understands, or that
         "prediction", "logprobs", "structured_output",
     }
 )  # fmt: skip
-STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex", "grammar")
+STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex")
 
 
 def stop_strings(stop: Any) -> list[str]:

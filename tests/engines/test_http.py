@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -24,6 +25,7 @@ from paceline.serve.config import ServerConfig
 from tests.serve.running import RunningServer, serving_model, slowed
 from tests.support.build import collect, ids_of, text_request
 from tests.support.engines import ascii_gguf, ascii_llama
+from tests.support.served import serving_flags
 from tests.support.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -252,6 +254,18 @@ def test_the_command_line_generates_through_a_server(
     assert document["new_tokens"] == 12 and document["drafted"] > 0
     assert main(["generate", "hi", *arguments[:4], "-m", "other"]) != 0
     assert "has no model 'other'; it has tiny" in capsys.readouterr().err
+
+
+def test_serve_puts_the_api_in_front_of_another_server(
+    server: RunningServer, tiny_folder: Path, decoder: SpeculativeDecoder
+) -> None:
+    flags = ["--engine", "http", "--engine-option", f"url={server.url}", "-m", "tiny"]
+    with serving_flags(*flags, "--engine-option", f"tokenizer={tiny_folder}") as front:
+        whole = front.client().completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+    assert whole.choices[0].text == decoder.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text
+    assert whole.usage is not None and whole.usage.completion_tokens == 12
 
 
 # --- llama.cpp's server -----------------------------------------------------------------------------------------------

@@ -36,11 +36,10 @@ from paceline.errors import (
     OptionError,
     PromptError,
 )
-from paceline.serve.config import ServerConfig
-from tests.serve.running import serving
 from tests.support.build import collect, text_request
 from tests.support.engines import ONE_THREAD, ascii_gguf, gguf_llama
 from tests.support.gguf import write_gguf
+from tests.support.served import serving_flags
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -408,14 +407,13 @@ def test_the_command_line_generates_with_it(gguf: str, capsys: pytest.CaptureFix
 
 
 def test_the_server_serves_it_and_a_client_that_leaves_aborts(gguf: str) -> None:
-    config = EngineConfig.create(gguf, engine="llama_cpp", engine_options=ONE_THREAD, per_request=True)
-    with serving(open_engine(config), ServerConfig(("model",))) as server:
+    with serving_flags("-m", gguf, "--engine", "llama_cpp", "--engine-option", "threads=1") as server:
         client = server.client()
-        whole = client.completions.create(model="model", prompt=PROMPT, max_tokens=16, temperature=0)
-        parts = client.completions.create(model="model", prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
+        whole = client.completions.create(model=gguf, prompt=PROMPT, max_tokens=16, temperature=0)
+        parts = client.completions.create(model=gguf, prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
         assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
         assert whole.usage is not None and whole.usage.prompt_tokens == len(PROMPT)
-        body = {"model": "model", "prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
+        body = {"model": gguf, "prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
         assert server.wait_until_idle(60).spec.new_tokens < 16 + 16 + 400

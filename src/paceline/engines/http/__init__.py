@@ -10,6 +10,7 @@ from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
 if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
     from paceline.core.protocols import Engine
 
+METHODS = ("none", "ngram", "suffix", "lookahead", "layerskip", "prediction")  # of a request to paceline's own server
 OPTIONS = (
     EngineOption("url", "address of the server, such as http://localhost:8000"),
     EngineOption("api_key", "default: the environment variable OPENAI_API_KEY"),
@@ -33,4 +34,5 @@ SPEC = EngineSpec(
     options=OPTIONS,
     packages=("httpx",),
     reads_files=False,
+    methods=METHODS,
 )

@@ -34,6 +34,7 @@ from paceline.errors import (
     ModelError,
     ModelNotFound,
     OptionError,
+    OutOfMemory,
     PromptError,
 )
 from tests.support.build import collect, text_request
@@ -327,6 +328,21 @@ def test_the_missing_package_is_named_with_its_extra(gguf: str, monkeypatch: pyt
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else found(name))
     with pytest.raises(MissingExtra, match=r"pip install '\.\[llama-cpp\]'"):
         SpeculativeDecoder(gguf, engine="llama_cpp")
+
+
+def test_a_full_kv_cache_names_the_flag_and_the_engine_goes_on(gguf: str) -> None:
+    options = {**ONE_THREAD, "context_size": 256}
+    with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=options, max_num_seqs=4) as decoder:
+        assert decoder.info.max_seq_len == 256
+        with pytest.raises(OutOfMemory, match="--kv-cache-tokens"):
+            decoder.generate([f"{PROMPT} {number}" for number in range(4)], max_new_tokens=60, ignore_eos=True)
+        assert len(decoder.generate(PROMPT, max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_proxies_of_the_environment_do_not_come_between(gguf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=ONE_THREAD) as decoder:
+        assert decoder.generate(PROMPT, max_new_tokens=2).token_ids
 
 
 # --- ends -------------------------------------------------------------------------------------------------------------

@@ -25,10 +25,21 @@ DONE = "[DONE]"
 
 
 class HttpClient:
-    """One server. `subject` names it in errors; read_timeout: seconds without a byte before a server counts as lost."""
+    """One server.
+
+    subject       names it in errors
+    read_timeout  seconds without a byte before the server counts as lost
+    use_proxy     whether the proxies of the environment apply; never for a server of our own on this machine
+    """
 
     def __init__(
-        self, url: str, api_key: str | None = None, *, subject: str | None = None, read_timeout: float | None = None
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        subject: str | None = None,
+        read_timeout: float | None = None,
+        use_proxy: bool = True,
     ) -> None:
         httpx = _httpx()
         self.url, self.subject = url, subject or f"the server at {url}"
@@ -38,15 +49,14 @@ class HttpClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, read=read_timeout)
         verify = url.startswith("https")  # reading the certificates takes a while
-        self._headers, self._verify = headers, verify
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, verify=verify)
+        shared: dict[str, Any] = {"headers": headers, "verify": verify, "trust_env": use_proxy}
+        self._shared = shared
+        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, **shared)
 
     def get(self, path: str) -> str:
         """The document of a path, before there is an event loop. Raises EngineClosed or OptionError."""
         with self._explained():
-            response = _httpx().get(
-                self.url + path, headers=self._headers, timeout=OPEN_SECONDS, verify=self._verify
-            )
+            response = _httpx().get(self.url + path, timeout=OPEN_SECONDS, **self._shared)
             self._check(response.status_code, response.text)
             return str(response.text)
 

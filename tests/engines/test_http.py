@@ -20,7 +20,7 @@ from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request, StructuredOutput
-from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, PromptError
+from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, PromptError
 from paceline.serve.config import ServerConfig
 from tests.serve.running import RunningServer, serving_model, slowed
 from tests.support.build import collect, ids_of, text_request
@@ -309,7 +309,7 @@ def test_a_server_that_is_killed_fails_its_requests(llama_server: Any) -> None:
         outputs = decoder.stream(PROMPT, max_new_tokens=450, ignore_eos=True)
         next(outputs)
         llama_server._process.kill()
-        with pytest.raises(EngineClosed, match="was lost"):
+        with pytest.raises(EngineFailed, match="was lost"):
             list(outputs)
-        with pytest.raises(EngineClosed, match="cannot be reached"):
+        with pytest.raises(EngineFailed, match="cannot be reached"):
             decoder.generate(PROMPT)

@@ -30,6 +30,7 @@ from paceline.core.types import Request, StructuredOutput
 from paceline.errors import (
     ContextLengthExceeded,
     EngineClosed,
+    EngineFailed,
     MissingExtra,
     ModelError,
     ModelNotFound,
@@ -384,14 +385,17 @@ def test_a_closed_engine_refuses_requests_and_closing_twice_is_harmless(gguf: st
 def test_a_process_that_dies_fails_its_requests_with_the_reason(gguf: str) -> None:
     with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=ONE_THREAD) as decoder:
         worker = decoder._engine._parts.on_close.__self__  # type: ignore[attr-defined]
+        decoder._engine.check_health()
         outputs = decoder.stream(PROMPT, max_new_tokens=450, ignore_eos=True)
         next(outputs)
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(EngineClosed, match=r"llama\.cpp's process has ended \(signal 9\)"):
+        with pytest.raises(EngineFailed, match=r"llama\.cpp's process has ended \(signal 9\)"):
             list(outputs)
-        with pytest.raises(EngineClosed, match="has ended"):
+        with pytest.raises(EngineFailed, match="has ended"):
             decoder.generate(PROMPT)
-        assert decoder.stats().failures == 2 and not decoder.stats().running
+        with pytest.raises(EngineFailed, match="has ended"):
+            decoder._engine.check_health()
+        assert decoder.stats().failures == 1 and not decoder.stats().running
 
 
 def test_the_process_ends_with_the_program_that_opened_it(gguf: str) -> None:

@@ -63,7 +63,7 @@ class ServedModel:
 
 
 def open_http(config: EngineConfig) -> RemoteEngine:
-    """Raises OptionError, or EngineClosed where the server cannot be reached."""
+    """Raises OptionError, or EngineFailed where the server cannot be reached."""
     options = config.engine_options
     if "url" not in options:
         raise OptionError("the engine http needs the address of a server: --engine-option url=http://localhost:8000")

@@ -17,7 +17,7 @@ from paceline.engines.http.request_checks import RequestChecks
 from paceline.engines.llama_cpp.options import LlamaCppOptions, check_supported
 from paceline.engines.llama_cpp.process import LlamaCppProcess
 from paceline.engines.local.structured_output import GrammarCompiler
-from paceline.errors import EngineClosed, MissingExtra, OptionError, OutOfMemory, PacelineError, StepFailed
+from paceline.errors import EngineFailed, MissingExtra, OptionError, OutOfMemory, PacelineError, StepFailed
 from paceline.hub.gguf_model import GgufModel, gguf_path, locate_gguf
 from paceline.hub.locate import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
@@ -66,8 +66,18 @@ def _parts(
     )
     methods = (options.method,)
     checks = RequestChecks(info, methods, check_grammar=GrammarCheck(tokenizer, info))
-    ends: dict[str, Any] = {"explain": _explained(process), "on_close": process.close}
-    return RemoteParts(info, tokenizer, methods, client, wire, checks, options.max_num_seqs, **ends)
+    return RemoteParts(
+        info,
+        tokenizer,
+        methods,
+        client,
+        wire,
+        checks,
+        options.max_num_seqs,
+        explain=_explained(process),
+        check_health=process.check_health,
+        on_close=process.close,
+    )
 
 
 class GrammarCheck:
@@ -103,9 +113,11 @@ def _explained(process: LlamaCppProcess) -> Explain:
     def explain(error: PacelineError) -> PacelineError:
         if isinstance(error, StepFailed) and CACHE_FULL in str(error):
             return OutOfMemory("llama.cpp's KV cache is full; raise --kv-cache-tokens or lower --max-num-seqs")
-        if isinstance(error, EngineClosed):
-            process.wait_if_ending()
-            return process.failure() or error
+        if isinstance(error, EngineFailed):
+            try:
+                process.check_after_failure()
+            except EngineFailed as reason:
+                return reason
         return error
 
     return explain

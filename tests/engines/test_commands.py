@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from paceline.cli import main
 from tests.support.engines import ascii_gguf
+from tests.support.tiny import write_tiny_model
 
 pytestmark = pytest.mark.slow
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu", "--json"]
@@ -80,3 +82,19 @@ def test_tune_compares_our_own_engine_with_llama_cpp(gguf: Path, capsys: pytest.
     parser = CommandParser()
     serve.configure(parser)
     parser.parse_args(words[2:])
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+VLLM = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--engine-option", "kv_cache_gib=0.25"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: make test-engines")
+def test_vllm_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A false alarm has probability 0.001. The model is its own draft model, so that every step verifies draft tokens."""
+    folder = str(write_tiny_model(tmp_path / "wide", hidden_size=128))
+    command = ["audit", folder, *VLLM, "--methods", "draft_model", "--draft-model", folder, *AUDIT]
+    assert main([*command, "--temperatures", "0.5"]) == 0
+    document = document_of(capsys)
+    assert document["outcome"] == "lossless"
+    assert [check["kind"] for check in document["checks"]] == ["greedy", "sampled", "sampled"]

@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.serve.config import NetworkConfig
 from paceline.serve.errors import ApiError
 
-OPEN_PATHS = ("/health", "/")  # served without a key, as are the files of the web page
+OPEN_PATHS = ("/health", "/", "/docs", "/ping")  # served without a key, as are the files of the web page
 PAGE_PREFIX = "/page/"
+UNSUPPORTED_PREFIXES = ("/v1/audio/", "/v1/images/", "/v1/files", "/v1/uploads")  # no text model does these
 NO_KEY = "anonymous"
 KEY_SCOPE = "paceline_key"  # where the scope of a request holds the short name of its API key
 PAGE_POLICY = "default-src 'self'; connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
@@ -70,7 +71,7 @@ class AuthMiddleware:
         try:
             scope[KEY_SCOPE] = self._authenticate(scope, Headers(scope=scope))
         except ApiError as error:
-            await error.response()(scope, receive, send_secured)
+            await error.response(scope["path"])(scope, receive, send_secured)
             return
         await self._app(scope, receive, send_secured)
 
@@ -81,13 +82,15 @@ class AuthMiddleware:
         path, method = scope["path"], scope["method"]
         if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PAGE_PREFIX):
             return NO_KEY
-        owner = self._keys.owner(headers.get("authorization", ""))
+        # Anthropic's clients send the key alone.
+        owner = self._keys.owner(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
         if owner is None:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         # A browser sends this content type from another origin only after a CORS preflight.
         content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and content_type != "application/json":
+        is_refused_anyway = path.startswith(UNSUPPORTED_PREFIXES)  # with a message that says more
+        if method == "POST" and content_type != "application/json" and not is_refused_anyway:
             raise ApiError(415, "the body must be JSON: Content-Type: application/json")
         return owner
 

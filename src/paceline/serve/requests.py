@@ -78,8 +78,12 @@ class RequestBuilder:
         if body.asked_tokens == 0:
             raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompts = [EncodedPrompt(self._encode_messages(body.messages))]
+        prompts = [EncodedPrompt(self.chat_prompt(body))]
         return self._task(body, prompts, self._config.limits.chat_max_tokens, logprobs)
+
+    def chat_prompt(self, body: ChatRequest) -> list[int]:
+        """Token ids of a chat's messages through the model's template."""
+        return self._encode_messages(body.messages)
 
     def completion(self, body: CompletionRequest) -> CompletionTask:
         """The engine requests of a completion."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from paceline.serve.access_log import LOG_FIELDS
+from paceline.serve.api_shape import ApiShape, Document
 from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
@@ -56,16 +57,12 @@ def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/v1/chat/completions", responses=ERROR_RESPONSES, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
-        ignored = context.extra_fields.ignored(body)
-        task = await context.tokenized(context.requests.chat, body)
-        return add_header(await respond(context, request, task, ChatFormat(context.formatter)), ignored)
+        return await chat_response(context, request, body)
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """The continuation of a prompt."""
-        ignored = context.extra_fields.ignored(body)
-        task = await context.tokenized(context.requests.completion, body)
-        return add_header(await respond(context, request, task, CompletionFormat(context.formatter)), ignored)
+        return await completion_response(context, request, body)
 
 
 def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
@@ -117,8 +114,28 @@ def model_entry(context: ServerContext, name: str) -> Json:
     return {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline", "x_paceline": details}
 
 
+async def chat_response(
+    context: ServerContext, request: Request, body: ChatRequest, shape: ApiShape | None = None
+) -> Response:
+    """The answer to chat messages. shape: that of another API, whose body was translated into this one."""
+    ignored = context.extra_fields.ignored(body)
+    task = await context.tokenized(context.requests.chat, body)
+    response_format = ChatFormat(context.formatter)
+    return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
+
+
+async def completion_response(
+    context: ServerContext, request: Request, body: CompletionRequest, shape: ApiShape | None = None
+) -> Response:
+    """The continuation of a prompt. shape: as of a chat."""
+    ignored = context.extra_fields.ignored(body)
+    task = await context.tokenized(context.requests.completion, body)
+    response_format = CompletionFormat(context.formatter)
+    return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
+
+
 async def respond(
-    context: ServerContext, request: Request, task: CompletionTask, response_format: ResponseFormat
+    context: ServerContext, request: Request, task: CompletionTask, response_format: ResponseFormat, shape: ApiShape
 ) -> Response:
     """The response to one request, whole or as a stream. Its admission ends with the last byte."""
     response = ResponseBuilder(response_format, task, context.config.served_model_names[0])
@@ -130,8 +147,8 @@ async def respond(
         if not task.stream:
             document = await while_connected(request, response.whole(deltas))
             log_fields |= response.log_fields()
-            return JSONResponse(document)
-        chunks = response.chunks(deltas)
+            return Document(shape.whole(document))
+        chunks = shape.chunks(response.chunks(deltas))
         first = await while_connected(request, anext(chunks))
         stream_admission = admission.pop_all()
 
@@ -139,7 +156,7 @@ async def respond(
         stream_admission.close()
         log_fields.update(response.log_fields(), **({"status": error.status} if error else {}))
 
-    return EventStream(first, chunks, context.config.limits.stall_timeout, on_finish)
+    return EventStream(first, chunks, shape, context.config.limits.stall_timeout, on_finish)
 
 
 def _request_fields(context: ServerContext, task: CompletionTask, response: ResponseBuilder) -> Json:

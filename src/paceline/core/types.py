@@ -257,3 +257,4 @@ class RequestOutput:
     finish_reason: str | None = None
     stats: SpecStats | None = None  # on the last output
     num_drafted: int | None = None  # on the last output of a step: draft tokens verified in it, where that is known
+    stop_string: str | None = None  # on the last output: the one of the request's stop strings that ended it

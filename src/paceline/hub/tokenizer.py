@@ -83,6 +83,7 @@ class StreamDetokenizer:
         self._context = self._emitted = 0  # decoding starts at _context; all before _emitted has been returned
         self._held = ""  # characters that may begin a stop string
         self.stopped = False
+        self.stop_string: str | None = None  # the one that was met
 
     def feed(self, ids: list[int]) -> str:
         """Take tokens; return the characters that can no longer change."""
@@ -108,10 +109,11 @@ class StreamDetokenizer:
         if self.stopped:
             return ""
         characters = self._held + characters
-        stops = [index for index in (characters.find(stop) for stop in self._stop_strings) if index >= 0]
+        stops = [(characters.find(stop), stop) for stop in self._stop_strings if stop in characters]
         if stops:
+            start, self.stop_string = min(stops)
             self.stopped, self._held = True, ""
-            return characters[: min(stops)]
+            return characters[:start]
         overlap = max((_overlap(characters, stop) for stop in self._stop_strings), default=0)
         self._held = characters[len(characters) - overlap :]
         return characters[: len(characters) - overlap]

@@ -22,6 +22,7 @@ class ApiShape:
     """OpenAI's own shape: documents and chunks stay as they are. One instance serves one request."""
 
     media_type = EVENTS
+    prompt_tokens = 0  # of the request, known before its output
 
     def whole(self, document: Json) -> Any:
         """The response to a request without a stream."""

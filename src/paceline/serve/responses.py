@@ -36,6 +36,7 @@ class ChoiceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # of each token in the text
     finish_reason: str | None = None
+    stop_string: str | None = None  # that ended the output
     stats: SpecStats = field(default_factory=SpecStats)
 
     @property
@@ -53,6 +54,7 @@ class ChoiceState:
         self.from_draft += [output.from_draft] * num_tokens
         self.logprobs += output.logprobs or ()
         self.finish_reason = output.finish_reason or self.finish_reason
+        self.stop_string = output.stop_string or self.stop_string
         self.stats = output.stats or self.stats
 
     def speculation(self) -> Json:
@@ -226,6 +228,7 @@ class ResponseBuilder:
         logprobs = self._format.logprobs(state.logprobs, state.offsets) if state.has_logprobs else None
         fields = self._format.whole(state.choice.echo, state.text)
         choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": state.finish_reason}
+        choice["stop_reason"] = state.stop_string
         return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
 
     def _opening_chunks(self) -> Iterator[Json]:
@@ -239,7 +242,8 @@ class ResponseBuilder:
             yield self._output_chunk(delta.index, state, output)
         if output.finish_reason:
             stats = state.speculation() if self._task.include_stats else None
-            yield self._chunk(delta.index, self._format.closing(), None, stats, state.finish_reason)
+            fields = {**self._format.closing(), "stop_reason": state.stop_string}
+            yield self._chunk(delta.index, fields, None, stats, state.finish_reason)
 
     def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput) -> Json:
         logprobs = stats = None

@@ -139,6 +139,7 @@ async def respond(
 ) -> Response:
     """The response to one request, whole or as a stream. Its admission ends with the last byte."""
     response = ResponseBuilder(response_format, task, context.config.served_model_names[0])
+    shape.prompt_tokens = task.prompt_tokens
     log_fields = request.scope[LOG_FIELDS]
     log_fields |= _request_fields(context, task, response)
     with ExitStack() as admission:

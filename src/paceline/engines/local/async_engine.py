@@ -117,4 +117,5 @@ def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer) -> Request
     text = detokenizer.feed(list(output.token_ids))
     if output.finish_reason is not None:
         text += detokenizer.flush()
+        return replace(output, text=text, stop_string=detokenizer.stop_string)
     return replace(output, text=text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 
 from paceline.serve.api_messages import add_messages_routes
+from paceline.serve.api_ollama import add_ollama_routes
 from paceline.serve.api_responses import add_responses_routes
 from paceline.serve.context import ServerContext
 from paceline.serve.limits import limited_route
@@ -13,6 +14,6 @@ from paceline.serve.limits import limited_route
 def api_router(context: ServerContext) -> APIRouter:
     """All of them, over one server."""
     routes = APIRouter(route_class=limited_route(context.config.limits))
-    for add_routes in (add_responses_routes, add_messages_routes):
+    for add_routes in (add_responses_routes, add_messages_routes, add_ollama_routes):
         add_routes(routes, context)
     return routes

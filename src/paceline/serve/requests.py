@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.core.types import Request, StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.serve.config import ServerConfig
 from paceline.serve.errors import ApiError
+from paceline.serve.fill_in_middle import FillInMiddle
 from paceline.serve.schema import (
     SEED_LIMIT,
     ChatMessage,
@@ -25,6 +27,7 @@ from paceline.serve.schema import (
     TokenizeRequest,
 )
 from paceline.serve.token_text import TokenText
+from paceline.serve.vocabulary import vocabulary
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
 
@@ -69,6 +72,7 @@ class RequestBuilder:
     def __init__(self, engine: Engine, token_text: TokenText, config: ServerConfig) -> None:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
+        self.vocabulary = vocabulary(engine.tokenizer)
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
 
     def chat(self, body: ChatRequest) -> CompletionTask:
@@ -85,8 +89,15 @@ class RequestBuilder:
         """Token ids of a chat's messages through the model's template."""
         return self._encode_messages(body.messages)
 
-    def completion(self, body: CompletionRequest) -> CompletionTask:
-        """The engine requests of a completion."""
+    @cached_property
+    def middle(self) -> FillInMiddle:
+        """Prompts for the text between a prompt and a suffix."""
+        return FillInMiddle(self.vocabulary)
+
+    def completion(
+        self, body: CompletionRequest, default_tokens: int = COMPLETION_MAX_TOKENS
+    ) -> CompletionTask:
+        """The engine requests of a completion. default_tokens: max_tokens of a body that gives none."""
         if body.best_of is not None and body.best_of != (body.n or 1):
             raise ApiError(400, "best_of is supported only where it equals n", param="best_of")
         if body.echo and body.logprobs is not None:
@@ -95,8 +106,11 @@ class RequestBuilder:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
         is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         inputs = [body.prompt] if is_single else body.prompt
-        prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
-        return self._task(body, prompts, COMPLETION_MAX_TOKENS, body.logprobs)
+        if body.suffix:
+            prompts = [self._middle_prompt(prompt, body) for prompt in inputs]
+        else:
+            prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
+        return self._task(body, prompts, default_tokens, body.logprobs)
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages."""
@@ -123,6 +137,11 @@ class RequestBuilder:
         if not echo:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
+
+    def _middle_prompt(self, prompt: Any, body: CompletionRequest) -> EncodedPrompt:
+        if not isinstance(prompt, str):
+            raise ApiError(400, "a prompt with a suffix must be a string", param="prompt")
+        return EncodedPrompt(self.middle.prompt(prompt, body.suffix or ""), prompt if body.echo else "")
 
     def _truncated(self, prompt: EncodedPrompt, body: CommonParams) -> EncodedPrompt:
         """The prompt, cut to its last tokens as truncate_prompt_tokens says; -1: as many as fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,7 +17,7 @@ from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.extra_fields import add_header
 from paceline.serve.limits import limited_route
-from paceline.serve.requests import CompletionTask
+from paceline.serve.requests import COMPLETION_MAX_TOKENS, CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from paceline.serve.rounding import near_tie_logprob
 from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -125,11 +126,16 @@ async def chat_response(
 
 
 async def completion_response(
-    context: ServerContext, request: Request, body: CompletionRequest, shape: ApiShape | None = None
+    context: ServerContext,
+    request: Request,
+    body: CompletionRequest,
+    shape: ApiShape | None = None,
+    default_tokens: int = COMPLETION_MAX_TOKENS,
 ) -> Response:
-    """The continuation of a prompt. shape: as of a chat."""
+    """The continuation of a prompt. shape: as of a chat. default_tokens: max_tokens of a body that gives none."""
     ignored = context.extra_fields.ignored(body)
-    task = await context.tokenized(context.requests.completion, body)
+    build = partial(context.requests.completion, default_tokens=default_tokens)
+    task = await context.tokenized(build, body)
     response_format = CompletionFormat(context.formatter)
     return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
 

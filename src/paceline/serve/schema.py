@@ -157,6 +157,7 @@ class CompletionRequest(CommonParams):
         | Annotated[list[str], Field(min_length=1, max_length=2048)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=2048)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None

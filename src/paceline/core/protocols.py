@@ -126,6 +126,10 @@ class Runner(Protocol):
         """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
         raise _missing(self.info, Capability.HIDDEN_STATES)
 
+    def hidden_view(self) -> Runner:
+        """The same model on the same sequence caches, whose passes return last hidden states; this one's do not."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         """Hidden states after the final norm -> logits."""
         raise _missing(self.info, Capability.HIDDEN_STATES)
@@ -215,6 +219,13 @@ class Engine(Protocol):
 
         Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way.
         """
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        """The last hidden states of a prompt as one vector of length 1. pooling: "mean", "last" or "cls".
+
+        Raises CapabilityError where the engine has no hidden states; OptionError, PromptError or OutOfMemory.
+        """
+        raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""

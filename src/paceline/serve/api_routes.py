@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from paceline.serve.api_embeddings import add_embeddings_routes
 from paceline.serve.api_messages import add_messages_routes
 from paceline.serve.api_ollama import add_ollama_routes
 from paceline.serve.api_responses import add_responses_routes
@@ -14,6 +15,6 @@ from paceline.serve.limits import limited_route
 def api_router(context: ServerContext) -> APIRouter:
     """All of them, over one server."""
     routes = APIRouter(route_class=limited_route(context.config.limits))
-    for add_routes in (add_responses_routes, add_messages_routes, add_ollama_routes):
+    for add_routes in (add_responses_routes, add_messages_routes, add_ollama_routes, add_embeddings_routes):
         add_routes(routes, context)
     return routes

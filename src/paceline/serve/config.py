@@ -128,6 +128,13 @@ class ServerConfig:
         "sampling",
         choices=("model", "none"),
     )
+    pooling: str = option(
+        "mean",
+        "--pooling",
+        "HOW",
+        "embeddings are the mean, the last or the first (cls) of the hidden states",
+        choices=("mean", "last", "cls"),
+    )
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,6 @@ from paceline.serve.schema import (
     CompletionRequest,
     Content,
     ResponseFormatParam,
-    TokenizeRequest,
 )
 from paceline.serve.token_text import TokenText
 from paceline.serve.vocabulary import vocabulary
@@ -111,14 +110,6 @@ class RequestBuilder:
         else:
             prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
         return self._task(body, prompts, default_tokens, body.logprobs)
-
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a prompt or of messages."""
-        if body.messages is not None and body.prompt is None:
-            return self._encode_messages(body.messages)
-        if body.prompt is not None and body.messages is None:
-            return self._tokenizer.encode(body.prompt)
-        raise ApiError(400, "give either prompt or messages")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""

@@ -1,4 +1,4 @@
-"""OpenAI's routes, and /tokenize, /health and /metrics."""
+"""OpenAI's completions and models, and /health and /metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.serve.limits import limited_route
 from paceline.serve.requests import COMPLETION_MAX_TOKENS, CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from paceline.serve.rounding import near_tie_logprob
-from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from paceline.serve.schema import ChatRequest, CompletionRequest
 from paceline.serve.streaming import EventStream, while_connected
 
 ERROR_DESCRIPTIONS = {
@@ -56,11 +56,13 @@ def router(context: ServerContext) -> APIRouter:
 
 def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/v1/chat/completions", responses=ERROR_RESPONSES, response_model=None)
+    @routes.post("/chat/completions", include_in_schema=False, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
         return await chat_response(context, request, body)
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
+    @routes.post("/completions", include_in_schema=False, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """The continuation of a prompt."""
         return await completion_response(context, request, body)
@@ -68,6 +70,7 @@ def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
 
 def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.get("/v1/models")
+    @routes.get("/models", include_in_schema=False)
     async def models() -> Json:
         """The model that is served, once for each of its names."""
         return {"object": "list", "data": [model_entry(context, name) for name in context.config.served_model_names]}
@@ -77,13 +80,6 @@ def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
         """One model."""
         context.requests.check_model(name)
         return model_entry(context, name)
-
-    @routes.post("/tokenize", responses=ERROR_RESPONSES)
-    async def tokenize(body: TokenizeRequest) -> Json:
-        """Token ids of a prompt, or of chat messages through the model's template."""
-        context.requests.check_model(body.model)
-        tokens = await context.tokenized(context.requests.tokenize, body)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": context.requests.max_model_len}
 
 
 def _add_monitoring_routes(routes: APIRouter, context: ServerContext) -> None:

@@ -161,11 +161,3 @@ class CompletionRequest(CommonParams):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-
-
-class TokenizeRequest(StrictModel):
-    """Body of /tokenize: prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None

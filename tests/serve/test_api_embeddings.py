@@ -61,7 +61,8 @@ def test_several_inputs_strings_tokens_and_formats_agree(tiny_server: RunningSer
     response = embed(tiny_server, input=["something else", TEXT])
     assert [entry.index for entry in response.data] == [0, 1]
     assert response.data[1].embedding == pytest.approx(by_text, abs=1e-6)
-    mixed = tiny_server.http().post("/embeddings", json={"input": [TEXT, {"content": [{"type": "text", "text": TEXT}]}]})
+    parts = {"content": [{"type": "text", "text": TEXT}]}
+    mixed = tiny_server.http().post("/embeddings", json={"input": [TEXT, parts]})
     assert mixed.json()["data"][0]["embedding"] == mixed.json()["data"][1]["embedding"]
 
 

@@ -154,7 +154,7 @@ def test_the_client_reads_errors(server: RunningServer) -> None:
 
 # --- tools and thinking, on fixed documents ---------------------------------------------------------------------------
 
-CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALL = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 
 
 def test_tool_calls_and_reasoning_are_blocks() -> None:

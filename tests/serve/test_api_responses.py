@@ -268,7 +268,7 @@ def test_what_cannot_be_answered_is_refused(client: openai.OpenAI, params: dict[
 
 # --- tools and reasoning, on fixed documents --------------------------------------------------------------------------
 
-CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALL = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 MESSAGE = {"role": "assistant", "content": "Let me look.", "reasoning_content": "A city.", "tool_calls": [CALL]}
 USAGE = {
     "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -75,6 +76,6 @@ def test_the_tokenizer_is_described(tiny_server: RunningServer) -> None:
     ],
 )
 def test_what_is_wrong_is_refused(tiny_server: RunningServer, path: str, fields: dict[str, Any]) -> None:
-    body = __import__("json").dumps(fields).encode()
+    body = json.dumps(fields).encode()
     response = tiny_server.http().post(path, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code in (400, 404) and response.json()["error"]["message"]

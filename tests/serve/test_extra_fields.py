@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from starlette.responses import Response
 
 from paceline.serve.app import create_app
 from paceline.serve.config import ServerConfig
-from paceline.serve.extra_fields import HEADER, UNSUPPORTED
+from paceline.serve.extra_fields import HEADER, UNSUPPORTED, add_header
 from tests.serve.running import CHAT, COMPLETIONS, NAME, RunningServer
 from tests.serve.toy_engine import ReversingEngine
 
@@ -64,7 +65,6 @@ def test_a_request_without_extra_fields_has_no_such_header(client: TestClient) -
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
         (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.tool_calls"),
-        (COMPLETIONS, {"suffix": "end"}, "suffix"),
         (COMPLETIONS, {"min_tokens": 5}, "min_tokens"),
         (COMPLETIONS, {"skip_special_tokens": False}, "skip_special_tokens"),
         (COMPLETIONS, {"guided_regex": "a+"}, "guided_regex"),
@@ -153,3 +153,8 @@ def test_a_conversation_of_the_openai_package_has_a_second_turn(tiny_server: Run
         messages += [sent_back, {"role": "user", "content": question}]
     raw = client.chat.completions.with_raw_response.create(model=NAME, messages=messages, max_tokens=4)
     assert "messages.tool_calls" in raw.headers[HEADER] and raw.parse().choices[0].message.role == "assistant"
+
+
+def test_a_field_without_a_name_is_shown_too() -> None:
+    response = add_header(Response(), ["a", ""])
+    assert response.headers[HEADER] == "a, ?", "a header may not end with a space"

@@ -78,6 +78,7 @@ def test_a_chat_response_is_a_message() -> None:
             "message": {"role": "assistant", "content": "abc", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
 

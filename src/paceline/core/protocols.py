@@ -53,7 +53,39 @@ class BlockPool(Protocol):
     def release(self, holder: Hashable) -> None: ...
 
 
-class Runner(Protocol):
+class ModelStates(Protocol):
+    """What drafters that live on the target use, and embeddings: the states inside a model.
+
+    A runner without them says so: needs are checked once, when the engine is built.
+    """
+
+    info: ModelInfo
+
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def hidden_view(self) -> Runner:
+        """The same model on the same sequence caches, whose passes return last hidden states; this one's do not."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the final norm -> logits."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens -> input vectors."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
+        """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).
+
+        adapter: what a state goes through between the final norm and the head.
+        """
+        raise _missing(self.info, Capability.EARLY_EXIT)
+
+
+class Runner(ModelStates, Protocol):
     """One model, many sequences. Owns the KV tensors; which blocks of them a sequence has is decided by its engine.
 
     blocks  the pool of the engine; the holder of blocks is a SequenceCache
@@ -119,31 +151,6 @@ class Runner(Protocol):
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """What the first sequences would otherwise wait for, piece by piece. None by default."""
         return []
-
-    # --- what drafters that live on the target use --------------------------------------------------------------------
-
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def hidden_view(self) -> Runner:
-        """The same model on the same sequence caches, whose passes return last hidden states; this one's do not."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Hidden states after the final norm -> logits."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens -> input vectors."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
-        """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).
-
-        adapter: what a state goes through between the final norm and the head.
-        """
-        raise _missing(self.info, Capability.EARLY_EXIT)
 
     def rollback_draft(self, seq_cache: SequenceCache, length: int) -> None:
         """Like truncate; but verification may use what an early exit has computed past `length`."""

@@ -118,7 +118,8 @@ class LlamaShape(ApiShape):
             if choice.get("text") or choice.get("token_ids"):
                 self._first_token = self._first_token or time.perf_counter()
                 self._has_new_line = self._has_new_line or "\n" in choice["text"]
-                yield {"index": choice["index"], **_content(choice), "stop": False, "tokens_evaluated": self.prompt_tokens}
+                content = {"index": choice["index"], **_content(choice)}
+                yield {**content, "stop": False, "tokens_evaluated": self.prompt_tokens}
 
     def _closing(self) -> Json:
         stop_string = self._choice.get("stop_reason")

@@ -21,7 +21,11 @@ from paceline.serve.api_shape import Json, NamedEvents
 from paceline.serve.errors import ERROR_SHAPES, ApiError
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
-DELTAS = {TEXT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"), TOOL_CALL: ("input_json_delta", "partial_json")}  # fmt: skip
+DELTAS = {
+    TEXT: ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    TOOL_CALL: ("input_json_delta", "partial_json"),
+}
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

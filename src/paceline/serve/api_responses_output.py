@@ -1,4 +1,4 @@
-"""A chat completion as a response of /v1/responses: its output items, and the events of its stream in OpenAI's order."""
+"""A chat completion as a response of /v1/responses: its output items, and the events of its stream in their order."""
 
 from __future__ import annotations
 

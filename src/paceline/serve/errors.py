@@ -12,7 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from paceline.errors import CapabilityError, ContextLengthExceeded, EngineClosed, OptionError, OutOfMemory, PacelineError
+from paceline.errors import (
+    CapabilityError,
+    ContextLengthExceeded,
+    EngineClosed,
+    OptionError,
+    OutOfMemory,
+    PacelineError,
+)
 
 LOG = logging.getLogger("paceline.serve")
 INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"

@@ -113,6 +113,17 @@ def test_errors_have_ollamas_shape(server: RunningServer) -> None:
     assert "reads text" in post(server, "/api/chat", messages=images).json()["error"]
 
 
+@pytest.mark.parametrize("content_type", ["", "application/x-www-form-urlencoded"])
+def test_a_body_without_its_type_is_read_unless_a_browser_sent_it(server: RunningServer, content_type: str) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    body = json.dumps({"model": NAME, "prompt": "abc", "stream": False}).encode()
+    with server.http() as client:
+        assert client.post("/api/generate", content=body, headers=headers).json()["response"] == "cba"
+        for name, value in (("Origin", "https://example.org"), ("Sec-Fetch-Site", "cross-site")):
+            assert client.post("/api/generate", content=body, headers={**headers, name: value}).status_code == 415
+        assert client.post("/v1/responses", content=body, headers=headers).status_code == 415
+
+
 def test_an_error_before_the_first_token_has_its_status(server: RunningServer, engine: ReversingEngine) -> None:
     engine.failure = ValueError("broken")
     assert post(server, "/api/chat", messages=MESSAGES).status_code == 500

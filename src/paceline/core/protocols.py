@@ -208,6 +208,13 @@ class Tokenizer(Protocol):
         """Characters without the model's special tokens."""
 
 
+class NoEmbeddings:
+    """For engines without hidden states."""
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Requests in, outputs out. The server, the decoder, bench and every command speak only to this.
@@ -232,7 +239,7 @@ class Engine(Protocol):
 
         Raises CapabilityError where the engine has no hidden states; OptionError, PromptError or OutOfMemory.
         """
-        raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
+        return await NoEmbeddings().embed(token_ids, pooling)
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""

@@ -79,7 +79,8 @@ class ResponsesApi:
         """Start the response and return at once. It is admitted first, so that a full queue is told to the client."""
         context, ignored = self._context, self._context.extra_fields.ignored(chat)
         task = await context.tokenized(context.requests.chat, chat)
-        builder = ResponseBuilder(ChatFormat(context.formatter), task, context.config.served_model_names[0])
+        model = task.model or context.config.served_model_names[0]
+        builder = ResponseBuilder(ChatFormat(context.formatter), task, model)
         with ExitStack() as admission:
             admission.enter_context(context.admission.admit(stored.owner, len(task.choices)))
             held = admission.pop_all()

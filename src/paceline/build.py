@@ -219,7 +219,7 @@ def drafter_context(
         draft_model=speculative.draft_model,
         device=device,
         head_dtype=_head_dtype(speculative.draft_dtype, target),
-        rounds_head=(speculative.draft_dtype or target.info.dtype) in formats.names(),
+        head_in_int8=(speculative.draft_dtype or target.info.dtype) in formats.names(),
         options=speculative.draft_options,
         prefix_cache=prefix_cache,
         open_runner=lambda model: open_runner(draft_config(model), device, config.cache.kv_cache_tokens),

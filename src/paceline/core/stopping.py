@@ -27,9 +27,9 @@ class StopRules:
     eos_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     decode: Callable[[list[int]], str] | None = None
-    ends: Callable[[list[int]], bool] | None = None  # of the tokens generated so far: a condition of the caller's own
     stop_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
+    ends: Callable[[list[int]], bool] | None = None  # of the tokens generated so far: a condition of the caller's own
 
     def check(self, ids: Sequence[int], new: int, prompt_length: int = 0) -> Stop | None:
         """Look at the last `new` ids, oldest first; None: the sequence goes on. The prompt ends no sequence."""

@@ -271,7 +271,7 @@ def build(context: DrafterContext) -> Eagle:
     target = checked_target(SPEC.name, context.target, Capability.HIDDEN_STATES)
     folder = head_folder(SPEC.name, context)
     head = load_head(folder, EagleHead, dtype=context.head_dtype, device=context.device)
-    if context.rounds_head:
+    if context.head_in_int8:
         round_linears(head)
     return Eagle(head, target, prefix_cache=context.prefix_cache, **context.options)
 

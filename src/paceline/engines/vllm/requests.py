@@ -13,7 +13,7 @@ from paceline.config import NONE, as_int, checked_k
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request, StructuredOutput
-from paceline.engines.local.sequences import stop_strings
+from paceline.engines.local.sequences import text_list
 from paceline.engines.vllm.arguments import MAX_LOGPROBS
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.hub.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ class RequestTranslator:
         if most is None or most < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens!r}")
         eos: frozenset[int] = frozenset() if request.ignore_eos else self._info.eos_token_ids
-        return StopRules(min(most, room), eos, stop_strings(request.stop), self._tokenizer.decode)
+        return StopRules(min(most, room), eos, text_list("stop", request.stop), self._tokenizer.decode)
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""

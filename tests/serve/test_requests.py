@@ -11,6 +11,7 @@ from paceline.core.types import StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.errors import ApiError
+from paceline.serve.chat_messages import template_message
 from paceline.serve.requests import (
     COMPLETION_MAX_TOKENS,
     CompletionTask,
@@ -20,7 +21,6 @@ from paceline.serve.requests import (
     sampling_params,
     seeded_for_choice,
     structured_output,
-    template_message,
 )
 from paceline.serve.schema import (
     SEED_LIMIT,

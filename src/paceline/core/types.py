@@ -221,6 +221,24 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Reasoning at the start of an output: what must match a grammar begins after it, and its length can be limited.
+
+    begin, end      the texts around it
+    begin_tokens    of `begin`
+    end_tokens      what is generated to close it once it has max_tokens
+    is_open         the prompt has already opened it
+    """
+
+    begin: str
+    end: str
+    begin_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]
+    is_open: bool = False
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate."""
 
@@ -235,6 +253,8 @@ class Request:
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
     structured_output: StructuredOutput | None = None
+    skip_special_tokens: bool = True  # in the text
+    reasoning: ReasoningSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

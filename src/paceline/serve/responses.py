@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from paceline.core.stats import SpecStats
 from paceline.core.types import RequestOutput, TokenLogprob
+from paceline.serve.chat_response import ChatWriter, ChoiceWriter
 from paceline.serve.requests import ChoiceRequest, CompletionTask
 from paceline.serve.token_text import TokenText
 
@@ -31,6 +32,7 @@ class ChoiceState:
     """One choice while its output arrives."""
 
     choice: ChoiceRequest
+    writer: ChoiceWriter
     text: str = ""
     from_draft: list[bool] = field(default_factory=list)  # of each token
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -46,14 +48,17 @@ class ChoiceState:
     def has_logprobs(self) -> bool:
         return self.choice.request.logprobs is not None
 
-    def add(self, output: RequestOutput) -> None:
+    def add(self, output: RequestOutput) -> Json:
+        """Take an output; returns the fields of its chunk."""
         num_tokens = len(output.token_ids)
         self.offsets += [len(self.text)] * num_tokens
         self.text += output.text
         self.from_draft += [output.from_draft] * num_tokens
         self.logprobs += output.logprobs or ()
-        self.finish_reason = output.finish_reason or self.finish_reason
         self.stats = output.stats or self.stats
+        fields = self.writer.add(output)
+        self.finish_reason = self.writer.finish_reason(output.finish_reason) or self.finish_reason
+        return fields
 
     def speculation(self) -> Json:
         """What x_paceline adds to a finished choice."""
@@ -101,16 +106,13 @@ class TokenFormatter:
 
 
 class ResponseFormat(Protocol):
-    """The shape of one of the two kinds of completion. Each method gives fields of a choice."""
+    """The shape of one of the two kinds of completion."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
 
-    def opening(self, echo: str) -> Json: ...
-    def delta(self, text: str) -> Json: ...
-    def closing(self) -> Json: ...
-    def whole(self, echo: str, text: str) -> Json: ...
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter: ...
     def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json: ...
 
 
@@ -122,20 +124,36 @@ class ChatFormat:
     def __init__(self, formatter: TokenFormatter) -> None:
         self._formatter = formatter
 
-    def opening(self, echo: str) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
-    def closing(self) -> Json:
-        return {"delta": {}}
-
-    def whole(self, echo: str, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
+        return ChatWriter(choice.syntax)
 
     def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json:
         return self._formatter.chat(logprobs)
+
+
+class CompletionWriter(ChoiceWriter):
+    """The text of a completion's choice."""
+
+    num_reasoning_tokens = 0
+
+    def __init__(self, echo: str) -> None:
+        self._echo, self._text = echo, ""
+
+    def opening(self) -> Json:
+        return {"text": self._echo}
+
+    def add(self, output: RequestOutput) -> Json:
+        self._text += output.text
+        return {"text": output.text}
+
+    def closing(self) -> Json:
+        return {"text": ""}
+
+    def whole(self) -> Json:
+        return {"text": self._echo + self._text}
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return reason
 
 
 class CompletionFormat:
@@ -146,17 +164,8 @@ class CompletionFormat:
     def __init__(self, formatter: TokenFormatter) -> None:
         self._formatter = formatter
 
-    def opening(self, echo: str) -> Json:
-        return {"text": echo}
-
-    def delta(self, text: str) -> Json:
-        return {"text": text}
-
-    def closing(self) -> Json:
-        return {"text": ""}
-
-    def whole(self, echo: str, text: str) -> Json:
-        return {"text": echo + text}
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
+        return CompletionWriter(choice.echo)
 
     def logprobs(self, logprobs: list[TokenLogprob], offsets: list[int]) -> Json:
         return self._formatter.completion(logprobs, offsets)
@@ -169,7 +178,7 @@ class ResponseBuilder:
         self._format, self._task, self._model = response_format, task, model
         self.id = f"{response_format.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._states = [ChoiceState(choice) for choice in task.choices]
+        self._states = [ChoiceState(choice, response_format.writer(choice)) for choice in task.choices]
 
     async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """The whole response, once every choice has finished."""
@@ -206,6 +215,7 @@ class ResponseBuilder:
             "completion_tokens": completion_tokens,
             "total_tokens": self._task.prompt_tokens + completion_tokens,
             "completion_tokens_details": {
+                "reasoning_tokens": sum(state.writer.num_reasoning_tokens for state in self._states),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(stats.drafted for stats in predicted) - accepted,
             },
@@ -224,24 +234,23 @@ class ResponseBuilder:
 
     def _whole_choice(self, index: int, state: ChoiceState) -> Json:
         logprobs = self._format.logprobs(state.logprobs, state.offsets) if state.has_logprobs else None
-        fields = self._format.whole(state.choice.echo, state.text)
-        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": state.finish_reason}
+        choice = {"index": index, **state.writer.whole(), "logprobs": logprobs, "finish_reason": state.finish_reason}
         return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
 
     def _opening_chunks(self) -> Iterator[Json]:
         for index, state in enumerate(self._states):
-            yield self._chunk(index, self._format.opening(state.choice.echo))
+            yield self._chunk(index, state.writer.opening())
 
     def _delta_chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         state, output = self._states[delta.index], delta.output
-        state.add(output)
-        if output.text or output.logprobs or self._task.include_stats:
-            yield self._output_chunk(delta.index, state, output)
+        fields = state.add(output)
+        if any(fields.values()) or output.logprobs or self._task.include_stats:
+            yield self._output_chunk(delta.index, state, output, fields)
         if output.finish_reason:
             stats = state.speculation() if self._task.include_stats else None
-            yield self._chunk(delta.index, self._format.closing(), None, stats, state.finish_reason)
+            yield self._chunk(delta.index, state.writer.closing(), None, stats, state.finish_reason)
 
-    def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput) -> Json:
+    def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput, fields: Json) -> Json:
         logprobs = stats = None
         if output.logprobs is not None:
             offsets = state.offsets[len(state.offsets) - len(output.logprobs) :]
@@ -252,7 +261,7 @@ class ResponseBuilder:
                 "num_tokens": len(output.token_ids),
                 "num_draft_tokens": output.num_drafted,
             }
-        return self._chunk(index, self._format.delta(output.text), logprobs, stats)
+        return self._chunk(index, fields, logprobs, stats)
 
     # --- documents ----------------------------------------------------------------------------------------------------
 

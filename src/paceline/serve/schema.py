@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from paceline.config import MAX_DRAFT_TOKENS
+from paceline.serve.chat_schema import MAX_CALLS, ChatTemplateParams, ToolCallParam
+from paceline.serve.schema_models import LenientModel, StrictModel
 
 MAX_INT = 1 << 31
 SEED_LIMIT = 1 << 63
@@ -16,18 +18,6 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-
-
-class StrictModel(BaseModel):
-    """Types are not coerced: "5" is not 5."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class LenientModel(StrictModel):
-    """Clients send fields here that other servers know."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class ContentPart(LenientModel):
@@ -43,10 +33,14 @@ Content = str | list[ContentPart]
 class ChatMessage(LenientModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class SpeculativeParams(StrictModel):
@@ -134,14 +128,13 @@ class CommonParams(LenientModel):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatRequest(CommonParams):
+class ChatRequest(CommonParams, ChatTemplateParams):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def asked_tokens(self) -> int | None:

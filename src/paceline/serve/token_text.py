@@ -34,13 +34,28 @@ class TokenText:
         """The bytes a token adds to the output; None for a special token, which adds nothing."""
         return list(self.decode([token]).encode("utf-8", "replace")) or None
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty: it is not known."""
+        return ""
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Texts that are tokens of their own, such as <tool_call>, whatever stands around them."""
+        return {}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Those of them that the text of an output leaves out."""
+        return frozenset()
+
 
 class VocabularyTokenText(TokenText):
     """Tokens and text by the vocabulary of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self._hf_tokenizer = tokenizer.hf_tokenizer
+        self._hf_tokenizer, self._chat_template = tokenizer.hf_tokenizer, tokenizer.chat_template
         self._special = frozenset(tokenizer.hf_tokenizer.all_special_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -56,6 +71,18 @@ class VocabularyTokenText(TokenText):
         if PARTIAL not in text:
             return list(text.encode("utf-8", "replace"))
         return list(self._bytes_by_token.get(token, text.encode("utf-8", "replace")))
+
+    @property
+    def chat_template(self) -> str:
+        return self._chat_template
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:  # type: ignore[override]
+        return {str(text): int(token) for text, token in self._hf_tokenizer.get_added_vocab().items()}
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(text for text, token in self.added_tokens.items() if token in self._special)
 
     @cached_property
     def _bytes_by_token(self) -> dict[int, bytes]:

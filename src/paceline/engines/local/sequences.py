@@ -9,6 +9,7 @@ from paceline.core.sequence import Constraint, MinNewTokens, Sequence, SequenceP
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request
 from paceline.core.verify import RULES, AcceptanceRule
+from paceline.engines.local.reasoning import ReasoningConstraint
 from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.hub.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ class SequenceBuilder:
             request.sampling,
             self._stop_rules(request),
             rule=self._rule(request),
-            constraint=self._constraint(request),
+            constraint=self._after_reasoning(request, self._constraint(request)),
             method=method,
             num_draft_tokens=0 if method == NONE else self._num_draft_tokens(request),
             prediction=request.prediction,
@@ -79,6 +80,13 @@ class SequenceBuilder:
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
         return self._grammars.compile(request.structured_output)
+
+    def _after_reasoning(self, request: Request, answer: Constraint | None) -> Constraint | None:
+        """What holds for the answer begins after the reasoning, and the reasoning may have a longest length."""
+        span = request.reasoning
+        if span is None or (answer is None and span.max_tokens is None):
+            return answer
+        return ReasoningConstraint(span, answer, self._info, self._tokenizer.hf_tokenizer.decode)
 
     def _min_new_tokens(self, request: Request) -> Constraint:
         number = as_int(request.min_new_tokens)

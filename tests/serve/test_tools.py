@@ -238,18 +238,21 @@ UNIT: dict[str, Any] = {
 }
 SET: dict[str, Any] = {"type": "function", "function": {"name": "set", "parameters": UNIT}}
 GET: dict[str, Any] = {"type": "function", "function": {"name": "get", "parameters": UNIT}}
-# The prompt repeats a call, so that drafts propose its arguments wherever the sequence writes them.
-FORCED = '<tool_call>\n{"name": "set", "arguments": {"u": "b", "n": 7}}\n</tool_call>'
+# Long tokens that a bias prefers make a call six tokens instead of fifty. The prompt repeats a likely call, so that
+# drafts propose its arguments wherever the sequence writes them.
+LONG = ('{"name": "set", "parameters": {"u": "', '", "n": ', "}}")
+FORCED = f"{LONG[0]}d{LONG[1]}6{LONG[2]} " * 2
 NUM_CALLS, BATCH = 500, 50
+SHORT_TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}{# tools are not shown #}"
 NAMED = {"type": "function", "function": {"name": "set"}}
 
 
 @pytest.fixture(scope="module")
 def forced_server() -> Iterator[RunningServer]:
     limits = RequestLimits(max_choices=BATCH, request_timeout=600)
-    tokenizer = tokenizer_with(TOOL_TEMPLATE)
-    config = ServerConfig((NAME,), limits=limits, max_num_seqs=BATCH)
-    with serving_model(tiny_llama(max_position_embeddings=1024), tokenizer, config) as running:
+    tokenizer = tokenizer_with(SHORT_TEMPLATE, tokens=LONG)
+    config = ServerConfig((NAME,), limits=limits, max_num_seqs=BATCH, tool_parser="llama3_json")
+    with serving_model(tiny_llama(vocab_size=len(tokenizer)), tokenizer, config) as running:
         yield running
 
 
@@ -257,7 +260,8 @@ def forced(server: RunningServer, n: int, k: int, **params: Any) -> list[Any]:
     """Choices of one request at temperature 1 with k draft tokens a step."""
     body = {"speculative": {"method": "ngram" if k else "none", "num_draft_tokens": k}, "x_paceline": True}
     messages = [{"role": "user", "content": FORCED}]
-    params = {"tools": [SET], "tool_choice": NAMED, "max_tokens": 120, "temperature": 1, **params}
+    bias = {str(token): 20 for token in server.engine.tokenizer.hf_tokenizer.convert_tokens_to_ids(list(LONG)) if token}
+    params = {"tools": [SET], "tool_choice": NAMED, "max_tokens": 120, "temperature": 1, "logit_bias": bias, **params}
     return server.client().chat.completions.create(
         model=NAME, messages=messages, n=n, extra_body=body, **params
     ).choices
@@ -308,10 +312,10 @@ def test_forced_arguments_validate_500_times_and_keep_their_distribution(
 
     Correct code fails this with probability 1e-6; a wrong acceptance rule, which also validates, does fail it.
     """
-    drafted, plain = many(forced_server, NUM_CALLS, 4), many(forced_server, NUM_CALLS, 0)
+    drafted, plain = many(forced_server, NUM_CALLS, 3), many(forced_server, NUM_CALLS, 0)
     assert p_value(drafted, plain) > FALSE_ALARM
     monkeypatch.setitem(RULES, "token", wrong_rule(resample_a_chosen_draft))
-    assert p_value(many(forced_server, NUM_CALLS, 4), plain) < FALSE_ALARM
+    assert p_value(many(forced_server, NUM_CALLS // 2, 3), plain) < FALSE_ALARM
 
 
 @pytest.mark.slow
@@ -381,7 +385,7 @@ def test_a_real_model_converses_over_five_turns_with_tools(default_server: Runni
     choices: tuple[Any, ...] = ("required", "none", weather, "auto", "none")
     for turn, choice in enumerate(choices):
         answer = chat(
-            default_server, messages, stream, tools=[WEATHER], tool_choice=choice, max_tokens=80, temperature=0,
+            default_server, messages, stream, tools=[WEATHER], tool_choice=choice, max_tokens=40, temperature=0,
             parallel_tool_calls=False,
         )  # fmt: skip
         messages.append(answer.message.model_dump())

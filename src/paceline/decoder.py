@@ -35,6 +35,13 @@ REQUEST_NAMES = (
     "num_draft_tokens",
     "method",
     "prediction",
+    "prompt_logprobs",
+    "structured_output",
+    "stop_token_ids",
+    "include_stop",
+    "skip_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
 )
 Value = TypeVar("Value")
 
@@ -50,6 +57,7 @@ class Result:
     prompt_tokens: int
     from_draft: list[bool]  # for each token: whether it is an accepted draft token
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first
 
 
 class SpeculativeDecoder:
@@ -123,9 +131,9 @@ class SpeculativeDecoder:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
-        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, and the fields of SamplingParams
-        (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
-        sequence i has seed + i.
+        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
+        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
+        temperature 0. In a list, sequence i has seed + i.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
@@ -218,6 +226,7 @@ async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Re
         len(request.prompt),
         [output.from_draft for output in outputs for _ in output.token_ids],
         logprobs,
+        None if request.prompt_logprobs is None else list(outputs[0].prompt_logprobs or ()),
     )
 
 

@@ -72,7 +72,7 @@ def chat(server: RunningServer, messages: list[Any], stream: bool = False, **par
         return events.get_final_completion().choices[0]
 
 
-# --- conversations -----------------------------------------------------------------------------------------------------
+# --- conversations ---
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_said_in_one_line(server: RunningServer, params: dict[
     assert error.status_code == 400 and words in error.json()["error"]["message"]
 
 
-# --- templates ---------------------------------------------------------------------------------------------------------
+# --- templates ---
 
 
 def history(arguments: str = '{"city": "Rome"}') -> list[Any]:
@@ -176,8 +176,8 @@ def history(arguments: str = '{"city": "Rome"}') -> list[Any]:
         ("<tool_call>{{ messages[1].tool_calls[0].function.arguments.city }}{{ tools }}", "<tool_call>Rome"),
         ("[TOOL_CALLS]{{ messages[1].tool_calls[0].id }} {{ messages[2].tool_call_id }}{{ tools }}",
          "[TOOL_CALLS]defghijkl defghijkl"),
-        ("<｜tool▁calls▁begin｜>{{ '' + messages[1].tool_calls[0].function.arguments }}{{ messages[1].content is none }}"
-         "{{ tools }}", '<｜tool▁calls▁begin｜>{"city": "Rome"}True'),
+        ("<｜tool▁calls▁begin｜>{{ '' + messages[1].tool_calls[0].function.arguments }}"
+         "{{ messages[1].content is none }}{{ tools }}", '<｜tool▁calls▁begin｜>{"city": "Rome"}True'),
         ("{{ messages[2].name }}{{ messages[2].role }}{{ tools }}", "nowtool"),
     ],
     ids=["object", "mistral", "deepseek", "name"],
@@ -198,7 +198,8 @@ def test_a_template_without_tools_gets_them_as_text(engine: ScriptedEngine) -> N
         assert choice.message.tool_calls[0].function.name == "get_weather"
         chat(server, ASK)
     prompt = engine.prompts[0]
-    assert prompt.startswith("<s>system: Be brief.\n\nYou can call these functions") and '"name": "get_weather"' in prompt
+    assert prompt.startswith("<s>system: Be brief.\n\nYou can call these functions")
+    assert '"name": "get_weather"' in prompt
     assert '<s>assistant: <tool_call>\n{"name": "now", "arguments": {"city": "Rome"}}\n</tool_call></s>' in prompt
     assert "<s>user: <tool_response>\nnoon\n</tool_response></s>" in prompt
     assert engine.prompts[1] == "<s>user: Is it warm in Rome?</s>"
@@ -225,11 +226,11 @@ def test_documents_template_variables_and_a_message_to_continue(engine: Scripted
     assert engine.prompts[0].startswith('mild|<s>documents: [{"title": "Rome"')
     assert engine.prompts[1].endswith("assistant: It is wa")
     assert engine.prompts[2].endswith("</s>")
-    with pytest.raises(OptionError, match="chat template .* cannot be read"):
+    with pytest.raises(OptionError, match=r"chat template .* cannot be read"):
         create_app(engine, ServerConfig((NAME,), chat_template=str(tmp_path / "none.jinja")))
 
 
-# --- forced calls: the grammar, a real engine --------------------------------------------------------------------------
+# --- forced calls: the grammar, a real engine ---
 
 UNIT: dict[str, Any] = {
     "type": "object",
@@ -241,7 +242,7 @@ GET: dict[str, Any] = {"type": "function", "function": {"name": "get", "paramete
 # Long tokens that a bias prefers make a call six tokens instead of fifty. The prompt repeats a likely call, so that
 # drafts propose its arguments wherever the sequence writes them.
 LONG = ('{"name": "set", "parameters": {"u": "', '", "n": ', "}}")
-FORCED = f"{LONG[0]}d{LONG[1]}6{LONG[2]} " * 2
+FORCED = f"{LONG[0]}d{LONG[1]}7{LONG[2]}" * 3
 NUM_CALLS, BATCH = 500, 50
 SHORT_TEMPLATE = "{% for message in messages %}<s>{{ message.content }}</s>{% endfor %}{# tools are not shown #}"
 NAMED = {"type": "function", "function": {"name": "set"}}
@@ -252,7 +253,8 @@ def forced_server() -> Iterator[RunningServer]:
     limits = RequestLimits(max_choices=BATCH, request_timeout=600)
     tokenizer = tokenizer_with(SHORT_TEMPLATE, tokens=LONG)
     config = ServerConfig((NAME,), limits=limits, max_num_seqs=BATCH, tool_parser="llama3_json")
-    with serving_model(tiny_llama(vocab_size=len(tokenizer)), tokenizer, config) as running:
+    model, drafts = tiny_llama(vocab_size=len(tokenizer)), {"shortest": 1}
+    with serving_model(model, tokenizer, config, draft_options=drafts) as running:
         yield running
 
 
@@ -373,7 +375,7 @@ def test_a_forced_call_is_written_and_read_in_the_way_of_the_family(name: str) -
             assert [len(choice.message.tool_calls) for choice in choices] == [1, 1]
 
 
-# --- the default model -------------------------------------------------------------------------------------------------
+# --- the default model ---
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -42,7 +43,8 @@ OUTPUTS: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         [CALL, NOW],
     ),
     "mistral": (
-        f'I look.[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]',
+        f'I look.[TOOL_CALLS][{{"name": "get_weather", "arguments": {ARGUMENTS}}}, '
+        '{"name": "now", "arguments": {}}]',
         [CALL, NOW],
     ),
     "deepseek": (
@@ -134,7 +136,7 @@ def parse_of(name: str) -> Parse:
 
 def cut(text: str, places: list[int]) -> list[str]:
     borders = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
-    return [text[start:end] for start, end in zip(borders, borders[1:])]
+    return [text[start:end] for start, end in pairwise(borders)]
 
 
 def test_every_family_has_an_output_here() -> None:
@@ -184,7 +186,7 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
     assert parser.feed('me"}')[0].text == 'me"}'  # type: ignore[union-attr]
 
 
-# --- which family ------------------------------------------------------------------------------------------------------
+# --- which family ---
 
 TEMPLATES = {
     "hermes": "{% if tools %}<tool_call>{{ tools }}</tool_call>{% endif %}",
@@ -206,11 +208,11 @@ def test_the_chat_template_decides_the_family_and_only_one_matches(name: str) ->
 
 def test_a_template_without_calls_gets_the_default_and_a_wrong_name_lists_the_right_ones() -> None:
     assert registry.detect("{{ messages }}").name == registry.DEFAULT
-    with pytest.raises(OptionError, match="hermes.*not 'nonsense'"):
+    with pytest.raises(OptionError, match=r"hermes.*not 'nonsense'"):
         registry.tool_format("nonsense")
 
 
-# --- reasoning ---------------------------------------------------------------------------------------------------------
+# --- reasoning ---
 
 TAGGED = [known.name for known in REASONING_FORMATS if known.is_tagged]
 
@@ -244,5 +246,5 @@ def test_the_chat_template_says_whether_a_model_reasons() -> None:
         known = detect_reasoning(template)
         assert known is not None and known.name == name
     assert detect_reasoning("{{ messages }}") is None
-    with pytest.raises(OptionError, match="think.*not 'nonsense'"):
+    with pytest.raises(OptionError, match=r"think.*not 'nonsense'"):
         reasoning_format("nonsense")

@@ -57,6 +57,7 @@ class SequenceParams:
     method            which drafter drafts for it, where there is a choice
     num_draft_tokens  its own number of draft tokens a step; None: the draft-length policy decides
     logprobs          alternatives to report for each token; None: no log-probabilities
+    prompt_logprobs   the same for each prompt token, which is then read without the prefix cache
     """
 
     sampling: SamplingParams
@@ -67,6 +68,8 @@ class SequenceParams:
     num_draft_tokens: int | None = None
     prediction: list[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
 
 
 class Sequence:
@@ -106,6 +109,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token or stop string that ended it; None where it has not ended so, and for an end token."""
+        return self.params.stopping.stop_reason(self.generated) if self.finish_reason == "stop" else None
 
     @property
     def remaining_tokens(self) -> int:

@@ -13,9 +13,10 @@ from paceline.core.types import RequestOutput
 from paceline.serve.config import ServerConfig
 from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.limits import AdmissionControl
+from paceline.serve.logprob_format import TokenFormatter
 from paceline.serve.metrics import Metrics, TokenTimer
 from paceline.serve.requests import CompletionTask, RequestBuilder
-from paceline.serve.responses import ChoiceDelta, TokenFormatter
+from paceline.serve.responses import ChoiceDelta
 from paceline.serve.streaming import Observer, merge_outputs
 from paceline.serve.token_text import token_text
 

@@ -62,7 +62,7 @@ class ScriptedEngine(Engine):
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         self.requests.append(request)
-        return self._outputs(self.outputs.pop(0), random.Random(len(self.requests)))
+        return self._outputs(request, self.outputs.pop(0), random.Random(len(self.requests)))
 
     def stats(self) -> EngineStats:
         return EngineStats()
@@ -70,9 +70,9 @@ class ScriptedEngine(Engine):
     async def close(self) -> None:
         return None
 
-    async def _outputs(self, text: str, rng: random.Random) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, request: Request, text: str, rng: random.Random) -> AsyncIterator[RequestOutput]:
         tokens = self.tokenizer.hf_tokenizer(text, add_special_tokens=False).input_ids
-        detokenizer = self.tokenizer.stream()
+        detokenizer = self.tokenizer.stream(skip_special_tokens=request.skip_special_tokens)
         while tokens:
             size = rng.randint(1, 9)
             run, tokens = tokens[:size], tokens[size:]

@@ -262,7 +262,8 @@ def forced(server: RunningServer, n: int, k: int, **params: Any) -> list[Any]:
     """Choices of one request at temperature 1 with k draft tokens a step."""
     body = {"speculative": {"method": "ngram" if k else "none", "num_draft_tokens": k}, "x_paceline": True}
     messages = [{"role": "user", "content": FORCED}]
-    bias = {str(token): 20 for token in server.engine.tokenizer.hf_tokenizer.convert_tokens_to_ids(list(LONG)) if token}
+    long_tokens = server.engine.tokenizer.hf_tokenizer.convert_tokens_to_ids(list(LONG))
+    bias = {str(token): 20 for token in long_tokens if token}
     params = {"tools": [SET], "tool_choice": NAMED, "max_tokens": 120, "temperature": 1, "logit_bias": bias, **params}
     return server.client().chat.completions.create(
         model=NAME, messages=messages, n=n, extra_body=body, **params
@@ -339,7 +340,8 @@ def test_required_calls_one_of_the_functions_or_several(forced_server: RunningSe
 
 @pytest.mark.slow
 def test_a_forced_call_that_the_length_cuts_off_is_neither_call_nor_content(forced_server: RunningServer) -> None:
-    [choice] = forced(forced_server, 1, 0, max_tokens=3)
+    long_tokens = forced_server.engine.tokenizer.hf_tokenizer.convert_tokens_to_ids(list(LONG))
+    [choice] = forced(forced_server, 1, 0, max_tokens=3, logit_bias={str(token): -100 for token in long_tokens})
     assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", [])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.core.protocols import Engine
 from paceline.core.stats import EngineStats, SpecStats
-from paceline.core.types import ModelInfo, Request, RequestOutput
+from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
 from paceline.hub.tokenizer import Tokenizer
 from tests.support.tiny import byte_tokenizer
 
@@ -76,5 +76,6 @@ class ScriptedEngine(Engine):
         while tokens:
             size = rng.randint(1, 9)
             run, tokens = tokens[:size], tokens[size:]
-            yield RequestOutput(detokenizer.feed(run), tuple(run))
+            logprobs = tuple(TokenLogprob(token, -0.1) for token in run) if request.logprobs is not None else None
+            yield RequestOutput(detokenizer.feed(run), tuple(run), bool(size % 2), logprobs)
         yield RequestOutput(detokenizer.flush(), finish_reason="stop", stats=SpecStats())

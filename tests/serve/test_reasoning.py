@@ -105,7 +105,7 @@ def test_the_effort_reaches_a_template_that_knows_it() -> None:
 
 
 def test_earlier_reasoning_and_calls_go_back_to_the_template() -> None:
-    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}{# tools <think></think> #}"
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}{# tools </think> #}"
     engine = ScriptedEngine(tokenizer_with(template))
     engine.outputs = [f'{OUTPUT}<tool_call>{{"name": "now"}}</tool_call>', "Noon."]
     with serving(engine, ServerConfig((NAME,))) as server:

@@ -103,6 +103,7 @@ def test_reasoning_and_tool_calls_are_folded_and_results_go_back(page: Any, engi
     page.get_by_role("button", name="Return").click()
     playwright.expect(page.locator(".message.assistant > .answer").nth(1)).to_have_text(ANSWER, timeout=60_000)
     finish(page)
+    assert call.evaluate("element => element.open") is False, "a call that has its result is folded"
     sent = bodies[-1]["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     assert sent[1]["reasoning_content"].strip() == THOUGHT and sent[1]["content"].strip() == "I look."

@@ -53,7 +53,7 @@ function askForResults(messages, calls) {
     const results = calls.map((call) => call.result.value);
     if (messages !== conversation || abortController || results.some((text) => !text.trim())) return;
     const documents = calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: results[index] }));
-    for (const call of calls) call.result.closest("form").replaceWith(createElement("pre", "", call.result.value));
+    for (const call of calls) call.showResult();
     run((signal) => respond(documents, signal));
   };
   for (const call of calls) call.askForResult(submit);

@@ -66,6 +66,14 @@ class ToolCall {
     this.details.open = true;
   }
 
+  /* Folds the call: what it returned stands under its arguments. */
+  showResult() {
+    const pre = document.createElement("pre");
+    pre.textContent = this.result.value;
+    this.result.closest("form").replaceWith(pre);
+    this.details.open = false;
+  }
+
   get document() {
     return { id: this.id, type: "function", function: { name: this.name, arguments: this.arguments } };
   }

@@ -18,6 +18,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
 from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.engines.registry import spec
 from paceline.errors import EngineClosed, PromptError
 from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
 from paceline.hub.tokenizer import Message, Tokenizer
@@ -81,7 +82,7 @@ class SpeculativeDecoder:
             options["draft_model"] = draft_model
         self.config = EngineConfig.create(model, **options)
         self._engine: Engine = open_engine(self.config)
-        self.generation_defaults: GenerationDefaults = generation_defaults(self.config.model.model)
+        self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
         self._loop = _LoopThread()
 
@@ -95,6 +96,11 @@ class SpeculativeDecoder:
     def tokenizer(self) -> Tokenizer:
         tokenizer: Any = self._engine.tokenizer
         return tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of methods that a call may give, the decoder's own first."""
+        return self._engine.methods
 
     def stats(self) -> EngineStats:
         """What was done since the decoder was opened."""
@@ -208,6 +214,11 @@ class SpeculativeDecoder:
             if token is not None:
                 return int(token)
         return min(self.info.eos_token_ids, default=0)
+
+
+def _defaults(config: EngineConfig) -> GenerationDefaults:
+    """Those of the model's files; an engine that opens the model itself has none that could be read here."""
+    return generation_defaults(config.model.model) if spec(config.engine).reads_files else GenerationDefaults()
 
 
 async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Result:

@@ -68,12 +68,17 @@ def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
 
 
 def open_served_engine(config: EngineConfig) -> Engine:
-    """The engine adapts k, because a fixed k is only the default of requests that do not choose one."""
+    """The engine adapts k, because a fixed k is only the default of requests that do not choose one.
+
+    An engine whose requests cannot choose gets the fixed k.
+    """
     from paceline.build import open_engine
     from paceline.cli.terminal import quiet_transformers
+    from paceline.engines import registry
 
     quiet_transformers()
-    engine = open_engine(config.with_options(num_draft_tokens=AUTO))
+    adapts = registry.spec(config.engine).per_request
+    engine = open_engine(config.with_options(num_draft_tokens=AUTO) if adapts else config)
     loading.done()
     interrupt.check()
     return engine

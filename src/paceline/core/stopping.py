@@ -29,6 +29,7 @@ class StopRules:
     decode: Callable[[list[int]], str] | None = None
     stop_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
+    ends: Callable[[list[int]], bool] | None = None  # of the tokens generated so far: a condition of the caller's own
 
     def check(self, ids: Sequence[int], new: int, prompt_length: int = 0) -> Stop | None:
         """Look at the last `new` ids, oldest first; None: the sequence goes on. The prompt ends no sequence."""
@@ -41,6 +42,8 @@ class StopRules:
                 return Stop(count, "stop")
             if count >= self.max_new_tokens:
                 return Stop(count, "length")
+            if self.ends is not None and self.ends(list(ids[prompt_length : prompt_length + count])):
+                return Stop(count, "stop")
         return None
 
     def stop_reason(self, generated: Sequence[int]) -> int | str | None:

@@ -107,9 +107,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
-    def run(self, requests: Iterable[Request | Sequence]) -> list[Sequence]:
+    def run(self, requests: Iterable[Request | Sequence], on_output: OnOutput = ignore_output) -> list[Sequence]:
         """Generate all of them to their end, in this thread. Raises the first error of any of them."""
-        states = [self.add(request) for request in requests]
+        states = [self.add(request, on_output) for request in requests]
         try:
             while self.has_work:
                 self.step()

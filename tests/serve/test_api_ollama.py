@@ -192,3 +192,11 @@ def test_results_get_the_ids_of_the_calls_they_answer() -> None:
     assert [messages[2]["tool_call_id"], messages[3]["tool_call_id"]] == ids[::-1]
     assert json.loads(messages[1]["tool_calls"][0]["function"]["arguments"]) == {"city": "Rome"}
     assert messages[1]["reasoning_content"] == "hm"
+
+
+def test_results_of_calls_of_one_name_answer_them_in_order() -> None:
+    calls = [{"function": {"name": "weather", "arguments": {"city": city}}} for city in ("Rome", "Oslo")]
+    results = [{"role": "tool", "tool_name": "weather", "content": weather} for weather in ("rain", "snow")]
+    messages = chat_messages([{"role": "assistant", "tool_calls": calls}, *results])
+    ids = [call["id"] for call in messages[0]["tool_calls"]]
+    assert [message["tool_call_id"] for message in messages[1:]] == ids

@@ -9,6 +9,7 @@ import pytest
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.serve.chat_messages import template_message
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.errors import ApiError
 from paceline.serve.output_schema import ResponseFormatParam
@@ -20,7 +21,6 @@ from paceline.serve.requests import (
     logit_bias,
     sampling_params,
     seeded_for_choice,
-    template_message,
 )
 from paceline.serve.schema import (
     SEED_LIMIT,

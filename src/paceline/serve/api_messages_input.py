@@ -60,8 +60,8 @@ def prompt_document(body: CountTokensRequest) -> Json:
     system = [{"role": "system", "content": text_of(body.system, "system")}] if body.system else []
     messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
-    document = given(model=body.model, tools=tools or None, **_tool_choice(body.tool_choice or {}))
-    return {**document, **_thinking(body.thinking or {}), "messages": [*system, *messages]}
+    document = given(model=body.model, tools=tools or None, thinking=body.thinking)
+    return {**document, **_tool_choice(body.tool_choice or {}), "messages": [*system, *messages]}
 
 
 def chat_document(body: MessagesRequest) -> Json:
@@ -133,7 +133,7 @@ def _block_text(block: Json, param: str) -> str:
     return part_text(block, param)
 
 
-# --- tools, thinking, formats -----------------------------------------------------------------------------------------
+# --- tools, formats ---------------------------------------------------------------------------------------------------
 
 
 def _tool(tool: Json, param: str) -> Json:
@@ -158,16 +158,6 @@ def _tool_choice(choice: Json) -> Json:
         raise ApiError(400, "tool_choice.type is auto, any, tool or none", param="tool_choice.type")
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     return {"tool_choice": chosen, **parallel}
-
-
-def _thinking(thinking: Json) -> Json:
-    """Thinking is the chat template's to switch. A limit of its tokens is one of ours."""
-    kind = thinking.get("type")
-    if kind == "enabled" and isinstance(thinking.get("budget_tokens"), int):  # Anthropic's name for the limit
-        return {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": thinking["budget_tokens"]}
-    if kind in ("enabled", "adaptive"):
-        return {"chat_template_kwargs": {"enable_thinking": True}}
-    return {"chat_template_kwargs": {"enable_thinking": False}} if kind == "disabled" else {}
 
 
 def _output_config(fields: Json) -> Json:

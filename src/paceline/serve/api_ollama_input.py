@@ -92,7 +92,7 @@ def chat_fields(body: OllamaRequest) -> Json:
     """Fields that only a chat has: thinking and log-probabilities."""
     fields: Json = {}
     if isinstance(body.think, bool):
-        fields["chat_template_kwargs"] = {"enable_thinking": body.think}
+        fields["thinking"] = {"type": "enabled" if body.think else "disabled"}
     elif body.think:
         fields["reasoning_effort"] = body.think
     if body.logprobs:
@@ -111,7 +111,8 @@ def chat_messages(messages: list[Json]) -> list[Json]:
         if message.get("thinking"):
             chat_message["reasoning_content"] = message["thinking"]
         if message.get("tool_calls"):
-            open_calls = chat_message["tool_calls"] = _tool_calls(message["tool_calls"], index)
+            chat_message["tool_calls"] = _tool_calls(message["tool_calls"], index)
+            open_calls = list(chat_message["tool_calls"])
         if message.get("role") == "tool":
             chat_message["tool_call_id"] = _answered(open_calls, message)
         converted.append(chat_message)
@@ -138,4 +139,7 @@ def _answered(open_calls: list[Json], result: Json) -> str:
         return str(result["tool_call_id"])
     name = result.get("tool_name") or result.get("name")
     named = [call for call in open_calls if call["function"]["name"] == name] or open_calls
-    return str(named[0]["id"]) if named else "call"
+    if not named:
+        return "call"
+    open_calls.remove(named[0])
+    return str(named[0]["id"])

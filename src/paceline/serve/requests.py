@@ -14,17 +14,14 @@ from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.serve.chat_messages import content_text
+from paceline.serve.chat_requests import ChatPlanner
+from paceline.serve.chat_template import chat_template
 from paceline.serve.config import ServerConfig
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import FillInMiddle
-from paceline.serve.schema import (
-    SEED_LIMIT,
-    ChatMessage,
-    ChatRequest,
-    CommonParams,
-    CompletionRequest,
-    Content,
-)
+from paceline.serve.output_syntax import PLAIN, OutputSyntax
+from paceline.serve.schema import SEED_LIMIT, ChatRequest, CommonParams, CompletionRequest
 from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
 from paceline.serve.vocabulary import vocabulary
@@ -44,10 +41,11 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice of a response: the engine request, and what is shown before its output."""
+    """One choice of a response: the engine request, what is shown before its output, and how that is read."""
 
     request: Request
     echo: str = ""
+    syntax: OutputSyntax = PLAIN
 
     @property
     def uses_prediction(self) -> bool:
@@ -84,6 +82,10 @@ class RequestBuilder:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
         self.vocabulary = vocabulary(engine.tokenizer)
+        template = chat_template(
+            token_text.chat_template, config.chat_template, config.tool_parser, config.reasoning_parser
+        )
+        self._chat = ChatPlanner(engine.tokenizer, token_text, template)
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 
@@ -94,12 +96,16 @@ class RequestBuilder:
         if body.asked_tokens == 0:
             raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompts = [EncodedPrompt(self.chat_prompt(body))]
-        return self._task(body, prompts, self._config.limits.chat_max_tokens, logprobs)
+        plan = self._chat.plan(body)
+        task = self._task(body, [EncodedPrompt(plan.token_ids)], self._config.limits.chat_max_tokens, logprobs)
+        choices = [
+            replace(choice, request=plan.applied(choice.request), syntax=plan.syntax) for choice in task.choices
+        ]
+        return replace(task, choices=choices)
 
     def chat_prompt(self, body: ChatRequest) -> list[int]:
         """Token ids of a chat's messages through the model's template."""
-        return self._encode_messages(body.messages)
+        return self._chat.token_ids(body)
 
     @cached_property
     def middle(self) -> FillInMiddle:
@@ -126,9 +132,6 @@ class RequestBuilder:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # --- prompts ------------------------------------------------------------------------------------------------------
-
-    def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
-        return self._tokenizer.encode([template_message(message) for message in messages])
 
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> EncodedPrompt:
         if isinstance(prompt, str) and body.add_special_tokens is False:
@@ -299,17 +302,6 @@ class RequestBuilder:
         if body.prediction is None:
             return None
         return self._token_text.encode(content_text(body.prediction.content)) or None
-
-
-def template_message(message: ChatMessage) -> dict[str, str]:
-    """A message as chat templates expect it: no role "developer", and content as one string."""
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content_text(message.content or "")}
-
-
-def content_text(content: Content) -> str:
-    """The text of a message's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def sampling_params(

@@ -7,6 +7,7 @@ never keeps a token that was only drafted.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import llguidance
 
 ANY_OBJECT = json.dumps({"type": "object"})
+MAX_COMPILED = 64  # grammars that are kept: choices of one request, and requests after it, mostly have the same
 
 
 class GrammarCompiler:
@@ -35,9 +37,18 @@ class GrammarCompiler:
         self._info = info
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
         self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
+        self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()  # at their start
 
     def compile(self, output: StructuredOutput) -> GrammarConstraint:
         """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
+        if output not in self._compiled:
+            self._compiled[output] = self._matcher(output)
+        self._compiled.move_to_end(output)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return GrammarConstraint(self._compiled[output].deep_copy(), self._info)
+
+    def _matcher(self, output: StructuredOutput) -> llguidance.LLMatcher:
         import llguidance
 
         try:
@@ -50,7 +61,7 @@ class GrammarCompiler:
         if matcher.is_error():
             name = "JSON schema" if output.kind.startswith("json") else output.kind
             raise OptionError(f"the {name} is not supported: {matcher.get_error().splitlines()[0]}")
-        return GrammarConstraint(matcher, self._info)
+        return matcher
 
 
 def _grammar(output: StructuredOutput) -> str:

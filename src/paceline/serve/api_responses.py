@@ -28,9 +28,8 @@ MAX_LISTED = 100
 class ResponsesApi:
     """What the routes of the Responses API do."""
 
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-        self.store = ResponseStore()
+    def __init__(self, context: ServerContext, store: ResponseStore) -> None:
+        self._context, self.store = context, store
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         """A response, whole, as a stream, or in the background."""
@@ -104,8 +103,8 @@ class ResponsesApi:
         stored.document = response.document(FAILED, failure)
 
 
-def add_responses_routes(routes: APIRouter, context: ServerContext) -> None:
-    api = ResponsesApi(context)
+def add_responses_routes(routes: APIRouter, context: ServerContext, store: ResponseStore) -> None:
+    api = ResponsesApi(context, store)
 
     @routes.post("/v1/responses", responses=ERROR_RESPONSES, response_model=None)
     @routes.post("/responses", include_in_schema=False, response_model=None)

@@ -22,6 +22,7 @@ class ApiShape:
     """OpenAI's own shape: documents and chunks stay as they are. One instance serves one request."""
 
     media_type = EVENTS
+    ping = ": ping\n\n"  # what clients skip; empty: there is nothing that they do
     prompt_tokens = 0  # of the request, known before its output
 
     def whole(self, document: Json) -> Any:
@@ -59,6 +60,7 @@ class JsonLinesShape(ApiShape):
     """One JSON document a line."""
 
     media_type = LINES
+    ping = ""
 
     def frame(self, event: Json) -> str:
         return f"{as_text(event)}\n"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import NONE, EngineConfig
+from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
@@ -119,7 +120,7 @@ class _RunningRequest:
     ended: bool = False
 
 
-class VllmEngine:
+class VllmEngine(NoEmbeddings):
     """Generates with vLLM. Its method and number of draft tokens are those it was started with."""
 
     def __init__(

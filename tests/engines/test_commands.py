@@ -91,7 +91,7 @@ VLLM = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--engine-o
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: make test-engines")
 def test_vllm_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A false alarm has probability 0.001. The model is its own draft model, so that every step verifies draft tokens."""
+    """A false alarm has probability 0.001. The model drafts for itself, so that every step verifies draft tokens."""
     folder = str(write_tiny_model(tmp_path / "wide", hidden_size=128))
     command = ["audit", folder, *VLLM, "--methods", "draft_model", "--draft-model", folder, *AUDIT]
     assert main([*command, "--temperatures", "0.5"]) == 0

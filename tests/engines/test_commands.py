@@ -17,7 +17,7 @@ from tests.support.tiny import write_tiny_model
 pytestmark = pytest.mark.slow
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu", "--json"]
 ONE_THREAD = ["--engine-option", "threads=1"]
-AUDIT = ["--quick", "--draws", "200", "--seconds", "600", "--distance", "0.5", "--device", "cpu", "--json"]
+AUDIT = ["--quick", "--draws", "200", "--seconds", "6000", "--distance", "0.5", "--device", "cpu", "--json"]
 
 
 @pytest.fixture(scope="module")

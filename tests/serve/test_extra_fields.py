@@ -109,6 +109,11 @@ def test_names_that_a_client_invents_break_neither_the_header_nor_the_log(client
     assert response.headers[HEADER].endswith(", ...") and len(response.headers[HEADER]) < 1200
 
 
+def test_a_field_without_a_name_leaves_the_header_valid(tiny_server: RunningServer) -> None:
+    response = tiny_server.http().post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 1, "x": 1, "": 1})
+    assert response.status_code == 200 and response.headers[HEADER] == "x, ?"
+
+
 def test_our_own_objects_have_no_unknown_fields(client: TestClient) -> None:
     body = {"prompt": "abc", "speculative": {"methdo": "ngram"}}
     assert client.post(COMPLETIONS, json=body).status_code == 400

@@ -99,7 +99,7 @@ def extra_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def printable(name: str) -> str:
     """A name that a client chose, as it may stand in a header or in a log."""
-    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:MAX_NAME_LENGTH]
+    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:MAX_NAME_LENGTH] or "?"
 
 
 def add_header(response: Response, ignored: list[str]) -> Response:

@@ -180,6 +180,9 @@ class RequestBuilder:
     def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, copies: int) -> None:
         limits, num_choices = self._config.limits, len(prompts) * copies
         self.check_model(body.model)
+        if body.min_tokens and body.asked_tokens is not None and body.min_tokens > body.asked_tokens:
+            message = f"min_tokens is {body.min_tokens}, more than max_tokens, which is {body.asked_tokens}"
+            raise ApiError(400, message, param="min_tokens")
         if body.prompt_logprobs is not None and body.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:

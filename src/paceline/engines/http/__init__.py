@@ -10,6 +10,7 @@ from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
 if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
     from paceline.core.protocols import Engine
 
+METHODS = ("none", "ngram", "suffix", "lookahead", "layerskip", "prediction")  # of a request to paceline's own server
 OPTIONS = (
     EngineOption("url", "address of the server, such as http://localhost:8000"),
     EngineOption("api_key", "default: the environment variable OPENAI_API_KEY"),
@@ -39,4 +40,5 @@ SPEC = EngineSpec(
     packages=("httpx",),
     reads_files=False,
     model_for=_model_for,
+    methods=METHODS,
 )

@@ -146,7 +146,7 @@ def test_fields_of_paceline_and_vllm_reach_the_server(decoder: SpeculativeDecode
     assert set(result.text) <= set("abcd") and "aa" not in result.text and len(result.token_ids) == 12
     outputs = list(decoder.stream(PROMPT, max_new_tokens=12, stop_token_ids=result.token_ids[:1]))
     assert outputs[-1].finish_reason in ("stop", "length")
-    with pytest.raises(OptionError, match="does not take prompt_logprobs"):
+    with pytest.raises(OptionError, match="takes no prompt_logprobs"):
         decoder.generate(PROMPT, prompt_logprobs=1)
 
 

@@ -27,6 +27,11 @@ def _open(config: EngineConfig, build: BuildLocal) -> Engine:
     return open_http(config)
 
 
+def _model_for(name: str) -> str | None:
+    """Which model a server has is not known before it is asked, so none is taken to be the same."""
+    return None
+
+
 SPEC = EngineSpec(
     "http",
     "a running server with OpenAI's API: vLLM, SGLang, llama-server, TGI, Ollama, paceline",
@@ -35,4 +40,5 @@ SPEC = EngineSpec(
     packages=("httpx",),
     reads_files=False,
     methods=METHODS,
+    model_for=_model_for,
 )

@@ -20,13 +20,14 @@ from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, StructuredOutput, TokenLogprob
 from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
-from paceline.engines.http.request_checks import stop_strings
+from paceline.engines.http.request_checks import TAKEN, stop_strings
 from paceline.engines.http.wire import Call, StepCounter
 from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import OptionError
 from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
 
 PATH = "/completion"
+TAKEN_BY_LLAMA_CPP = TAKEN | {"skip_special_tokens"}  # the characters are made here
 RANDOM_SEED = (1 << 32) - 1
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
 BARE_SLASH, ESCAPED_SLASH = re.compile(r"(?<!\\)/"), r"\\/"  # a slash ends an expression in Lark
@@ -86,7 +87,8 @@ class LlamaCppWire:
         return Call(PATH, body)
 
     def reader(self, request: Request) -> LlamaCppReader:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(tuple(stop_strings(request.stop)))
+        stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
+        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
         return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
 
     def _sampling(self, sampling: SamplingParams) -> Json:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import as_int, checked_k
+from paceline.core.request_fields import refuse_fields
 from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 
 MAX_LOGPROBS = 1024
 TAKEN = frozenset(  # fields of a request that every server understands, or that change nothing where it does not
     {
-        "prompt", "sampling", "max_new_tokens", "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens",
-        "prediction", "logprobs", "structured_output",
+        "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
+        "structured_output", "priority", "reasoning",
     }
 )  # fmt: skip
 STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex")
@@ -57,7 +58,7 @@ class RequestChecks:
 
     def check(self, request: Request) -> None:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
-        self._check_fields(request)
+        refuse_fields(request, self.takes, "this engine")
         self._check_prompt(request.prompt)
         self._check_numbers(request)
         if request.method is not None and request.method not in self.methods:
@@ -68,12 +69,6 @@ class RequestChecks:
         stop_strings(request.stop)
         if request.structured_output is not None:
             self.check_grammar(request.structured_output)
-
-    def _check_fields(self, request: Request) -> None:
-        """A field that was added for another engine is never ignored in silence."""
-        for item in fields(request):
-            if item.name not in self.takes and getattr(request, item.name) != item.default:
-                raise OptionError(f"this engine does not take {item.name}; leave it out, or use the engine local")
 
     def _check_prompt(self, prompt: list[int]) -> None:
         length, info = len(prompt), self.info

@@ -163,5 +163,5 @@ def text_list(name: str, value: Any) -> tuple[str, ...]:
 
 def word_token_ids(hf_tokenizer: Any, word: str) -> set[tuple[int, ...]]:
     """The token ids of a word at the start of a text and after a space."""
-    texts = (word, " " + word.lstrip())
-    return {tuple(hf_tokenizer(text, add_special_tokens=False).input_ids) for text in texts} - {()}
+    strings = (word, " " + word.lstrip())
+    return {tuple(hf_tokenizer(string, add_special_tokens=False).input_ids) for string in strings} - {()}

@@ -202,7 +202,11 @@ class VllmEngine:
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        reader = SequenceReader(seq, self.tokenizer.stream(seq.params.stopping.stop_strings))
+        stopping, skips = seq.params.stopping, seq.params.skip_special_tokens
+        detokenizer = self.tokenizer.stream(
+            stopping.stop_strings, skip_special_tokens=skips, include_stop=stopping.include_stop
+        )
+        reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)
         try:
             while not seq.finished:

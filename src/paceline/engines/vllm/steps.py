@@ -117,15 +117,17 @@ class SequenceReader:
     def _output(self, step: Step, emitted: list[int], run: slice, from_draft: bool, *, last: bool) -> RequestOutput:
         seq = self._seq
         finished = last and seq.finished
-        text = self._detokenizer.feed(emitted[run])
+        reason = seq.finish_reason if last else None
+        text = self._detokenizer.feed(seq.params.stopping.text_tokens(emitted[run], reason))
         return RequestOutput(
             text + self._detokenizer.flush() if finished else text,
             tuple(emitted[run]),
             from_draft,
             None if step.logprobs is None else step.logprobs[run],
-            seq.finish_reason if last else None,
+            reason,
             seq.stats if finished else None,
             step.drafted if last else None,
+            seq.stop_reason if finished else None,
         )
 
 

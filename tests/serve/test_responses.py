@@ -92,7 +92,7 @@ def test_usage_counts_tokens_of_all_choices_and_the_prompt_once() -> None:
 
 def test_usage_counts_the_draft_tokens_of_a_prediction() -> None:
     details = whole(task(choice(prediction=[97]), choice()))["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
 
 
 def test_speculation_statistics_are_added_where_asked_for() -> None:

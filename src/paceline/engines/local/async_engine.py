@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.core.protocols import Tokenizer
 from paceline.core.sequence import Sequence
@@ -31,8 +32,17 @@ LOG = logging.getLogger(__name__)
 class _Command:
     """What the worker should do before its next step."""
 
-    run: Callable[[RequestState], None]
-    request: RequestState
+    run: Callable[[Any], None]
+    request: RequestState | _Embedding
+
+
+@dataclass(frozen=True, slots=True)
+class _Embedding:
+    """A prompt to embed, and where the vector goes."""
+
+    token_ids: list[int]
+    pooling: str
+    deliver: Callable[[list[float] | Exception], None]
 
 
 class AsyncEngine:
@@ -53,6 +63,24 @@ class AsyncEngine:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
         return self._stream(self.engine.sequence(request))
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        loop = asyncio.get_running_loop()
+        vectors: asyncio.Queue[list[float] | Exception] = asyncio.Queue()
+
+        def deliver(vector: list[float] | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(vectors.put_nowait, vector)
+            except RuntimeError:  # the reader's loop has closed
+                LOG.debug("an embedding ended after its reader")
+
+        self._commands.put(_Command(self._embed, _Embedding(token_ids, pooling, deliver)))
+        if self._closing.is_set():  # the worker may have taken its last command
+            raise EngineClosed("the engine has been closed")
+        vector = await vectors.get()
+        if isinstance(vector, Exception):
+            raise vector
+        return vector
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -108,6 +136,12 @@ class AsyncEngine:
             self._closing.set()
             self._take_commands(wait=False)
             self.engine.abort_all()
+
+    def _embed(self, embedding: _Embedding) -> None:
+        try:
+            embedding.deliver(self.engine.embed(embedding.token_ids, embedding.pooling))
+        except Exception as error:  # a model or a driver may raise anything at all
+            embedding.deliver(error)
 
     def _take_commands(self, wait: bool) -> None:
         """Run the commands since the last step; without work, sleep until one comes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 ANY_OBJECT = json.dumps({"type": "object"})
+MAX_COMPILED = 64  # grammars that are kept: choices of one request, and requests after it, mostly have the same
 
 
 class GrammarCompiler:
@@ -38,9 +40,18 @@ class GrammarCompiler:
         self._info = info
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
         self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
+        self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()  # at their start
 
     def compile(self, output: StructuredOutput) -> GrammarConstraint:
         """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
+        if output not in self._compiled:
+            self._compiled[output] = self._matcher(output)
+        self._compiled.move_to_end(output)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return GrammarConstraint(self._compiled[output].deep_copy(), self._info)
+
+    def _matcher(self, output: StructuredOutput) -> llguidance.LLMatcher:
         import llguidance
 
         try:
@@ -56,7 +67,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         if matcher.is_error():
             raise OptionError(f"no output can match the {output.kind}")
-        return GrammarConstraint(matcher, self._info)
+        return matcher
 
 
 def _grammar(output: StructuredOutput) -> str:

@@ -141,8 +141,21 @@ class RequestTranslator:
             raise OptionError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens!r}")
         eos: frozenset[int] = frozenset() if request.ignore_eos else self._info.eos_token_ids
         decode = self._tokenizer.decode if request.skip_special_tokens else self._tokenizer.decode_with_special
-        strings, ends = text_list("stop", request.stop), frozenset(request.stop_token_ids)
-        return StopRules(min(most, room), eos, strings, decode, ends, bool(request.include_stop))
+        return StopRules(
+            min(most, room),
+            eos,
+            text_list("stop", request.stop),
+            decode,
+            stop_token_ids=self._stop_tokens(request.stop_token_ids),
+            include_stop=bool(request.include_stop),
+        )
+
+    def _stop_tokens(self, value: Any) -> frozenset[int]:
+        numbers = [as_int(token) for token in value] if isinstance(value, list | tuple) else [None]
+        tokens = frozenset(-1 if number is None else number for number in numbers)
+        if any(not 0 <= token < self._info.vocab_size for token in tokens):
+            raise OptionError(f"stop_token_ids is a list of token ids below {self._info.vocab_size}, not {value!r}")
+        return tokens
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
@@ -156,6 +169,7 @@ class RequestTranslator:
             most = info.max_seq_len - 1
             raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
         return info.max_seq_len - length
+
 
 
 def _structured(output: StructuredOutput | None) -> dict[str, Any]:

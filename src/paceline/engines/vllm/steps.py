@@ -30,6 +30,7 @@ class Step:
     metrics        vLLM's counts of the sequence's draft tokens, on the last step where there are any
     drafted        draft tokens verified in the step; None: the pass had other sequences too
     share          the mean of the pass, where it had other sequences too
+    num_cached_tokens  of the prompt, that the prefix cache held; None: not known
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Step:
     metrics: Any = None
     drafted: int | None = None
     share: float = 0.0
+    num_cached_tokens: int | None = None
 
 
 Deliver = Callable[[Step], None]
@@ -128,6 +130,7 @@ class SequenceReader:
             seq.stats if finished else None,
             step.drafted if last else None,
             seq.stop_reason if finished else None,
+            step.num_cached_tokens if finished else None,
         )
 
 

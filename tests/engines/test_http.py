@@ -268,6 +268,16 @@ def test_serve_puts_the_api_in_front_of_another_server(
     assert whole.usage is not None and whole.usage.completion_tokens == 12
 
 
+def test_the_default_model_is_served_with_its_own_tokenizer(default_model: Any, default_tokenizer: Any) -> None:
+    serving = serving_model(default_model, default_tokenizer, ServerConfig(("default",)))
+    with serving as running, opened(running.url) as decoder:
+        result = decoder.generate([{"role": "user", "content": "Say hello."}], max_new_tokens=8)
+        assert decoder.info.vocab_size == 49152 and result.token_ids
+        assert decoder.tokenizer.decode(result.token_ids) == result.text
+        counts = running.wait_until_idle(60).spec
+        assert (counts.steps, counts.drafted) == (result.stats.steps, result.stats.drafted)
+
+
 # --- llama.cpp's server -----------------------------------------------------------------------------------------------
 
 

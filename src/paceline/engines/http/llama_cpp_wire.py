@@ -39,6 +39,7 @@ class LlamaCppWire:
 
     tokenizer     makes the characters; None: the server's own are taken
     cache_prompt  whether prompts may go on from what the server has kept of earlier ones
+    end_tokens    that end a sequence: they are no part of its text
     """
 
     max_seq_len: int
@@ -46,6 +47,7 @@ class LlamaCppWire:
     num_draft_tokens: int | str = 0
     tokenizer: Tokenizer | None = None
     cache_prompt: bool = True
+    end_tokens: frozenset[int] = frozenset()
 
     def check(self, request: Request) -> None:
         sampling = request.sampling
@@ -89,7 +91,8 @@ class LlamaCppWire:
     def reader(self, request: Request) -> LlamaCppReader:
         stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
         detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
-        return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
+        ends = frozenset() if request.ignore_eos else self.end_tokens
+        return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer, ends)
 
     def _sampling(self, sampling: SamplingParams) -> Json:
         """In paceline's order: penalties, temperature, then the cuts of the tempered distribution."""
@@ -145,6 +148,7 @@ class LlamaCppReader:
     logprobs: int | None
     tokenizer: Tokenizer | None
     detokenizer: StreamDetokenizer | None
+    end_tokens: frozenset[int]
     steps: StepCounter = field(default_factory=StepCounter)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -194,7 +198,8 @@ class LlamaCppReader:
 
     def _output(self, token: int, event: Json, logprobs: dict[int, TokenLogprob]) -> RequestOutput:
         from_draft = self.steps.token()
-        text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed([token])
+        characters = [] if token in self.end_tokens else [token]
+        text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed(characters)
         entries = None if self.logprobs is None else tuple(filter(None, [logprobs.get(token)]))
         return RequestOutput(text, (token,), from_draft, entries, num_drafted=self.steps.num_drafted)
 

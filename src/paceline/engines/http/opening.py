@@ -85,7 +85,9 @@ def _parts(config: EngineConfig, client: HttpClient, model: ServedModel) -> Remo
     takes = TAKEN | model.kind.request_fields
     if model.kind is LLAMA_CPP and knows_tokens:
         method = SERVER if _speculates(client) else NONE
-        methods, wire = (method,), LlamaCppWire(info.max_seq_len, method, tokenizer=tokenizer)
+        methods, wire = (method,), LlamaCppWire(
+            info.max_seq_len, method, tokenizer=tokenizer, end_tokens=info.eos_token_ids
+        )
         takes = TAKEN_BY_LLAMA_CPP
     else:
         wire = _openai_wire(config, model, tokenizer, knows_tokens)

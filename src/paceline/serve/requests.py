@@ -78,10 +78,7 @@ class RequestBuilder:
     def __init__(self, engine: Engine, token_text: TokenText, config: ServerConfig) -> None:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
-        template = chat_template(
-            token_text.chat_template, config.chat_template, config.tool_parser, config.reasoning_parser
-        )
-        self._chat = ChatPlanner(engine.tokenizer, token_text, template)
+        self._chat = ChatPlanner(engine.tokenizer, token_text, chat_template(token_text.chat_template, config))
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 

@@ -28,7 +28,6 @@ from paceline.serve.schema import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    TokenizeRequest,
 )
 from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
@@ -76,15 +75,6 @@ def test_messages_are_prepared_for_the_chat_template() -> None:
     assert template_message(ChatMessage(role="developer", content=parts)) == {"role": "system", "content": "ab"}
     assert template_message(ChatMessage(role="assistant")) == {"role": "assistant", "content": ""}
     assert content_text("abc") == "abc"
-
-
-def test_tokenize_takes_a_prompt_or_messages() -> None:
-    messages = [ChatMessage(role="user", content="a")]
-    assert builder().tokenize(TokenizeRequest(prompt="ab")) == [97, 98]
-    assert builder().tokenize(TokenizeRequest(messages=messages)) == [97]
-    for body in (TokenizeRequest(), TokenizeRequest(prompt="a", messages=messages)):
-        with pytest.raises(ApiError, match="either prompt or messages"):
-            builder().tokenize(body)
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------

@@ -128,6 +128,13 @@ class ServerConfig:
         "sampling",
         choices=("model", "none"),
     )
+    pooling: str = option(
+        "mean",
+        "--pooling",
+        "HOW",
+        "embeddings are the mean, the last or the first (cls) of the hidden states",
+        choices=("mean", "last", "cls"),
+    )
     tool_parser: str = option(
         "auto", "--tool-parser", "NAME", "how the model writes tool calls; auto: as its chat template says; or none"
     )

@@ -140,6 +140,7 @@ class CompletionRequest(CommonParams):
         | Annotated[list[str], Field(min_length=1, max_length=2048)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=2048)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -149,11 +150,3 @@ class CompletionRequest(CommonParams):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class TokenizeRequest(StrictModel):
-    """Body of /tokenize: prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None

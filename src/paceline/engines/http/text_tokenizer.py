@@ -32,9 +32,10 @@ class TextTokenizer(Tokenizer):
         return _bytes(prompt)
 
     def _chat_ids(self, prompt: ChatPrompt) -> list[int]:
-        if not all("role" in message for message in prompt.messages):
+        messages = prompt.messages
+        if not all("role" in message for message in messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
-        return [NUM_BYTES, *_bytes(json.dumps(prompt.messages, ensure_ascii=False))]
+        return [NUM_BYTES, *_bytes(json.dumps(messages, ensure_ascii=False))]
 
 
 def messages_of(prompt: list[int]) -> list[Message] | None:

@@ -82,10 +82,7 @@ class RequestBuilder:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
         self.vocabulary = vocabulary(engine.tokenizer)
-        template = chat_template(
-            token_text.chat_template, config.chat_template, config.tool_parser, config.reasoning_parser
-        )
-        self._chat = ChatPlanner(engine.tokenizer, token_text, template)
+        self._chat = ChatPlanner(engine.tokenizer, token_text, chat_template(token_text.chat_template, config))
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 

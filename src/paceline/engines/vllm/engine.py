@@ -7,7 +7,6 @@ characters are made and stop strings are found.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import importlib.util
 import itertools
@@ -126,7 +125,7 @@ class VllmEngine(NoEmbeddings):
     def __init__(
         self, config: EngineConfig, folder: Path, llm: Any, thread: _LoopThread, recorder: StepRecorder
     ) -> None:
-        self._llm: Any = llm  # dropped when closed: its destructor must not run after the modules it uses
+        self._llm: Any = llm
         self._config, self._thread, self._recorder = llm.vllm_config, thread, recorder
         method, k = config.speculative.method or NONE, _k(llm, config)
         self.methods: tuple[str, ...] = (method if k else NONE,)
@@ -169,12 +168,11 @@ class VllmEngine(NoEmbeddings):
     def _shutdown(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
-        self._llm = None
-        gc.collect()  # it is part of a cycle
+        self._llm.shutdown = lambda: None  # its destructor calls this again, when its modules may be gone
 
     @property
     def _has_died(self) -> bool:
-        return self._llm is not None and bool(self._llm.errored)
+        return not self._closing.is_set() and bool(self._llm.errored)
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 

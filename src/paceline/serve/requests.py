@@ -140,7 +140,7 @@ class RequestBuilder:
             token_ids = self._tokenizer.encode(prompt)
         if not body.echo:
             return EncodedPrompt(token_ids)
-        return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
+        return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._token_text.decode(token_ids))
 
     def _middle_prompt(self, prompt: Any, body: CompletionRequest) -> EncodedPrompt:
         if not isinstance(prompt, str):
@@ -160,7 +160,7 @@ class RequestBuilder:
         if len(prompt.token_ids) <= limit:
             return prompt
         token_ids = prompt.token_ids[-limit:]
-        return EncodedPrompt(token_ids, self._tokenizer.decode(token_ids) if prompt.echo else "")
+        return EncodedPrompt(token_ids, self._token_text.decode(token_ids) if prompt.echo else "")
 
     def _with_echo(self, task: CompletionTask, body: CompletionRequest) -> CompletionTask:
         """Log-probabilities are those of the echoed prompt too. One token is generated so that a prompt is read."""

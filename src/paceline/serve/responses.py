@@ -94,7 +94,7 @@ class ResponseFormat(Protocol):
     object_name: str
     chunk_object_name: str
     formatter: TokenFormatter
-    details_in_choice: bool  # where prompt_token_ids and prompt_logprobs stand: in each choice, or beside the choices
+    is_completion: bool  # each choice has a prompt of its own, and the last text comes with the finish reason
 
     def writer(self, choice: ChoiceRequest) -> ChoiceWriter: ...
     def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json: ...
@@ -104,7 +104,7 @@ class ChatFormat:
     """Chat completions."""
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    details_in_choice = False
+    is_completion = False
 
     def __init__(self, formatter: TokenFormatter) -> None:
         self.formatter = formatter
@@ -145,7 +145,7 @@ class CompletionFormat:
     """Completions of a prompt."""
 
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
-    details_in_choice = True
+    is_completion = True
 
     def __init__(self, formatter: TokenFormatter) -> None:
         self.formatter = formatter
@@ -175,7 +175,7 @@ class ResponseBuilder:
             async for delta in deltas:
                 self._add(delta)
         choices = [self._whole_choice(index, state) for index, state in enumerate(self._best())]
-        details = {} if self._format.details_in_choice else self._prompt_details(self._states[0])
+        details = {} if self._format.is_completion else self._prompt_details(self._states[0])
         document = {**self._header(self._format.object_name), "choices": choices, "usage": self.usage(), **details}
         return {**document, **self._metrics()}
 
@@ -268,24 +268,21 @@ class ResponseBuilder:
             "logprobs": self._logprobs(state.shown) if state.has_logprobs else None,
             "finish_reason": state.finish_reason,
             "stop_reason": state.stop_reason,
+            "token_ids": state.token_ids if self._task.return_token_ids else None,
         }
-        if self._format.details_in_choice:
+        if self._format.is_completion:
             choice |= self._prompt_details(state)
-        if self._task.return_token_ids:
-            choice["token_ids"] = state.token_ids
         return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
 
     def _logprobs(self, tokens: list[ShownToken]) -> Json:
         return self._format.logprobs(tokens, as_ids=self._task.tokens_as_ids)
 
     def _prompt_details(self, state: ChoiceState) -> Json:
-        details: Json = {}
-        if self._task.return_token_ids:
-            details["prompt_token_ids"] = state.choice.request.prompt
-        if self._task.prompt_logprobs is not None:
-            entries = state.prompt_logprobs or ()
-            details["prompt_logprobs"] = self._format.formatter.prompt(entries, self._task.prompt_logprobs)
-        return details
+        top, entries = self._task.prompt_logprobs, state.prompt_logprobs or ()
+        return {
+            "prompt_token_ids": state.choice.request.prompt if self._task.return_token_ids else None,
+            "prompt_logprobs": None if top is None else self._format.formatter.prompt(entries, top),
+        }
 
     def _opening_chunks(self) -> Iterator[Json]:
         """The first chunk of every choice, but of those that echo log-probabilities: they come with an output."""
@@ -299,7 +296,7 @@ class ResponseBuilder:
         logprobs = self._logprobs(state.shown[:num_echoed]) if self._task.echo_logprobs else None
         chunk = self._chunk(index, state.writer.opening(), logprobs)
         details = {"prompt_token_ids": state.choice.request.prompt} if self._task.return_token_ids else {}
-        (chunk["choices"][0] if self._format.details_in_choice else chunk).update(details)
+        (chunk["choices"][0] if self._format.is_completion else chunk).update(details)
         return chunk
 
     def _delta_chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
@@ -307,10 +304,14 @@ class ResponseBuilder:
         if delta.index not in self._opened:
             yield self._opening_chunk(delta.index)
         has_ids = self._task.return_token_ids and output.token_ids
-        if any(state.fields.values()) or state.fresh or has_ids or self._task.include_stats:
-            yield self._output_chunk(delta.index, state, output)
-        if output.finish_reason:
-            yield self._closing_chunk(delta.index, state)
+        has_output = bool(any(state.fields.values()) or state.fresh or has_ids or self._task.include_stats)
+        closes = has_output and self._format.is_completion and not self._task.include_stats
+        if has_output:
+            chunk = self._output_chunk(delta.index, state, output)
+            yield self._closed(chunk, state) if closes and output.finish_reason else chunk
+        if output.finish_reason and not closes:
+            stats = state.speculation() if self._task.include_stats else None
+            yield self._closed(self._chunk(delta.index, state.writer.closing(), None, stats), state)
 
     def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput) -> Json:
         stats = None
@@ -326,10 +327,9 @@ class ResponseBuilder:
             chunk["choices"][0]["token_ids"] = list(output.token_ids)
         return chunk
 
-    def _closing_chunk(self, index: int, state: ChoiceState) -> Json:
-        stats = state.speculation() if self._task.include_stats else None
-        chunk = self._chunk(index, state.writer.closing(), None, stats, state.finish_reason)
-        chunk["choices"][0]["stop_reason"] = state.stop_reason
+    def _closed(self, chunk: Json, state: ChoiceState) -> Json:
+        """The chunk with why the output has ended."""
+        chunk["choices"][0] |= {"finish_reason": state.finish_reason, "stop_reason": state.stop_reason}
         return chunk
 
     # --- documents ----------------------------------------------------------------------------------------------------
@@ -345,15 +345,8 @@ class ResponseBuilder:
             return {}
         return {"metrics": {"speculative_decoding": speculation_metrics(self._states[0].stats)}}
 
-    def _chunk(
-        self,
-        index: int,
-        fields: Json,
-        logprobs: Json | None = None,
-        stats: Json | None = None,
-        finish_reason: str | None = None,
-    ) -> Json:
-        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index: int, fields: Json, logprobs: Json | None = None, stats: Json | None = None) -> Json:
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": None}
         if stats is not None:
             choice["x_paceline"] = stats
         usage = {"usage": self.usage() if self._task.continuous_usage else None} if self._task.include_usage else {}

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.core.protocols import Tokenizer
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
+from paceline.core.stopping import StopRules
 from paceline.core.types import Request, RequestOutput
 from paceline.engines.local.engine import LocalEngine
 from paceline.engines.local.request_state import RequestState
@@ -116,7 +117,7 @@ class AsyncEngine:
                 output = await outputs.get()
                 if isinstance(output, PacelineError):
                     raise output
-                yield _with_text(output, detokenizer, stopping.include_stop)
+                yield _with_text(output, detokenizer, stopping)
                 if output.finish_reason is not None:
                     return
         finally:
@@ -151,14 +152,9 @@ class AsyncEngine:
                 command.run(command.request)
 
 
-def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, include_stop: bool) -> RequestOutput:
-    """The characters that the tokens complete; on the last output also those held back.
-
-    An end token or stop token is no part of the text, even where special tokens are shown, unless include_stop.
-    """
-    ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-    tokens = output.token_ids[:-1] if ended_by_token and not include_stop else output.token_ids
-    text = detokenizer.feed(list(tokens))
+def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, stopping: StopRules) -> RequestOutput:
+    """The characters that the tokens complete; on the last output also those held back."""
+    text = detokenizer.feed(stopping.text_tokens(list(output.token_ids), output.finish_reason))
     if output.finish_reason is not None:
         text += detokenizer.flush()
     return replace(output, text=text)

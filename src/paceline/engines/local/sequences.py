@@ -141,7 +141,8 @@ class SequenceBuilder:
         decode = self._tokenizer.decode if request.skip_special_tokens else self._tokenizer.decode_with_special
         ends = self._token_ids("stop_token_ids", request.stop_token_ids)
         strings = text_list("stop", request.stop)
-        return StopRules(min(most, room), eos, strings, decode, ends, bool(request.include_stop))
+        include_stop = bool(request.include_stop)
+        return StopRules(min(most, room), eos, strings, decode, stop_token_ids=ends, include_stop=include_stop)
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
@@ -171,5 +172,5 @@ def text_list(name: str, value: Any) -> tuple[str, ...]:
 
 def word_token_ids(hf_tokenizer: Any, word: str) -> set[tuple[int, ...]]:
     """The token ids of a word at the start of a text and after a space."""
-    texts = (word, " " + word.lstrip())
-    return {tuple(hf_tokenizer(text, add_special_tokens=False).input_ids) for text in texts} - {()}
+    strings = (word, " " + word.lstrip())
+    return {tuple(hf_tokenizer(string, add_special_tokens=False).input_ids) for string in strings} - {()}

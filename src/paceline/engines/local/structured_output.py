@@ -7,6 +7,7 @@ never keeps a token that was only drafted.
 from __future__ import annotations
 
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from paceline.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
     import llguidance
+
+LOG = logging.getLogger(__name__)
 
 ANY_OBJECT = json.dumps({"type": "object"})
 MAX_COMPILED = 64  # grammars that are kept: choices of one request, and requests after it, mostly have the same
@@ -61,6 +64,9 @@ class GrammarCompiler:
         if matcher.is_error():
             name = "JSON schema" if output.kind.startswith("json") else output.kind
             raise OptionError(f"the {name} is not supported: {matcher.get_error().splitlines()[0]}")
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise OptionError(f"no output can match the {output.kind}")
         return matcher
 
 
@@ -100,8 +106,11 @@ class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, info: ModelInfo) -> None:
         self._matcher, self._vocab_size = matcher, info.vocab_size
         self._eos = info.eos_token_ids
+        self._has_ended = False  # an end token may be ignored: then nothing but more of them follows
 
     def allowed(self, path: list[int]) -> Tensor:
+        if self._has_ended or not self._eos.isdisjoint(path):
+            return self._only_eos()
         consumed = self._matcher.try_consume_tokens(path) if path else 0
         if consumed < len(path):  # no row after a draft token that the grammar excludes is ever sampled from
             self._matcher.rollback(consumed)
@@ -113,7 +122,9 @@ class GrammarConstraint:
 
     def advance(self, tokens: list[int]) -> None:
         for token in tokens:
-            if token in self._eos or not self._matcher.try_consume_tokens([token]):
+            if token in self._eos:
+                self._has_ended = True
+            if self._has_ended or not self._matcher.try_consume_tokens([token]):
                 return
 
     def _mask(self) -> Tensor:
@@ -123,5 +134,14 @@ class GrammarConstraint:
         else:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
+        if self._matcher.is_error():  # the grammar has grown beyond llguidance's limits on the way
+            LOG.warning("an output ends before it is complete: %s", self._matcher.get_error().splitlines()[0])
+            self._has_ended = True
+            return self._only_eos()
         mask[sorted(self._eos)] = self._matcher.is_accepting()
+        return mask
+
+    def _only_eos(self) -> Tensor:
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[sorted(self._eos)] = True
         return mask

@@ -7,6 +7,7 @@ characters are made and stop strings are found.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -144,14 +145,18 @@ class VllmEngine(NoEmbeddings):
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
-        if self._has_died:
-            raise StepFailed(DIED)
+        self.check_health()
         translated = self._requests.translate(request)
         return self._stream(translated.seq, self._params(translated))
 
     def stats(self) -> EngineStats:
         num_blocks = self._config.cache_config.num_gpu_blocks or 0
         return self._recorder.snapshot(self.methods[0], len(self._running), num_blocks)
+
+    def check_health(self) -> None:
+        """Raise StepFailed where one of vLLM's processes has died: no request can succeed any more."""
+        if self._has_died:
+            raise StepFailed(DIED)
 
     async def close(self) -> None:
         if self._closing.is_set():
@@ -165,6 +170,7 @@ class VllmEngine(NoEmbeddings):
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
         self._llm = None
+        gc.collect()  # it is part of a cycle
 
     @property
     def _has_died(self) -> bool:
@@ -203,7 +209,11 @@ class VllmEngine(NoEmbeddings):
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        reader = SequenceReader(seq, self.tokenizer.stream(seq.params.stopping.stop_strings))
+        stopping, skips = seq.params.stopping, seq.params.skip_special_tokens
+        detokenizer = self.tokenizer.stream(
+            stopping.stop_strings, skip_special_tokens=skips, include_stop=stopping.include_stop
+        )
+        reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)
         try:
             while not seq.finished:
@@ -252,6 +262,7 @@ class VllmEngine(NoEmbeddings):
             self._fail(request, output)
             return
         step = step_of(output.outputs[0], request.num_logprobs)
+        step.num_cached_tokens = output.num_cached_tokens
         request.ended = request.ended or bool(output.finished)
         if step.finish_reason == ABORT:  # not from a pass
             request.deliver(step)

@@ -245,6 +245,7 @@ def test_help_groups_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
         "model",
         "speculation",
         "engine",
+        "distributed",
         "sampling",
         "server",
     ]

@@ -213,11 +213,14 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Generate one sequence. Closing the iterator aborts the request within one step.
 
-        Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way.
+        Raises OptionError or PromptError at once; StepFailed, OutOfMemory or EngineFailed on the way.
         """
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""
+
+    def check_health(self) -> None:
+        """Raise EngineFailed where the worker has died: no request can succeed any more. Cheap; from any thread."""
 
     async def close(self) -> None:
         """Stop; sequences in progress end with finish_reason "abort"."""

@@ -235,6 +235,7 @@ class Request:
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
     structured_output: StructuredOutput | None = None
+    priority: int = 0  # among requests that wait: a lower number is first
 
 
 @dataclass(frozen=True, slots=True)

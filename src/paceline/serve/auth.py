@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.serve.config import NetworkConfig
 from paceline.serve.errors import ApiError
 
-OPEN_PATHS = ("/health", "/")  # served without a key, as are the files of the web page
+OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/")  # served without a key, as are the files of the web page
 PAGE_PREFIX = "/page/"
 NO_KEY = "anonymous"
 KEY_SCOPE = "paceline_key"  # where the scope of a request holds the short name of its API key

@@ -16,6 +16,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
 MIN_API_KEY_LENGTH = 8
 MAX_PORT = 65535
+ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -88,12 +89,15 @@ class RequestLimits:
     max_choices: int = option(32, "--max-choices", "N", "choices of one request: n times the prompts")
     request_timeout: float = option(600.0, "--request-timeout", "S", "seconds for a whole request; then 408")
     stall_timeout: float = option(30.0, "--stall-timeout", "S", "seconds a client may take to send or to receive")
+    ping_interval: float = option(
+        15.0, "--ping-interval", "S", "seconds of silence after which a stream sends a comment; 0: never"
+    )
     drain_timeout: int = option(60, "--drain-timeout", "S", "seconds for running requests at shutdown")
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            zero_allowed = name in ("max_waiting", "max_requests_per_key", "default_max_tokens", "drain_timeout")
+            zero_allowed = name in ZERO_ALLOWED
             if not math.isfinite(value) or value < 0 or (value < 1e-3 and not zero_allowed):
                 raise OptionError(f"{name} must be {'0 or more' if zero_allowed else 'above 0'}, not {value}")
 
@@ -101,6 +105,30 @@ class RequestLimits:
     def chat_max_tokens(self) -> int:
         """max_tokens of a chat that has none; what does not fit the context is cut off later."""
         return min(self.default_max_tokens or self.max_new_tokens, self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What the server does when the worker of an engine dies."""
+
+    on_engine_failure: str = option(
+        "restart",
+        "--on-engine-failure",
+        "WHAT",
+        "when an engine's worker dies: restart the engine, or exit with an error",
+        choices=("restart", "exit"),
+    )
+    max_engine_restarts: int = option(
+        5, "--max-engine-restarts", "N", "restarts of an engine in a row; then the server exits with an error"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_engine_restarts < 0:
+            raise OptionError(f"max_engine_restarts must be 0 or more, not {self.max_engine_restarts}")
+
+    @property
+    def restarts(self) -> bool:
+        return self.on_engine_failure == "restart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +158,7 @@ class ServerConfig:
     )
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    failure: FailurePolicy = field(default_factory=FailurePolicy)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
     max_model_len: int | None = None
@@ -144,4 +173,5 @@ class ServerConfig:
             raise OptionError(f"max_model_len must be 2 or more, not {self.max_model_len}")
 
 
-FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits)  # the order of their flags in --help and in the docs
+# The order of their flags in --help and in the docs.
+FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy)

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, OutOfMemory, PacelineError
+from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, OutOfMemory, PacelineError
 
 LOG = logging.getLogger("paceline.serve")
 INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
@@ -60,6 +60,7 @@ STATUS_BY_TYPE: dict[type[PacelineError], ErrorStatus] = {
     ContextLengthExceeded: ErrorStatus(400, "context_length_exceeded"),
     OptionError: ErrorStatus(400),
     EngineClosed: ErrorStatus(503, "shutting_down", RETRY_SOON),
+    EngineFailed: ErrorStatus(503, "engine_failed", RETRY_SOON),
     OutOfMemory: ErrorStatus(500, "out_of_memory"),
     PacelineError: ErrorStatus(500, "model_failed"),
 }

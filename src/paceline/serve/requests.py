@@ -205,6 +205,7 @@ class RequestBuilder:
             prediction=self._prediction(body),
             logprobs=logprobs,
             structured_output=structured_output(body.response_format),
+            priority=body.priority or 0,
         )
 
     def _num_draft_tokens(self, body: CommonParams) -> int | None:

@@ -17,6 +17,7 @@ from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error, log_failu
 from paceline.serve.responses import ChoiceDelta
 
 DONE = "[DONE]"
+PING = ": ping\n\n"
 Result = TypeVar("Result")
 Observer = Callable[[RequestOutput], None]
 Event = ChoiceDelta | Exception | None  # None: one stream has ended
@@ -88,40 +89,61 @@ def _client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
 
+async def first_chunk(request: Request, chunks: AsyncIterator[Any], ping_interval: float) -> asyncio.Future[Any]:
+    """The first chunk of a stream, awaited for so long: an error before it is then a response with its own status.
+
+    One that takes longer is awaited by the stream, which pings meanwhile. ping_interval 0: it is awaited here.
+    """
+    chunk = asyncio.ensure_future(anext(chunks))
+    try:
+        await while_connected(request, asyncio.wait({chunk}, timeout=ping_interval or None))
+        if chunk.done():
+            chunk.result()  # raises its error
+        return chunk
+    except BaseException:
+        chunk.cancel()
+        await asyncio.gather(chunk, return_exceptions=True)
+        raise
+
+
 class EventStream(Response):
     """Server-sent events. The generation is aborted when the client disconnects or stalls.
 
-    first      the first chunk, awaited before the status is sent
-    chunks     those that follow
-    on_finish  called once at the end, with the error that cut the stream short or None
+    first          the first chunk; the status does not wait for it
+    chunks         those that follow
+    on_finish      called once at the end, with the error that cut the stream short or None
+    ping_interval  seconds of silence after which a comment is sent, which clients ignore; 0: never
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: Any,
+        first: asyncio.Future[Any],
         chunks: AsyncGenerator[Any, None],
         stall_timeout: float,
         on_finish: Callable[[ApiError | None], None],
+        ping_interval: float = 0.0,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._chunks = first, chunks
         self._stall_timeout, self._on_finish = stall_timeout, on_finish
+        self._ping_interval, self._num_sent = ping_interval, 0
         self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._write(send))
         disconnect = asyncio.create_task(_disconnected(receive))
+        pinger = asyncio.create_task(self._ping(send))
         try:
             await asyncio.wait({writer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not writer.done():
                 self._error = _client_gone()
-            for task in (writer, disconnect):
+            for task in (writer, disconnect, pinger):
                 task.cancel()
-            await asyncio.gather(writer, disconnect, return_exceptions=True)
+            await asyncio.gather(writer, disconnect, pinger, return_exceptions=True)
             self._on_finish(self._error)
 
     async def _write(self, send: Send) -> None:
@@ -129,16 +151,25 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks), aclosing(self._events()) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._num_sent = 1
                 async for event in events:
-                    await self._send(send, event)
+                    await self._send(send, f"data: {event}\n\n")
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
             self._error = _client_gone()
 
+    async def _ping(self, send: Send) -> None:
+        """Send a comment after every interval in which nothing was sent, so that no proxy cuts the stream."""
+        while self._ping_interval:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._ping_interval)
+            if num_sent and num_sent == self._num_sent:
+                await self._send(send, PING)
+
     async def _events(self) -> AsyncGenerator[str, None]:
         """The data of each event. An error on the way is the last event."""
         try:
-            yield json.dumps(self._first, ensure_ascii=False)
+            yield json.dumps(await self._first, ensure_ascii=False)
             async for chunk in self._chunks:
                 yield json.dumps(chunk, ensure_ascii=False)
             yield DONE
@@ -147,7 +178,7 @@ class EventStream(Response):
             log_failure(self._error, error)
             yield json.dumps(self._error.body, ensure_ascii=False)
 
-    async def _send(self, send: Send, data: str) -> None:
-        body = f"data: {data}\n\n".encode("utf-8", "replace")
+    async def _send(self, send: Send, event: str) -> None:
+        self._num_sent += 1
         async with asyncio.timeout(self._stall_timeout):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": True})

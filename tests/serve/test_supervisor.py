@@ -20,6 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.build import open_engine
+from paceline.config import EngineConfig
+from paceline.core.cost_model import CostModel
 from paceline.core.protocols import Engine
 from paceline.errors import EngineClosed, EngineFailed, EngineRestarting
 from paceline.serve import supervisor
@@ -28,6 +31,7 @@ from paceline.serve.supervisor import SupervisedEngine
 from tests.serve.mortal_engine import SILENT, MortalEngine
 from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving
 from tests.serve.toy_engine import ReversingEngine
+from tests.support.tiny import byte_tokenizer, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60  # seconds, on a busy machine
@@ -83,6 +87,7 @@ def status_of(server: RunningServer, path: str = "/health") -> int:
 # --- a killed process -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_worker_fails_its_requests_and_is_replaced() -> None:
     opener = Opener()
     with supervised(opener) as server, ThreadPoolExecutor(4) as pool:
@@ -193,6 +198,34 @@ def _is_healthy(engine: Engine) -> bool:
     except EngineFailed:
         return False
     return True
+
+
+# --- our own engine ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_worker_thread_that_dies_is_replaced_under_a_running_server() -> None:
+    """The scheduler raises, as a bug of ours would: outside the passes, whose errors cost only their sequences."""
+    model, tokenizer, opened = tiny_llama(), byte_tokenizer(), []
+
+    def open_local() -> Engine:
+        options: dict[str, Any] = {"method": "ngram", "tuned": CostModel(), "per_request": True}
+        opened.append(open_engine(EngineConfig.create(model, tokenizer=tokenizer, **options)))
+        return opened[-1]
+
+    def raise_a_bug() -> None:
+        raise ZeroDivisionError("a bug")
+
+    engine = SupervisedEngine(open_local, FailurePolicy())
+    body = {"prompt": "to be or not", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with serving(engine, ServerConfig((NAME,)), background=[engine.watch]) as server:
+        before = server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+        opened[0].engine._scheduler.schedule = raise_a_bug
+        response = server.http().post(COMPLETIONS, json=body)
+        assert response.status_code == 503 and "ZeroDivisionError: a bug" in response.json()["error"]["message"]
+        eventually(lambda: status_of(server) == 200)
+        assert server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"] == before
+    assert len(opened) == 2
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

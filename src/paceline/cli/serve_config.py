@@ -20,7 +20,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.config import option_names, unknown_names
+from paceline.config import DEFAULT_MODEL, option_names, unknown_names
 from paceline.errors import OptionError
 from paceline.serve.config import FLAG_CLASSES
 
@@ -34,7 +34,7 @@ def arguments_of_models(args: argparse.Namespace) -> list[argparse.Namespace]:
     if args.config is None:
         models: list[Table] = [{}, *({"model": name} for name in args.more_models)]
     else:
-        if vars(args).get("more_models"):
+        if args.more_models or args.model != DEFAULT_MODEL:
             raise OptionError("name the models in the file of --config or as arguments, not both")
         args, models = _from_file(args, Path(args.config))
     if len(models) > 1 and args.served_model_names:

@@ -56,8 +56,8 @@ class Opener:
 
 
 @contextmanager
-def supervised(opener: Opener, policy: FailurePolicy = FailurePolicy()) -> Iterator[RunningServer]:
-    engine = SupervisedEngine(opener, policy)
+def supervised(opener: Opener) -> Iterator[RunningServer]:
+    engine = SupervisedEngine(opener, FailurePolicy())
     with serving(engine, ServerConfig((NAME,)), background=[engine.watch]) as server:
         yield server
     opener.may_open.set()

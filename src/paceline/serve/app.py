@@ -24,6 +24,7 @@ from paceline.serve.context import ServedModel, ServerContext
 from paceline.serve.errors import install_handlers
 from paceline.serve.model_dispatch import ModelDispatch
 from paceline.serve.routes import router
+from paceline.serve.tracing import RequestTracer, open_tracer
 
 Background = Callable[[], Awaitable[None]]
 PAGE = Path(__file__).parent / "page"
@@ -57,6 +58,7 @@ def create_app(
     background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
     """
     contexts = ServerContext.of_models([ServedModel(engine, config), *others])
+    tracer = open_tracer(config.otlp_traces_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,6 +69,7 @@ def create_app(
         await asyncio.gather(*tasks, return_exceptions=True)
         for context in contexts:
             await context.close()
+        await asyncio.to_thread(tracer.close)
 
     # FastAPI's own documentation loads scripts from other sites; the schema itself is at /openapi.json.
     app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -76,7 +79,7 @@ def create_app(
     _add_page(app)
     _describe_errors(app)
     _add_dispatch(app, contexts)
-    _add_middleware(app, contexts[0])
+    _add_middleware(app, contexts[0], tracer)
     return app
 
 
@@ -105,14 +108,14 @@ def _model_app(context: ServerContext) -> FastAPI:
     return app
 
 
-def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+def _add_middleware(app: FastAPI, context: ServerContext, tracer: RequestTracer) -> None:
     """The last one added sees a request first."""
     network = context.config.network
     if network.cors_origins:
         origins = list(network.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.add_middleware(AuthMiddleware, network=network)
-    app.add_middleware(AccessLogMiddleware, metrics=context.metrics)
+    app.add_middleware(AccessLogMiddleware, metrics=context.metrics, tracer=tracer)
 
 
 def _add_page(app: FastAPI) -> None:

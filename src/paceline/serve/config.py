@@ -147,6 +147,9 @@ class ServerConfig:
     )
     log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
     log_prompts: bool = option(False, "--log-prompts", "", "write prompts into the log")
+    otlp_traces_endpoint: str | None = option(
+        None, "--otlp-traces-endpoint", "URL", "send a trace of each request to this OpenTelemetry collector"
+    )
     strict: bool = option(False, "--strict", "", "refuse unknown fields of a request instead of ignoring them")
     generation_config: str = option(
         "model",

@@ -141,6 +141,7 @@ async def respond(
 def _request_fields(context: ServerContext, task: CompletionTask, response: ResponseBuilder) -> Json:
     """What the access log says of a request. Prompts only where the server was asked to log them."""
     fields: Json = {
+        "model": context.name,
         "response_id": response.id,
         "choices": len(task.choices),
         "prompt_tokens": task.prompt_tokens,

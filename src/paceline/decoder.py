@@ -33,6 +33,7 @@ REQUEST_NAMES = (
     "ignore_eos",
     "logprobs",
     "num_draft_tokens",
+    "lora",
     "method",
     "prediction",
 )
@@ -123,7 +124,7 @@ class SpeculativeDecoder:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
-        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, and the fields of SamplingParams
+        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, lora, and the fields of SamplingParams
         (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
         sequence i has seed + i.
         """

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import interrupt, loading
-from paceline.cli.flags import add_config_flags, config_from_args
+from paceline.cli.flags import add_config_flags, config_from_args, named_values
 from paceline.cli.generation_config import NONE as NO_DEFAULTS
 from paceline.cli.generation_config import mention_applied
 from paceline.cli.serve_config import arguments_of_models, check_names
@@ -49,6 +49,8 @@ Groups = dict[str, argparse._ArgumentGroup]
 def configure(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser, positional_model=True)
     parser.add_argument("more_models", nargs="*", default=[], metavar="OTHER", help="further models")
+    lora_help = "a LoRA adapter in PEFT's layout, asked for as MODEL:NAME; repeatable"
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)
     parser.add_argument("--config", metavar="FILE", help="a TOML file: [server] settings and [[models]]")
     groups = {name: parser.add_argument_group(name) for name in ("sampling", "server")}
     for config_class in FLAG_CLASSES:
@@ -108,7 +110,8 @@ def open_app(launches: list[Launch]) -> FastAPI:
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
     """The configuration of the engine: each request may choose its method and number of draft tokens."""
-    return config_from_args(args, default_method=AUTO, per_request=True)
+    lora = {name: str(folder) for name, folder in named_values("--lora", args.lora).items()}
+    return config_from_args(args, default_method=AUTO, per_request=True, lora=lora)
 
 
 def open_served_engine(config: EngineConfig) -> Engine:
@@ -128,10 +131,12 @@ def open_served_engine(config: EngineConfig) -> Engine:
 
 def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> ServerConfig:
     """The configuration of a server over an engine. Raises OptionError."""
-    choices = flag_values(args, ServerConfig)
+    choices, loras = flag_values(args, ServerConfig), tuple(engine_config.model.lora)
+    names = choices["served_model_names"] or (str(engine_config.model.model),)
     k = engine_config.speculative.num_draft_tokens
     return ServerConfig(
-        **{**choices, "served_model_names": choices["served_model_names"] or (str(engine_config.model.model),)},
+        **{**choices, "served_model_names": (*names, *(f"{name}:{lora}" for lora in loras for name in names))},
+        loras=loras,
         network=NetworkConfig(**{**flag_values(args, NetworkConfig), "api_keys": api_keys(args)}),
         limits=RequestLimits(**flag_values(args, RequestLimits)),
         failure=FailurePolicy(**flag_values(args, FailurePolicy)),

@@ -26,7 +26,7 @@ from paceline.serve.config import FLAG_CLASSES
 
 Table = dict[str, Any]
 NAMES = "names"  # the key of a model's names in the API
-OPTION_TABLES = ("draft_options", "engine_options")  # NAME=VALUE on the command line, tables in a file
+OPTION_TABLES = ("draft_options", "engine_options", "lora")  # NAME=VALUE on the command line, tables in a file
 
 
 def arguments_of_models(args: argparse.Namespace) -> list[argparse.Namespace]:

@@ -9,7 +9,7 @@ A class that implements one of them inherits from it: what has a sensible defaul
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -70,6 +70,10 @@ class Runner(Protocol):
     def new_cache(self) -> SequenceCache:
         """A new, empty sequence cache."""
         raise NotImplementedError
+
+    def read_adapters(self, folders: Mapping[str, str]) -> None:
+        """Read LoRA adapters by name; the `lora` of a sequence cache chooses one. Raises ModelError."""
+        raise CapabilityError(f"LoRA adapters need a model that the native runner runs; {self.info.name} is not one")
 
     def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
         """Of the last row read, keep these nodes (one path from its top) and no others."""

@@ -58,12 +58,16 @@ class WarmupPlan:
 
 
 class SequenceCache:
-    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it."""
+    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it.
 
-    __slots__ = ("length",)
+    lora  the adapter that its tokens are read with; None: the model as it is
+    """
+
+    __slots__ = ("length", "lora")
 
     def __init__(self) -> None:
         self.length = 0
+        self.lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,6 +239,7 @@ class Request:
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
     structured_output: StructuredOutput | None = None
+    lora: str | None = None  # which adapter of the engine; None: the model as it is
     priority: int = 0  # among requests that wait: a lower number is first
 
 

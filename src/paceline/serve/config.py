@@ -135,7 +135,8 @@ class FailurePolicy:
 class ServerConfig:
     """How the server presents the engine.
 
-    served_model_names  what clients call the model; responses carry the first
+    served_model_names  what clients call the model; responses carry the first. NAME:LORA is NAME with an adapter
+    loras               names of the model's adapters
     max_num_seqs        sequences the engine runs at a time; the admission control counts the others as waiting
     sampling_defaults   fields of SamplingParams for requests that do not set them, from the model's generation config
     max_model_len       prompt and output tokens of one sequence; None: the model's own limit
@@ -162,10 +163,16 @@ class ServerConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     failure: FailurePolicy = field(default_factory=FailurePolicy)
+    loras: tuple[str, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
     max_model_len: int | None = None
     num_draft_tokens: int | None = None
+
+    def lora_of(self, name: str | None) -> str | None:
+        """The adapter that a model name asks for; None: the model as it is."""
+        lora = (name or "").rpartition(":")[2]
+        return lora if lora in self.loras and name in self.served_model_names else None
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):

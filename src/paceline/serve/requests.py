@@ -206,6 +206,7 @@ class RequestBuilder:
             logprobs=logprobs,
             structured_output=structured_output(body.response_format),
             priority=body.priority or 0,
+            lora=self._config.lora_of(body.model),
         )
 
     def _num_draft_tokens(self, body: CommonParams) -> int | None:

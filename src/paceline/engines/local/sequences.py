@@ -41,6 +41,7 @@ class SequenceBuilder:
             num_draft_tokens=0 if method == NONE else self._num_draft_tokens(request),
             prediction=request.prediction,
             logprobs=self._logprobs(request.logprobs),
+            lora=self._lora(request.lora),
         )
         return Sequence(request.prompt, params)
 
@@ -59,6 +60,13 @@ class SequenceBuilder:
         if request.method not in self._methods:
             raise OptionError(f"method must be one of {', '.join(self._methods)}; not {request.method!r}")
         return request.method
+
+    def _lora(self, name: str | None) -> str | None:
+        known = self._config.model.lora
+        if name is not None and name not in known:
+            hint = f"there is {', '.join(known)}" if known else "none was loaded (lora={name: directory})"
+            raise OptionError(f"there is no LoRA adapter {name!r}; {hint}")
+        return name
 
     def _num_draft_tokens(self, request: Request) -> int | None:
         return None if request.num_draft_tokens is None else checked_k(request.num_draft_tokens)

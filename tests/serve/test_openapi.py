@@ -17,6 +17,8 @@ ROUTES = (
     "/v1/models",
     "/v1/models/{name}",
     "/health",
+    "/health/ready",
+    "/health/live",
     "/metrics",
 )
 

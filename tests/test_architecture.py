@@ -29,6 +29,7 @@ LEVELS = (  # low to high; rooms of one level do not know each other
     ("engines",),
     ("tuned",),
     ("serve", "bench", "train"),
+    ("doctor",),  # uses bench's statistics
     ("build",),
     ("decoder",),
     ("integrations",),

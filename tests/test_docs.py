@@ -134,7 +134,7 @@ def test_pip_lines_work_in_a_checkout(document: Path) -> None:
     """No package of this name is promised to be anywhere else, and every extra exists."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for line in re.findall(r"pip install [^#\n`]+", document.read_text()):
-        match = re.fullmatch(r"pip install (?:-e )?'?\.(?:\[([\w,]+)\])?'?", line.strip())
+        match = re.fullmatch(r"pip install (?:-e )?'?\.(?:\[([\w,-]+)\])?'?", line.strip())
         assert match, line
         assert set((match[1] or "").split(",")) - {""} <= set(extras), line
 

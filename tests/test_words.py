@@ -72,8 +72,9 @@ RULES = [
     Rule(r"(a|an|each|every|per|this|last|next|plain|between|two|several|one) rounds?", "step", (PROSE,)),
     Rule("texts", "seqs", (NAME,), SEQUENCE_ROOMS),
     Rule("texts|(each|every|another) text", "sequence", (PROSE,), SEQUENCE_ROOMS),
-    # In layers and runners a slot is the place of one token in the KV tensors, as in vLLM's slot mapping.
-    Rule("slots?", "sequence cache", other_rooms=("layers", "runners"), unless="__slots__|slots=True|^slots$"),
+    # In layers and runners a slot is the place of one token in the KV tensors, as in vLLM's slot mapping; /slots is a
+    # route of llama.cpp.
+    Rule("slots?", "sequence cache", other_rooms=("layers", "runners"), unless="__slots__|slots=True|^slots$|/slots"),
     Rule("pages?|paged_out", "block, block table", BOTH, SEQUENCE_ROOMS, unless="pageable|page.locked|huge pages"),
     Rule("residents?|beginnings", "prefix cache"),
     Rule("sights", "tree_mask"),

@@ -36,6 +36,7 @@ from paceline.hub import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import PrefixCache, target_owner
+from paceline.quantization import registry as formats
 from paceline.runners.loading import DTYPES, dtype_named
 from paceline.tuned import TunedProfile
 
@@ -229,6 +230,7 @@ def drafter_context(
         draft_model=speculative.draft_model,
         device=device,
         head_dtype=_head_dtype(speculative.draft_dtype, target),
+        head_in_int8=(speculative.draft_dtype or target.info.dtype) in formats.names(),
         options=speculative.draft_options,
         prefix_cache=prefix_cache,
         open_runner=lambda model: open_runner(draft_config(model), device, config.cache.kv_cache_tokens),

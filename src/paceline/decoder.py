@@ -18,6 +18,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
 from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.engines.registry import spec
 from paceline.errors import EngineClosed, PromptError
 from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
 from paceline.hub.tokenizer import Message, Tokenizer
@@ -36,6 +37,13 @@ REQUEST_NAMES = (
     "lora",
     "method",
     "prediction",
+    "prompt_logprobs",
+    "structured_output",
+    "stop_token_ids",
+    "include_stop",
+    "skip_special_tokens",
+    "bad_words",
+    "allowed_token_ids",
 )
 Value = TypeVar("Value")
 
@@ -51,6 +59,7 @@ class Result:
     prompt_tokens: int
     from_draft: list[bool]  # for each token: whether it is an accepted draft token
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None  # of every prompt token but the first
 
 
 class SpeculativeDecoder:
@@ -74,7 +83,7 @@ class SpeculativeDecoder:
             options["draft_model"] = draft_model
         self.config = EngineConfig.create(model, **options)
         self._engine: Engine = open_engine(self.config)
-        self.generation_defaults: GenerationDefaults = generation_defaults(self.config.model.model)
+        self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
         self._loop = _LoopThread()
 
@@ -88,6 +97,11 @@ class SpeculativeDecoder:
     def tokenizer(self) -> Tokenizer:
         tokenizer: Any = self._engine.tokenizer
         return tokenizer  # type: ignore[no-any-return]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of methods that a call may give, the decoder's own first."""
+        return self._engine.methods
 
     def stats(self) -> EngineStats:
         """What was done since the decoder was opened."""
@@ -124,9 +138,9 @@ class SpeculativeDecoder:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
-        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens, lora, and the fields of SamplingParams
-        (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means temperature 0. In a list,
-        sequence i has seed + i.
+        settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
+        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
+        temperature 0. In a list, sequence i has seed + i.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
@@ -203,6 +217,11 @@ class SpeculativeDecoder:
         return min(self.info.eos_token_ids, default=0)
 
 
+def _defaults(config: EngineConfig) -> GenerationDefaults:
+    """Those of the model's files; an engine that opens the model itself has none that could be read here."""
+    return generation_defaults(config.model.model) if spec(config.engine).reads_files else GenerationDefaults()
+
+
 async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Result:
     """Join the outputs of one request."""
     outputs = [output async for output in stream]
@@ -219,6 +238,7 @@ async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Re
         len(request.prompt),
         [output.from_draft for output in outputs for _ in output.token_ids],
         logprobs,
+        None if request.prompt_logprobs is None else list(outputs[0].prompt_logprobs or ()),
     )
 
 

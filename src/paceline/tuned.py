@@ -4,8 +4,8 @@ A profile belongs to one model. It names the method and the number of draft toke
 passes cost, so that `-k auto` starts from measurements. It is read from PACELINE_PROFILE, or else from the current
 directory. A method or draft model that the user names overrules it.
 
-Nothing that changes the output is adopted: a profile that was measured with another dtype is not used until the user
-asks for that dtype. `adopted` says in one line what it did.
+Nothing that changes the output is adopted: a profile that was measured with another engine or dtype is not used until
+the user asks for it. `adopted` says in one line what it did.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from paceline.errors import OptionError
 
 FILE_NAME = "paceline.toml"
 VARIABLE = "PACELINE_PROFILE"
-DECODER_SETTINGS = frozenset({"target", "method", "num_draft_tokens", "draft_model", "dtype", "draft_dtype"})
+LOCAL = "local"  # the engine of a profile that names none
+DECODER_SETTINGS = frozenset({"target", "method", "num_draft_tokens", "draft_model", "dtype", "draft_dtype", "engine"})
 HEAD = "# Written by `paceline tune`. Delete it to go back to the defaults; edit it to overrule the advice.\n"
 
 
@@ -31,6 +32,7 @@ class TunedProfile:
     """The advice, and the measurements it rests on.
 
     device             where it was measured: cpu, cuda:0, …
+    engine             what ran the model
     dtype, draft_dtype as the user gave them; None: the default
     pass_seconds       of the target, by the tokens in a pass
     draft_seconds      of drafting, by the number of draft tokens a step
@@ -43,6 +45,7 @@ class TunedProfile:
     draft_model: str | None = None
     dtype: str | None = None
     draft_dtype: str | None = None
+    engine: str = LOCAL
     advice: str = ""
     predicted: float | None = None
     measured: float | None = None
@@ -104,6 +107,8 @@ def _adoption(config: EngineConfig, options: dict[str, Any]) -> Adoption:
 def _obstacle(profile: TunedProfile, config: EngineConfig) -> str | None:
     """Why a profile does not hold for a configuration; None: it does."""
     model = config.model
+    if profile.engine != config.engine:
+        return f"it was measured with engine {profile.engine}, whose outputs may differ; add --engine {profile.engine}"
     if model.device not in (None, AUTO) and not profile.device.startswith(str(model.device)):
         return f"it was measured on {profile.device}"
     if model.dtype == profile.dtype:
@@ -133,6 +138,7 @@ def read_profile(path: Path) -> TunedProfile:
             draft_model=decoder.get("draft_model"),
             dtype=decoder.get("dtype"),
             draft_dtype=decoder.get("draft_dtype"),
+            engine=str(decoder.get("engine", LOCAL)),
             advice=str(measured.get("advice", "")),
             predicted=measured.get("predicted"),
             measured=measured.get("speedup"),
@@ -156,6 +162,7 @@ def write_profile(profile: TunedProfile, path: Path) -> None:
             "num_draft_tokens": profile.num_draft_tokens,
             "dtype": profile.dtype,
             "draft_dtype": profile.draft_dtype,
+            "engine": None if profile.engine == LOCAL else profile.engine,
         },
         "measured": {
             "device": profile.device,

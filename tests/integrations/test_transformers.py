@@ -86,19 +86,12 @@ def test_a_dictionary_if_asked(model: Any, prompts: Tensor) -> None:
     assert torch.equal(theirs.sequences, ours.sequences)  # type: ignore[attr-defined]
 
 
-class Own(torch.nn.Module):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"min_new_tokens": 3}, "MinLength|MinNewTokens"),
         ({"num_beams": 2}, "num_beams"),
-        ({"max_time": 1.0}, "MaxTimeCriteria"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"logits_processor": [Own()]}, "Own"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"num_draft_tokens": 999}, "0 to 128"),
     ],
     ids=lambda value: str(value)[:30],

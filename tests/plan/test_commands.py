@@ -54,6 +54,28 @@ def test_the_json_adds_up(capsys):
     assert (document["engine"], document["runner"]) == ("divides", "native")
 
 
+@pytest.mark.usefixtures("divides")
+def test_stages_and_shares_are_planned_and_shown_by_gpu(capsys):
+    division = ["--hardware", "h100", "--num-gpus", "4", "--pipeline-parallel-size", "2"]
+    document = run_json(capsys, plan_command, *PAIR, *division)
+    assert (document["tensor_parallel_size"], document["pipeline_parallel_size"]) == (2, 2)
+    first, last = document["stages"]
+    assert (first["layers"], last["layers"], first["num_gpus"]) == ([0, 39], [40, 79], 2)
+    assert document["fullest_bytes"] == max(first["bytes_each"], last["bytes_each"])
+    assert "draft weights" in last["parts"] and "draft weights" not in first["parts"]
+    assert run(plan_command, *PAIR, *division) == 0
+    shown = capsys.readouterr().out
+    assert "stage 1: 2 GPUs, layers 0 to 39" in shown
+    assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in shown
+
+
+def test_an_engine_that_is_not_installed_divides_nothing(capsys, monkeypatch):
+    spec = engines.EngineSpec("absent", "", lambda config, build: None, max_gpus=8, packages=("no_such_package",))
+    monkeypatch.setitem(engines._REGISTERED, "absent", spec)
+    with pytest.raises(OptionError, match="no engine that is installed divides a model"):
+        run(plan_command, *PAIR, "--hardware", "h100", "--num-gpus", "2")
+
+
 def test_several_gpus_are_planned_only_for_an_engine_that_divides_a_model(capsys):
     with pytest.raises(OptionError, match=r"no engine that is installed divides a model .*local: 1"):
         run(plan_command, *PAIR, "--hardware", "h100", "--num-gpus", "2")

@@ -19,7 +19,9 @@ from paceline.plan.hardware import (
 )
 from paceline.plan.memory import Deployment, plan_memory
 from paceline.plan.methods import DraftWeights, draft_method
+from paceline.plan.parallel import stages
 from paceline.plan.precision import find_precision
+from paceline.plan.predict import Expectation, estimate_speed
 
 BF16 = find_precision("bf16")
 
@@ -79,12 +81,88 @@ def test_heads_stay_in_floats_when_the_target_is_quantised():
     assert parts_of(quantised)["head weights"] == heads
 
 
-def test_several_gpus_divide_the_target_by_whole_layers_and_not_the_draft():
-    single, three = plan_memory(deployed()), plan_memory(deployed(num_gpus=3))
-    assert three.total_bytes == single.total_bytes
-    by_name = {part.name: part for part in three.parts}
-    assert by_name["target weights"].fullest == pytest.approx(by_name["target weights"].bytes * 11 / 32, rel=1e-6)
-    assert by_name["draft weights"].fullest == by_name["draft weights"].bytes
+def test_two_stages_of_two_gpus_hold_what_is_computed_by_hand():
+    """llama-3.1-8b in bf16 with a 1B draft: 32 layers, 32 heads, 8 of them for keys, 128 a head, MLP 14336."""
+    plan = plan_memory(deployed(num_gpus=4, pipeline_parallel_size=2, max_seq_len=4096, num_draft_tokens=5))
+    matrices = 4096 * (2048 + 512 + 512 + 2048) + 3 * 4096 * 7168  # q, k, v, out and MLP of one layer, half of each
+    layers = 16 * (matrices + 2 * 4096)  # and two whole norms
+    table = 64128 * 4096  # half of the vocabulary
+    first, last = plan.stages
+    assert first.parts["target weights"] == 2 * (layers + table)
+    assert last.parts["target weights"] == 2 * (layers + table + 4096)  # the output matrix and the final norm
+    cached = 4096 + 5 + 1
+    assert first.parts["target KV cache"] == last.parts["target KV cache"] == 2 * 16 * 4 * 128 * cached * 2
+    # llama-3.2-1b: 16 layers of 2048, 32 heads, 8 for keys, 64 a head, MLP 8192, tied; shared by the last stage's two
+    draft_layer = 2048 * (1024 + 256 + 256 + 1024) + 3 * 2048 * 4096 + 2 * 2048
+    assert last.parts["draft weights"] == 2 * (16 * draft_layer + 64128 * 2048 + 2048)
+    assert last.parts["draft KV cache"] == 2 * 16 * 4 * 64 * cached * 2
+    assert "draft weights" not in first.parts and "tree and q buffers" not in first.parts
+    assert first.parts["activations"] == last.parts["activations"] == 2048 * (2 * 4096 + 3 * 14336 // 2) * 2
+    by_name = {part.name: part for part in plan.parts}
+    assert by_name["draft weights"].bytes == 2 * last.parts["draft weights"]
+    assert by_name["target weights"].bytes == 2 * (first.parts["target weights"] + last.parts["target weights"])
+    assert plan.fullest_bytes == last.bytes_each
+
+
+def test_one_gpu_is_one_stage_with_everything():
+    plan = plan_memory(deployed())
+    [stage] = plan.stages
+    assert stage.num_gpus == 1 and stage.bytes_each == plan.total_bytes == plan.fullest_bytes
+
+
+def test_fewer_key_heads_than_gpus_are_kept_whole_on_each():
+    """llama-3.1-8b has 8 key heads: 16 GPUs keep one each, as 8 GPUs do."""
+    eight, sixteen = (plan_memory(deployed(draft=None, num_gpus=count)).stages[0].parts for count in (8, 16))
+    assert sixteen["target KV cache"] == eight["target KV cache"]
+    assert sixteen["target weights"] < eight["target weights"]
+
+
+def test_a_draft_that_is_not_shared_is_whole_on_one_gpu():
+    whole = parts_of(deployed())["draft weights"]
+    plan = plan_memory(deployed(num_gpus=2, draft_tensor_parallel_size=1))
+    part = next(part for part in plan.parts if part.name == "draft weights")
+    assert (part.bytes, part.fullest) == (whole, whole)
+
+
+def test_a_head_of_the_target_is_shared_like_it():
+    """One layer of llama-3.1-8b, half of it on each GPU; the matrix that joins state and token is whole on both."""
+    plan = plan_memory(deployed(draft=None, method=EAGLE, num_gpus=2))
+    matrices = 4096 * (2048 + 512 + 512 + 2048) + 3 * 4096 * 7168
+    assert plan.stages[0].parts["head weights"] == 2 * (matrices + 2 * 4096 + 4096 + 2 * 4096 * 4096)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "size", "counts"),
+    [(32, 2, [16, 16]), (32, 3, [11, 11, 10]), (33, 4, [8, 8, 9, 8]), (30, 4, [7, 8, 8, 7]), (5, 5, [1] * 5)],
+)
+def test_layers_that_remain_go_to_the_stages_before_the_last(num_layers, size, counts):
+    divided = stages(num_layers, size)
+    assert [stage.num_layers for stage in divided] == counts
+    assert [stage.first_layer for stage in divided] == [sum(counts[:index]) for index in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_gpus": 3}, "3 GPUs cannot share the 32 attention heads .* --pipeline-parallel-size 3"),
+        ({"num_gpus": 4, "pipeline_parallel_size": 3}, "no multiple of --pipeline-parallel-size 3"),
+        ({"num_gpus": 64, "pipeline_parallel_size": 64}, "has 32 layers"),
+        ({"num_gpus": 4, "draft_tensor_parallel_size": 2}, "--draft-tensor-parallel-size must be 1 or"),
+    ],
+)
+def test_a_division_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(OptionError, match=message):
+        deployed(**changes)
+
+
+def test_gpus_that_share_layers_are_faster_and_stages_are_not():
+    speeds = [
+        estimate_speed(deployed(**changes), find_accelerator("h100"), Expectation(2.0, 3.0, "test"))
+        for changes in ({}, {"num_gpus": 2}, {"num_gpus": 2, "pipeline_parallel_size": 2})
+    ]
+    single, shared, staged = (speed.target_pass_seconds for speed in speeds)
+    assert single / 2 < shared < single
+    assert staged == single
 
 
 @pytest.mark.parametrize(

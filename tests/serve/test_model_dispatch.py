@@ -13,7 +13,7 @@ import pytest
 from paceline.core.types import Request
 from paceline.errors import EngineFailed
 from paceline.serve.config import NetworkConfig, RequestLimits, ServerConfig
-from paceline.serve.context import ServedModel
+from paceline.serve.context import ModelToServe
 from tests.serve.running import CHAT, COMPLETIONS, RunningServer, serving
 from tests.serve.toy_engine import INFO, ReversingEngine
 
@@ -44,7 +44,7 @@ def two() -> Iterator[TwoModels]:
     upper.info = replace(INFO, name="upper", max_seq_len=32)
     network, limits = NetworkConfig(api_keys=(KEY,)), RequestLimits(max_body_bytes=4096)
     shared: dict[str, Any] = {"network": network, "limits": limits}
-    other = ServedModel(upper, ServerConfig(("upper", "big"), **shared, max_num_seqs=2))
+    other = ModelToServe(upper, ServerConfig(("upper", "big"), **shared, max_num_seqs=2))
     with serving(reverse, ServerConfig(("reverse", "small"), **shared), others=[other]) as server:
         yield TwoModels(server, reverse, upper)
     assert reverse.is_closed and upper.is_closed, "closing the server closes every engine"

@@ -11,6 +11,7 @@ from paceline.core.types import StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.errors import ApiError
+from paceline.serve.output_schema import ResponseFormatParam
 from paceline.serve.requests import (
     COMPLETION_MAX_TOKENS,
     CompletionTask,
@@ -19,7 +20,6 @@ from paceline.serve.requests import (
     logit_bias,
     sampling_params,
     seeded_for_choice,
-    structured_output,
     template_message,
 )
 from paceline.serve.schema import (
@@ -28,9 +28,9 @@ from paceline.serve.schema import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    ResponseFormatParam,
     TokenizeRequest,
 )
+from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
 from tests.serve.toy_engine import ReversingEngine
 
@@ -149,8 +149,13 @@ def test_a_prompt_beyond_the_context_length_is_refused_by_type() -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"n": 33}, "n"),
         ({"max_tokens": 1 << 21}, "max_tokens"),
-        ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"response_format": {"type": "grammar"}}, "response_format"),
         ({"model": "another"}, "model"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],

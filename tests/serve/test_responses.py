@@ -12,16 +12,9 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, TokenLogprob
 from paceline.errors import StepFailed
+from paceline.serve.logprob_format import MIN_LOGPROB, TokenFormatter
 from paceline.serve.requests import ChoiceRequest, CompletionTask
-from paceline.serve.responses import (
-    MIN_LOGPROB,
-    ChatFormat,
-    ChoiceDelta,
-    CompletionFormat,
-    Json,
-    ResponseBuilder,
-    TokenFormatter,
-)
+from paceline.serve.responses import ChatFormat, ChoiceDelta, CompletionFormat, Json, ResponseBuilder
 from paceline.serve.token_text import TokenText, token_text
 from tests.serve.toy_engine import EOS, AsciiTokenizer
 
@@ -78,6 +71,7 @@ def test_a_chat_response_is_a_message() -> None:
             "message": {"role": "assistant", "content": "abc", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
 
@@ -211,9 +205,10 @@ def test_completion_logprobs_have_offsets_in_the_whole_text() -> None:
     ]
     logprobs = whole(task(choice(logprobs=0)), outputs)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["a", "b", "c"] and logprobs["token_logprobs"] == [-0.5, -0.25, -0.1]
-    assert logprobs["text_offset"] == [0, 0, 2] and logprobs["top_logprobs"] == [{}, {}, {}]
+    assert logprobs["text_offset"] == [0, 1, 2]
+    assert logprobs["top_logprobs"] == [{"a": -0.5}, {"b": -0.25}, {"c": -0.1}], "the token itself is always there"
     streamed = [document["choices"][0]["logprobs"] for document in chunks(task(choice(logprobs=0)), outputs)]
-    assert [entry and entry["text_offset"] for entry in streamed] == [None, [0, 0], [2], None]
+    assert [entry and entry["text_offset"] for entry in streamed] == [None, [0, 1], [2], None]
 
 
 def test_a_token_that_is_part_of_a_character_has_its_own_byte() -> None:

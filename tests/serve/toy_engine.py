@@ -73,10 +73,18 @@ class ReversingEngine(Engine):
         stats = SpecStats(new_tokens=len(tokens), steps=len(tokens) - half, drafted=half, accepted=half)
         self._spec.add(stats)
         if half:
-            yield self._output(request, tokens[:half], from_draft=True)
+            yield self._output(request, tokens[:half], from_draft=True, prompt_logprobs=self._prompt_logprobs(request))
         for token in tokens[half:-1]:
             yield self._output(request, (token,), num_drafted=half)
-        yield self._output(request, tokens[-1:], finish_reason="length", stats=stats)
+        last: dict[str, Any] = {"finish_reason": "length", "stats": stats}
+        if len(tokens) == 1:
+            last["prompt_logprobs"] = self._prompt_logprobs(request)
+        yield self._output(request, tokens[-1:], **last)
+
+    def _prompt_logprobs(self, request: Request) -> tuple[TokenLogprob, ...] | None:
+        if request.prompt_logprobs is None:
+            return None
+        return tuple(TokenLogprob(token, -1.0, ((token, -1.0),), 1) for token in request.prompt[1:])
 
     def _output(self, request: Request, tokens: tuple[int, ...], **fields: Any) -> RequestOutput:
         logprobs = None if request.logprobs is None else tuple(TokenLogprob(token, -0.5) for token in tokens)

@@ -82,6 +82,7 @@ def context_for(target: Runner, draft_model: Any = None, **options: Any) -> Draf
         draft_model=draft_model,
         device="cpu",
         head_dtype=torch.float32,
+        head_in_int8=False,
         options=options,
         prefix_cache=PrefixCache(),
         open_runner=open_runner,

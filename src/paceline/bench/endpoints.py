@@ -14,7 +14,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 
 from paceline.bench.audit import AuditCheck
 from paceline.bench.outcome import Evidence, Outcome
-from paceline.bench.two_samples import TwoSampleResult, compare_samples, detectable_share, disjoint_would_be_found
+from paceline.bench.sample_comparison import PairedSamples, conclude
 from paceline.errors import EngineClosed, OptionError
 
 NEAR_TIE = 0.25  # difference of log-probabilities; servers round in 16 bits
@@ -199,59 +198,13 @@ def _sampled_check(
     pair: EndpointPair, plan: EndpointPlan, case: _Case, level: float, seconds: float
 ) -> AuditCheck:
     started = time.perf_counter()
-    samples = _draw(pair, plan, case, seconds)
-    result = compare_samples(samples.tested, samples.reference, level)
-    share = detectable_share(samples.tested, samples.reference, level, result.num_testable)
-    missing = plan.evidence.missing(samples.draws, share) or _too_diverse(samples, level)
-    outcome = Outcome.NOT_SHOWN if missing else Outcome.LOSSLESS
-    if result.p_value < level:
-        outcome, missing = Outcome.DIFFERENT, None
-    return AuditCheck(
-        f"{case.subject} {case.prompt[:24]!r}",
-        "sampled",
-        outcome,
-        _explained(samples, result, missing or _power(share)),
-        time.perf_counter() - started,
-        result.p_value,
-        samples.draws,
-        share,
-        case.subject,
-    )
+    conclusion = conclude(_draw(pair, plan, case, seconds), level, plan.evidence)
+    return conclusion.check(f"{case.subject} {case.prompt[:24]!r}", case.subject, time.perf_counter() - started)
 
 
-@dataclass(slots=True)
-class EndpointSamples:
-    """Outputs of both servers, as many of one as of the other."""
-
-    tested: Counter[str] = field(default_factory=Counter)
-    reference: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def draws(self) -> int:
-        return self.tested.total()
-
-
-def _too_diverse(samples: EndpointSamples, level: float) -> str | None:
-    if disjoint_would_be_found(samples.tested, samples.reference, level):
-        return None
-    return "the outputs hardly ever repeat, so even two servers with none in common would not be found"
-
-
-def _power(share: float) -> str:
-    return f"{share:.2f} more or less of the commonest output would be found with 95% certainty"
-
-
-def _explained(samples: EndpointSamples, result: TwoSampleResult, remark: str) -> str:
-    event, draws = result.furthest, samples.draws
-    return (
-        f"p = {result.p_value:.2g} over {draws} draws each; furthest apart is {event.name} {event.value!r}: "
-        f"{event.first / draws:.1%} and {event.second / draws:.1%}; {remark}"
-    )
-
-
-def _draw(pair: EndpointPair, plan: EndpointPlan, case: _Case, seconds: float) -> EndpointSamples:
+def _draw(pair: EndpointPair, plan: EndpointPlan, case: _Case, seconds: float) -> PairedSamples:
     """Both servers in turns. The clock is asked between turns only, so what an output is does not decide who counts."""
-    samples, started = EndpointSamples(), time.perf_counter()
+    samples, started = PairedSamples(), time.perf_counter()
     with ThreadPoolExecutor(CONCURRENCY) as pool:
         while samples.draws < plan.draws and (not samples.draws or time.perf_counter() - started < seconds):
             numbers = range(samples.draws, min(samples.draws + CONCURRENCY, plan.draws))

@@ -53,9 +53,15 @@ def _memory_gib() -> float:
         return 0.0
 
 
-def versions() -> dict[str, str]:
-    """Of Python and the packages that matter for speed and output."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """Of Python and the packages that matter for speed and output. more: modules of an engine."""
+    names = [*PACKAGES, *(_distribution(module) for module in more)]
+    return {"python": platform.python_version()} | {package: _version(package) for package in names}
+
+
+def _distribution(module: str) -> str:
+    """The name under which a module was installed."""
+    return next(iter(metadata.packages_distributions().get(module, [module])))
 
 
 def _version(package: str) -> str:

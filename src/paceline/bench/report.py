@@ -55,6 +55,8 @@ def build_report(run: Record) -> str:
 
 def headline(run: Record) -> str:
     """The result in one sentence."""
+    if "against" in run:
+        return str(run["against"]["sentence"])
     warning = _without_speedup(run)
     best = best_setting(run)
     if best is None:

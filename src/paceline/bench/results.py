@@ -118,7 +118,7 @@ class LosslessCheck:
                 prompts = measurements.plan.batches[item.batch].prompts
                 outputs = zip(prompts, reference[item.batch], item.run.outputs)
                 comparisons += [compare(self._candidates.target, *row) for row in outputs]
-        return _greedy_result(comparisons, measurements.by_name[name][0].setting.acceptance)
+        return greedy_result(comparisons, measurements.by_name[name][0].setting.acceptance)
 
     def _sampled(self, setting: DecodeSetting, prompt: list[int]) -> LosslessResult:
         # The sequences drawn are short: more draft tokens than that are never made.
@@ -134,7 +134,7 @@ class LosslessCheck:
         return self._results[short]
 
 
-def _greedy_result(comparisons: list[GreedyComparison], acceptance: str) -> LosslessResult:
+def greedy_result(comparisons: list[GreedyComparison], acceptance: str) -> LosslessResult:
     """Equal outputs of a few prompts do not make a rule exact that is lossy by its own name."""
     line = summary(comparisons)
     if bugs_in(comparisons):
@@ -155,9 +155,12 @@ def repeating(prompt: list[int]) -> list[int]:
 
 
 def setting_record(
-    measurements: Measurements, name: str, lossless: Callable[[Measurements, str], LosslessResult], verify: CostCurve
+    measurements: Measurements,
+    name: str,
+    lossless: Callable[[Measurements, str], LosslessResult],
+    verify: CostCurve | None,
 ) -> dict[str, Any]:
-    """One entry of `settings` in results.json."""
+    """One entry of `settings` in results.json. verify: None where the cost of passes is not known."""
     first, runs = measurements.by_name[name][0], measurements.runs(name)
     setting, result = first.setting, lossless(measurements, name)
     plain = str(setting.plain)
@@ -177,7 +180,9 @@ def setting_record(
         "by_domain": _by_domain(measurements, name, with_speedup=result.passed and name != plain),
         "running_acceptance": _running_acceptance(runs),
         "time": _time(runs),
-        "predicted_speedup": _predicted(measurements, name, verify) if gains and not first.is_baseline else None,
+        "predicted_speedup": _predicted(measurements, name, verify)
+        if verify is not None and gains and not first.is_baseline
+        else None,
     }
 
 

@@ -18,8 +18,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from paceline.core.protocols import Tokenizer
 from paceline.errors import OptionError, PromptError
-from paceline.hub.tokenizer import Tokenizer
 
 BUILTIN = "builtin"
 DOMAINS = ("code", "technical", "creative", "maths", "summarising", "chat")

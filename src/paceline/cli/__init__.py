@@ -32,6 +32,7 @@ COMMANDS = {
     "tune": "find the method and number of draft tokens that pay on this machine",
     "train": "train a draft model or a head for a target",
     "audit": "prove statistically that the output is unchanged",
+    "doctor": "find wrong output of any OpenAI-compatible server",
     "plan": "memory and predicted speed-up, before downloading anything",
     "pairs": "which draft models go with which targets",
     "check": "whether a draft model fits a target",

@@ -4,13 +4,15 @@
     paceline audit MODEL --draft-model SMALL --quick       a pair, within a minute
     paceline audit --acceptance lossy-typical              how a rule that is not exact is found: exit status 1
     paceline audit table                                   an exact toy model: the engine itself, with high power
+    paceline audit MODEL --engine vllm --methods ngram     another engine: its outputs with speculation and without
     paceline audit --endpoint http://a:8000 --against http://b:8000
 
 Greedy outputs are compared with plain decoding and with transformers; a difference is explained by the measured
 rounding of a pass, or it is a bug. Sampled outputs are drawn thousands of times and tested against the target's exact
-distribution. All tests together raise a false alarm with probability --alpha, and each states how large a difference it
-would have found. Outcomes, and exit status: lossless (0): nothing differs, and a difference of --distance would have
-been found with 95% certainty; different (1), with what differs; not shown (3): too little evidence for either.
+distribution; those of another engine against its own without speculation. All tests together raise a false alarm with
+probability --alpha, and each states how large a difference it would have found. Outcomes, and exit status: lossless
+(0): nothing differs, and a difference of --distance would have been found with 95% certainty; different (1), with what
+differs; not shown (3): too little evidence for either.
 With --json the last line on stdout is one JSON document.
 """
 
@@ -23,23 +25,28 @@ import time
 from typing import TYPE_CHECKING
 
 from paceline.bench.outcome import DISTANCE, MIN_DRAWS
-from paceline.cli.bench import (
+from paceline.cli.candidates import (
     add_candidate_flags,
     base_config,
     builder,
+    check_measured,
     check_named,
     chosen_methods,
     method_configs,
     open_candidates,
+    open_pool,
 )
-from paceline.config import DRAFT_MODEL
+from paceline.cli.terminal import note
+from paceline.config import DRAFT_MODEL, NONE
 from paceline.errors import OptionError
+from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from paceline.bench.audit import AuditCheck, AuditPlan, AuditResult, ReferenceGenerate
     from paceline.bench.candidates import Candidates
+    from paceline.bench.engine_audit import EngineAuditPlan
 
 DIFFERENT, NOT_SHOWN = 1, 3
 TABLE = "table"
@@ -50,6 +57,7 @@ PROMPTS = (
     "One apple, two apples, three apples. One apple, two",
 )
 TABLE_PROMPTS = ([0, 1, 2, 3, 0, 1, 2], [4, 4, 1, 4, 4], [2, 0, 3, 1, 2, 0])
+RULES, OWN_RULE = "token,block,coupled", "token"
 SECONDS, QUICK_SECONDS = 600.0, 40.0  # for the sampled checks; loading and greedy outputs take more time
 DRAWS, QUICK_DRAWS = 2000, 800
 
@@ -57,7 +65,10 @@ DRAWS, QUICK_DRAWS = 2000, 800
 def configure(parser: argparse.ArgumentParser) -> None:
     add_candidate_flags(parser)
     checks = parser.add_argument_group("checks")
-    checks.add_argument("--acceptance", default="token,block,coupled", metavar="R", help="rules, separated by commas")
+    checks.add_argument(
+        "--acceptance", metavar="R",
+        help=f"rules, separated by commas; default: {RULES}, or that of another --engine",
+    )  # fmt: skip
     checks.add_argument("--temperatures", default="0.7,1", metavar="T", help="of sampled checks, separated by commas")
     checks.add_argument("-k", "--num-draft-tokens", type=int, default=2, metavar="N", help="default: 2")
     checks.add_argument(
@@ -91,15 +102,21 @@ def main(args: argparse.Namespace) -> int:
     _check(args)
     started = time.perf_counter()
     checks: list[AuditCheck] = []
-    for check in _endpoint_checks(args) if args.endpoint else _model_checks(args):
+    for check in _checks(args):
         checks.append(check)
         if not args.json:
             print(f"{check.outcome.value:10}{check.name}: {check.detail}", flush=True)
     result, seconds = AuditResult(checks, args.alpha), time.perf_counter() - started
-    print(_summary(result, seconds, of_servers=bool(args.endpoint)))
+    print(_summary(result, seconds, two_samples=bool(args.endpoint) or args.engine != LOCAL))
     if args.json:
         print(json.dumps({**result.as_dict(), "seconds": seconds}))
     return _exit_status(result)
+
+
+def _checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
+    if args.endpoint:
+        return _endpoint_checks(args)
+    return _model_checks(args) if args.engine == LOCAL else _engine_checks(args)
 
 
 def _exit_status(result: AuditResult) -> int:
@@ -114,6 +131,8 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError("--endpoint and --against go together: a server to audit, and one that is taken to be right")
     if args.draws is None:
         args.draws = QUICK_DRAWS if args.quick else DRAWS
+    if args.acceptance is None:
+        args.acceptance = RULES if args.engine == LOCAL else OWN_RULE
     if args.seconds is None:
         args.seconds = QUICK_SECONDS if args.quick else SECONDS
     for name, value in (("alpha", args.alpha), ("distance", args.distance)):
@@ -127,7 +146,7 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError("an audit needs at least one draft token")
 
 
-def _summary(result: AuditResult, seconds: float, *, of_servers: bool) -> str:
+def _summary(result: AuditResult, seconds: float, *, two_samples: bool) -> str:
     took = f"({len(result.checks)} checks, {seconds:.0f} s)"
     if result.different:
         return f"different: {'; '.join(check.name for check in result.different)} {took}"
@@ -135,14 +154,14 @@ def _summary(result: AuditResult, seconds: float, *, of_servers: bool) -> str:
         subjects = "; ".join(result.not_shown) or "no check could be made"
         return f"not shown: {subjects} {took}. More --draws and --seconds show more"
     alarm = f"false alarm probability {result.alpha:g} in all"
-    return f"lossless: {len(result.checks)} checks, {alarm}{_power(result, of_servers)} ({seconds:.0f} s)"
+    return f"lossless: {len(result.checks)} checks, {alarm}{_power(result, two_samples)} ({seconds:.0f} s)"
 
 
-def _power(result: AuditResult, of_servers: bool) -> str:
+def _power(result: AuditResult, two_samples: bool) -> str:
     """The smallest difference that would have been found; without sampled checks, what was compared at all."""
     if result.distance is None:
         return "; greedy outputs only"
-    kind = "of the commonest output, more or less," if of_servers else "of total variation"
+    kind = "of the commonest output, more or less," if two_samples else "of total variation"
     return f"; {result.distance:.2f} {kind} in any setting would have been found with 95% certainty"
 
 
@@ -218,6 +237,47 @@ def table_candidates(args: argparse.Namespace) -> Candidates:
     built = candidates.open_candidates(target, opened.tokenizer, configs, builder(opened))
     check_named(args.methods, built)
     return built
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def _engine_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
+    """Another engine as a whole, by its outputs; what it cannot do is named at the end."""
+    from paceline.bench.candidates import DecodeSetting
+    from paceline.bench.engine_audit import audit_engine
+
+    if "," in args.acceptance:
+        raise OptionError(f"the engine {args.engine} is audited with one rule at a time, not {args.acceptance}")
+    with open_pool(args) as pool:
+        tokenizer = pool.decoder(DecodeSetting(NONE)).tokenizer
+        prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+        yield from audit_engine(pool, _engine_plan(args, prompts, pool.drafting_methods))
+        check_measured(args.methods, pool)
+        for method, why in pool.unavailable.items():
+            note(f"not audited: {method} ({why})")
+
+
+def _engine_plan(args: argparse.Namespace, prompts: list[list[int]], methods: list[str]) -> EngineAuditPlan:
+    from paceline.bench.engine_audit import EngineAuditPlan
+    from paceline.bench.measure import OutputLength
+    from paceline.bench.outcome import Evidence
+    from paceline.bench.sweep import parse_numbers
+
+    temperatures = parse_numbers(args.temperatures, "--temperatures")
+    return EngineAuditPlan(
+        prompts[:1] if args.quick else prompts,
+        methods,
+        tuple(temperatures[-1:] if args.quick else temperatures),
+        args.num_draft_tokens,
+        OutputLength(12 if args.quick else 48),
+        args.alpha,
+        args.draws,
+        args.seconds,
+        args.seed,
+        args.acceptance,
+        Evidence(args.distance),
+    )
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------

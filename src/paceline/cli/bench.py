@@ -4,6 +4,8 @@
     paceline bench MODEL --draft-model SMALL -k 2..8           a pair, seven values of k
     paceline bench --methods ngram,suffix --temperatures 0,0.7 --prompts builtin:code,chat
     paceline bench --prompts humaneval.jsonl --baselines hf    beside transformers' own generate
+    paceline bench MODEL.gguf --against MODEL                  speed, memory and distance from the original
+    paceline bench MODEL --engine vllm --methods ngram         another engine, with speculation and without
 
 Settings take turns on every prompt, so that a machine that slows down slows all of them. Results are appended to
 results.json, and a report with plots is written beside it. The output of every setting is lossless, different or not
@@ -16,29 +18,33 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli import loading
-from paceline.cli.flags import add_config_flags, config_from_args
-from paceline.cli.terminal import quiet_transformers
-from paceline.config import NONE, EngineConfig
+from paceline.cli.candidates import (
+    add_candidate_flags,
+    add_workload_flags,
+    check_counts,
+    check_measured,
+    open_candidates,
+    open_pool,
+)
+from paceline.cli.weights_comparison import add_against_flags, check_against, compare_weights
+from paceline.config import NONE
 from paceline.errors import MissingExtra, OptionError
+from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
-    from paceline.bench.candidates import Candidates, EngineBuilder
+    from paceline.bench.baselines import Baseline
+    from paceline.bench.candidates import Candidates
     from paceline.bench.results import Measurements
-    from paceline.bench.sweep import SweepPlan
+    from paceline.bench.sweep import SettingRun, SweepPlan
     from paceline.bench.workloads import WorkloadPrompt
-    from paceline.build import OpenModel
-    from paceline.core.protocols import Runner
+    from paceline.core.protocols import Tokenizer
 
-ALL = "all"
 INTERRUPTED = 130
-# Fields of the configuration for which these commands have flags of their own, or no use.
-OWN_FLAGS = ("method", "num_draft_tokens", "acceptance", "max_num_seqs", "engine", "prefix_cache_tokens")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,29 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     settings.add_argument("--acceptance", default="token", metavar="R", help="token, block, coupled or lossy-typical")
     settings.add_argument("--baselines", default="", metavar="B", help="hf: transformers' generate in the same run")
     add_workload_flags(parser, limit=12, repeats=3)
+    add_against_flags(parser)
     parser.add_argument("--ignore-eos", action="store_true", help="outputs of exactly --max-new-tokens")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--out", default="results.json", metavar="FILE", help="results are appended to it")
     parser.add_argument("--report", metavar="FILE", help="default: report.html beside the results; none: no report")
     parser.add_argument("--json", action="store_true", help="nothing but the JSON line on stdout")
-
-
-def add_candidate_flags(parser: argparse.ArgumentParser) -> None:
-    """Which model and which methods; shared by bench, audit and tune."""
-    add_config_flags(parser, positional_model=True, skip=OWN_FLAGS)
-    parser.add_argument(
-        "--methods", default=ALL, metavar="M", help="separated by commas; all: those that work here. {methods}"
-    )
-
-
-def add_workload_flags(parser: argparse.ArgumentParser, *, limit: int, repeats: int) -> None:
-    """Which prompts, and how long and how often; shared by bench and tune."""
-    workload = parser.add_argument_group("workload")
-    workload.add_argument("--prompts", default="builtin", metavar="FILE", help="builtin, builtin:code,chat, or a file")
-    workload.add_argument("--limit", type=int, default=limit, metavar="N", help="prompts, spread over the domains")
-    workload.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
-    workload.add_argument("--max-num-seqs", type=int, default=1, metavar="N", help="prompts run together; default: 1")
-    workload.add_argument("--repeats", type=int, default=repeats, metavar="N", help=f"default: {repeats}")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -81,127 +70,62 @@ def main(args: argparse.Namespace) -> int:
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
     check_results_file(results_file(args))
-    candidates = open_candidates(args, acceptance=args.acceptance)
-    plan = _plan(args, candidates, prompts)
-    run = _measure(args, candidates, plan)
-    run["workload"] = _workload(args, prompts)
-    _save(args, run)
+    report = _report(args, prompts)
+    report.run["workload"] = _workload(args, prompts)
+    _save(args, report.run)
     if not args.json:
-        _print(run, candidates)
-    print(json.dumps(_summary(run)))
-    return 0 if run["complete"] else INTERRUPTED
+        _print(report)
+    print(json.dumps(_summary(report.run)))
+    return 0 if report.run["complete"] else INTERRUPTED
+
+
+def _report(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
+    if args.against:
+        check_against(args)
+        return BenchRun(compare_weights(args, lambda tokenizer: _sweep_plan(args, [], tokenizer, prompts, [])), {})
+    return _local_run(args, prompts) if args.engine == LOCAL else _engine_run(args, prompts)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """The record of a run, and what could not be measured and why."""
+
+    run: dict[str, Any]
+    unavailable: Mapping[str, str]
+
+
+def _local_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
+    """Engines over one loaded target, in turns."""
+    candidates = open_candidates(args, acceptance=args.acceptance)
+    return BenchRun(_measure(args, candidates, _plan(args, candidates, prompts)), candidates.unavailable)
+
+
+def _engine_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
+    """An engine as a whole, through its requests and outputs alone."""
+    from paceline.bench.candidates import DecodeSetting
+    from paceline.bench.engine_pool import engine_sweep
+    from paceline.bench.engine_results import EngineLosslessCheck
+    from paceline.bench.environment import new_run, versions
+    from paceline.bench.results import Measurements, setting_record
+    from paceline.engines.registry import spec
+
+    if args.baselines:
+        raise OptionError("--baselines goes with --engine local, which loads the model where transformers can run it")
+    with open_pool(args) as pool:
+        plain = pool.decoder(DecodeSetting(NONE))
+        run = new_run(["paceline", *sys.argv[1:]], plain.info, None)
+        run |= {"engine": args.engine, "versions": versions(spec(args.engine).packages), "pass_seconds": {}}
+        measurements = Measurements(_sweep_plan(args, pool.drafting_methods, plain.tokenizer, prompts, []))
+        run["complete"] = _fill(measurements, engine_sweep(pool, measurements.plan))
+        if pool.drafting_methods and list(measurements.by_name) == [str(DecodeSetting(NONE))]:
+            check_measured(args.methods, pool)
+        check = EngineLosslessCheck(pool)
+        run["settings"] = [setting_record(measurements, name, check, None) for name in measurements.by_name]
+        return BenchRun(run, pool.unavailable)
 
 
 def results_file(args: argparse.Namespace) -> Path:
     return Path(args.out).expanduser()
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Raise OptionError for numbers below 1."""
-    for name, value in (("max-new-tokens", args.max_new_tokens), ("repeats", args.repeats)):
-        if value < 1:
-            raise OptionError(f"--{name} must be 1 or more, not {value}")
-
-
-# --- candidates -------------------------------------------------------------------------------------------------------
-
-
-def open_candidates(args: argparse.Namespace, **overrides: Any) -> Candidates:
-    """Load the model once and build the drafter of every method that works with it."""
-    from paceline.bench import candidates
-    from paceline.build import open_model
-
-    methods = chosen_methods(args.methods)
-    config = base_config(args, **overrides)
-    quiet_transformers()
-    loading.begin(str(config.model.model))
-    opened = open_model(config)
-    configs = method_configs(config, methods, args.draft_model)
-    models = _HfModels(config, opened, args.draft_model)
-    built = candidates.open_candidates(opened.target, opened.tokenizer, configs, builder(opened), cache(models.open))
-    models.draft_runner = built.draft_runner
-    loading.done()
-    check_named(args.methods, built)
-    return built
-
-
-def base_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
-    """What the flags say, without a method. No profile: what is measured must not depend on an earlier measurement."""
-    decided = {"method": NONE, "draft_model": None, "num_draft_tokens": 0, "acceptance": "token", "max_num_seqs": 1}
-    return config_from_args(args, with_profile=False, **{**decided, **overrides})
-
-
-def builder(opened: OpenModel) -> EngineBuilder:
-    """build_engine for targets that take the place of the opened one."""
-    from paceline.build import build_engine
-
-    return lambda config, target: build_engine(config, replace(opened, target=target))
-
-
-def chosen_methods(names: str) -> list[str]:
-    """Methods of --methods. Raises OptionError for an unknown one."""
-    from paceline.drafting import registry
-    from paceline.drafting.router import PREDICTION
-
-    known = list(registry.names())
-    if names == ALL:
-        return [name for name in known if name != PREDICTION]  # its drafts come with the requests of a client
-    methods = [name.strip() for name in names.split(",") if name.strip()]
-    for name in methods:
-        if name not in known:
-            raise OptionError(f"there is no method {name!r}; there are {', '.join(known)}")
-    return methods
-
-
-def method_configs(config: EngineConfig, methods: list[str], draft_model: Any) -> dict[str, EngineConfig]:
-    """A configuration for each method, plain decoding first.
-
-    What --draft-model names goes to the methods that need a model; where none of them is chosen, it is a head.
-    """
-    from paceline.drafting.registry import WeightsNeeded, spec
-
-    takers = [name for name in methods if spec(name).weights is WeightsNeeded.MODEL] or methods
-    configs = {NONE: config.with_options(method=NONE, draft_options={})}
-    for name in methods:
-        own = draft_model if name in takers else None
-        configs.setdefault(name, config.with_options(method=name, draft_model=own))
-    return configs
-
-
-def check_named(names: str, candidates: Candidates) -> None:
-    """Raise OptionError where a method that the user named cannot be used."""
-    if names != ALL and candidates.unavailable:
-        raise OptionError("; ".join(f"method {name}: {why}" for name, why in candidates.unavailable.items()))
-
-
-@dataclass(slots=True, eq=False)
-class _HfModels:
-    """The models under test as transformers runs them."""
-
-    config: EngineConfig
-    opened: OpenModel
-    draft_model: Any
-    draft_runner: Runner | None = None
-
-    def open(self, role: str) -> Any | None:
-        """The "target" or the "draft". None where there is none, or in a dtype that transformers does not have."""
-        if role == "target":
-            return self._load(self.opened.target, str(self.config.model.model))
-        return None if self.draft_runner is None else self._load(self.draft_runner, str(self.draft_model))
-
-    def _load(self, runner: Runner, name: str) -> Any | None:
-        """The model that a runner runs, or else one loaded from the same files."""
-        from paceline.hub import locate
-        from paceline.runners.huggingface_model import TransformersRunner
-        from paceline.runners.loading import DTYPES, load_model
-
-        if isinstance(runner, TransformersRunner):
-            return runner.model
-        if runner.info.dtype not in DTYPES:
-            return None
-        files, trust = locate(name), self.config.model.trust_remote_code
-        dtype = DTYPES[runner.info.dtype]
-        return load_model(files.folder, files.name, dtype, self.opened.device, trust_remote_code=trust)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -209,19 +133,32 @@ class _HfModels:
 
 def _plan(args: argparse.Namespace, candidates: Candidates, prompts: list[WorkloadPrompt]) -> SweepPlan:
     from paceline.bench.baselines import open_baselines
+    from paceline.bench.sweep import parse_num_draft_tokens
+
+    longest = max((k for k in parse_num_draft_tokens(args.num_draft_tokens) if isinstance(k, int)), default=5)
+    baselines = open_baselines(candidates, [name for name in args.baselines.split(",") if name], longest)
+    return _sweep_plan(args, candidates.drafting_methods, candidates.tokenizer, prompts, baselines)
+
+
+def _sweep_plan(
+    args: argparse.Namespace,
+    methods: list[str],
+    tokenizer: Tokenizer,
+    prompts: list[WorkloadPrompt],
+    baselines: list[Baseline],
+) -> SweepPlan:
     from paceline.bench.measure import OutputLength
     from paceline.bench.sweep import SweepPlan, grid, parse_num_draft_tokens, parse_numbers, prompt_batches
 
     ks = parse_num_draft_tokens(args.num_draft_tokens)
     temperatures = parse_numbers(args.temperatures, "--temperatures")
-    ids = [prompt.encode(candidates.tokenizer) for prompt in prompts]
-    longest = max((k for k in ks if isinstance(k, int)), default=5)
+    ids = [prompt.encode(tokenizer) for prompt in prompts]
     return SweepPlan(
-        grid(candidates.drafting_methods, ks, temperatures, args.acceptance),
+        grid(methods, ks, temperatures, args.acceptance),
         prompt_batches([prompt.domain for prompt in prompts], ids, args.max_num_seqs),
         OutputLength(args.max_new_tokens, args.ignore_eos),
         args.repeats,
-        open_baselines(candidates, [name for name in args.baselines.split(",") if name], longest),
+        baselines,
         args.seed,
     )
 
@@ -230,34 +167,35 @@ def _measure(args: argparse.Namespace, candidates: Candidates, plan: SweepPlan) 
     """Run the sweep; Ctrl-C ends it early and loses nothing."""
     from paceline.bench.environment import new_run
     from paceline.bench.results import LosslessCheck, Measurements, setting_record
+    from paceline.bench.sweep import sweep
     from paceline.engines.local.warmup import measure_pass
 
     draft = candidates.draft_runner
     run = new_run(["paceline", *sys.argv[1:]], candidates.target.info, None if draft is None else draft.info)
     verify = measure_pass(candidates.target, num_seqs=args.max_num_seqs)
     measurements = Measurements(plan)
-    run["complete"] = _fill(measurements, candidates)
-    if not measurements.by_name:
-        raise KeyboardInterrupt
+    run["complete"] = _fill(measurements, sweep(candidates, plan))
     check = LosslessCheck(candidates)
     run["pass_seconds"] = {str(width): seconds for width, seconds in verify.as_dict().items()}
     run["settings"] = [setting_record(measurements, name, check, verify) for name in measurements.by_name]
     return run
 
 
-def _fill(measurements: Measurements, candidates: Candidates) -> bool:
+def _fill(measurements: Measurements, runs: Iterator[SettingRun]) -> bool:
     """Whether the sweep came to its end."""
-    from paceline.bench.sweep import sweep
     from paceline.hub.progress import track
 
     plan = measurements.plan
+    complete = True
     try:
-        for setting_run in track(sweep(candidates, plan), f"measuring {len(plan.settings)} settings", plan.total):
+        for setting_run in track(runs, f"measuring {len(plan.settings)} settings", plan.total):
             measurements.add(setting_run)
     except KeyboardInterrupt:
         print("paceline: interrupted; keeping what has been measured", file=sys.stderr)
-        return False
-    return True
+        complete = False
+    if not measurements.by_name:
+        raise KeyboardInterrupt
+    return complete
 
 
 def _workload(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> dict[str, Any]:
@@ -294,7 +232,7 @@ def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
-def _print(run: dict[str, Any], candidates: Candidates) -> None:
+def _print(report: BenchRun) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -304,12 +242,12 @@ def _print(run: dict[str, Any], candidates: Candidates) -> None:
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("setting", "lossless") else "right")
-    for setting in run["settings"]:
+    for setting in report.run["settings"]:
         table.add_row(*cells(setting), _lossless_cell(setting["lossless"]))
     console.print(table)
-    for method, why in candidates.unavailable.items():
+    for method, why in report.unavailable.items():
         console.print(f"not measured: {method} ({why})", markup=False, highlight=False, style="dim")
-    console.print(headline(run), markup=False, highlight=False)
+    console.print(headline(report.run), markup=False, highlight=False)
 
 
 def _lossless_cell(lossless: dict[str, Any]) -> str:
@@ -332,6 +270,7 @@ def _summary(run: dict[str, Any]) -> dict[str, Any]:
         "best": best["name"] if best else None,
         "speedup": best["speedup"]["median"] if best else None,
         "settings": [_setting_summary(setting) for setting in run["settings"]],
+        **({"against": run["against"]} if "against" in run else {}),
     }
 
 

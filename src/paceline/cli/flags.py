@@ -26,7 +26,7 @@ from paceline.config import (
     SpeculativeConfig,
 )
 from paceline.errors import OptionError
-from paceline.tuned import adopted
+from paceline.tuned import LOCAL, adopted
 
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
@@ -159,7 +159,7 @@ def config_from_args(
     options["draft_options"] = named_values("--draft-option", options.get("draft_options") or ())
     options["engine_options"] = named_values("--engine-option", options.get("engine_options") or ())
     if not options.get("method") and not options.get("draft_model"):
-        options["method"] = default_method
+        options["method"] = _offered(default_method, options.get("engine") or LOCAL)
     config = EngineConfig.create(**{**options, **overrides})
     if not with_profile:
         return config
@@ -167,6 +167,14 @@ def config_from_args(
     if adoption.note:
         note(f"paceline: {adoption.note}")
     return adoption.config
+
+
+def _offered(method: str, engine: str) -> str:
+    """A method that a command chooses by itself, or none where the engine does not have it."""
+    from paceline.engines.registry import spec
+
+    known = spec(engine).methods
+    return method if known is None or method in known else NONE
 
 
 def named_values(flag: str, items: Iterable[str]) -> dict[str, Any]:
@@ -291,10 +299,12 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
     from paceline.cli.terminal import quiet_transformers
     from paceline.decoder import SpeculativeDecoder
     from paceline.device.properties import chosen_device
+    from paceline.engines.registry import spec
     from paceline.hub import locate
 
     chosen_device(config.model.device)  # one that is missing is refused before anything is downloaded
-    for name in (config.model.model, config.speculative.draft_model):
+    names = (config.model.model, config.speculative.draft_model)
+    for name in names if spec(config.engine).reads_files else ():
         if isinstance(name, str):
             locate(name)
     quiet_transformers()

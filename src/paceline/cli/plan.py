@@ -3,6 +3,7 @@
     paceline plan llama-3.1-70b --draft-model llama-3.2-1b --hardware h100
     paceline plan qwen2.5-coder-32b --draft-model qwen2.5-coder-0.5b --hardware rtx-4090 --dtype int4
     paceline plan ./my-model --method eagle --hardware "RTX 3090" --max-seq-len 16384
+    paceline plan llama-3.1-70b --hardware h100 --num-gpus 4 --pipeline-parallel-size 2
     paceline plan model.gguf --memory 12             any accelerator, by its memory in GiB
     paceline plan --advise                           questions, then a recommendation with its command
     paceline plan --advise apple                     the recommendation for one situation
@@ -90,6 +91,14 @@ def _add_hardware(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hardware", metavar="NAME", help="the GPU, Apple chip or kind of CPU")
     group.add_argument("--memory", type=float, metavar="GIB", help="its memory, where that differs from the catalogue")
     group.add_argument("--num-gpus", type=int, default=1, metavar="N", help="how many of these GPUs")
+    group.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, metavar="N",
+        help="stages of layers that they form; those of a stage share each layer; default: 1",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft-tensor-parallel-size", type=int, metavar="N",
+        help="GPUs that share the draft: 1, or as many as share the target, the default",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -137,6 +146,8 @@ def _deployment(args: argparse.Namespace, installed: Support, accelerator: Accel
         num_draft_tokens=args.num_draft_tokens,
         tree_nodes=args.tree_nodes,
         num_gpus=args.num_gpus,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        draft_tensor_parallel_size=args.draft_tensor_parallel_size,
     )
 
 
@@ -207,10 +218,17 @@ def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
     if deployment.method.weights is DraftWeights.HEAD and not _has_head(target, deployment.method.name, installed):
         notes.append(f"no head comes with paceline for it: train one with `paceline train {deployment.method.name}`")
     if deployment.num_gpus > 1:
-        notes.append(
-            "the target is divided by layers; the draft, buffers and activations are counted on the fullest GPU"
-        )
+        notes.append(_division_note(deployment))
     return tuple(notes)
+
+
+def _division_note(deployment: Deployment) -> str:
+    tensor, pipeline = deployment.tensor_parallel_size, deployment.pipeline_parallel_size
+    note = f"--tensor-parallel-size {tensor} --pipeline-parallel-size {pipeline}; sampling is on the last stage"
+    if deployment.drafter is None:
+        return note
+    shared = f"shared by {deployment.draft_gpus} GPUs" if deployment.draft_gpus > 1 else "whole on one GPU"
+    return f"{note}, and so is the draft, {shared}"
 
 
 def _is_gguf(name: str) -> bool:

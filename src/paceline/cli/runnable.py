@@ -23,7 +23,7 @@ def support() -> Support:
         method, _, model = name.partition("-")
         heads[method].add(model)
     return Support(
-        engines=tuple(_engine(name) for name in engines.names()),
+        engines=tuple(_engine(name) for name in engines.names() if engines.spec(name).installed),
         methods=frozenset(drafters.names()),
         native_types=frozenset(models.model_types()),
         transformers_types=transformers_types(),

@@ -94,14 +94,14 @@ class Launch:
 def open_app(launches: list[Launch]) -> FastAPI:
     """Open the engines, and return the application that serves them and restarts those that fail."""
     from paceline.serve.app import create_app
-    from paceline.serve.context import ServedModel
+    from paceline.serve.context import ModelToServe
     from paceline.serve.supervisor import SupervisedEngine
 
     engines = [
         SupervisedEngine(partial(open_served_engine, launch.engine), launch.server.failure) for launch in launches
     ]
     models = [
-        ServedModel(engine, with_sampling_defaults(launch.server, launch.engine))
+        ModelToServe(engine, with_sampling_defaults(launch.server, launch.engine))
         for engine, launch in zip(engines, launches)
     ]
     first, *others = models
@@ -115,12 +115,17 @@ def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
 
 
 def open_served_engine(config: EngineConfig) -> Engine:
-    """The engine adapts k, because a fixed k is only the default of requests that do not choose one."""
+    """The engine adapts k, because a fixed k is only the default of requests that do not choose one.
+
+    An engine whose requests cannot choose gets the fixed k.
+    """
     from paceline.build import open_engine
     from paceline.cli.terminal import quiet_transformers
+    from paceline.engines import registry
 
     quiet_transformers()
-    engine = open_engine(config.with_options(num_draft_tokens=AUTO))
+    adapts = registry.spec(config.engine).per_request
+    engine = open_engine(config.with_options(num_draft_tokens=AUTO) if adapts else config)
     loading.done()
     interrupt.check()
     return engine

@@ -4,22 +4,25 @@
     paceline tune MODEL --draft-model SMALL        a pair
     paceline tune --prompts my-prompts.txt         on the prompts you really have
     paceline tune --max-num-seqs 8                 for eight sequences at a time
+    paceline tune --engines local,llama_cpp        which engine is fastest here, and with which method
 
 Measures what a pass costs by its width, what drafting costs and how much is accepted; predicts every method and k; runs
 the best of them against plain decoding; writes paceline.toml, which generate, chat and serve use; and ends with one
-sentence of advice. Takes a few minutes. With --json the last line on stdout is one JSON document.
+sentence of advice. Other engines are measured as a whole, with speculation and without, on the same prompts; by default
+those that are installed and can run the model. ENGINE=MODEL names another model for one of them, such as
+llama_cpp=model.gguf. Takes a few minutes. With --json the last line on stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.bench import add_candidate_flags, add_workload_flags, check_counts, open_candidates
+from paceline.cli.candidates import add_candidate_flags, add_workload_flags, check_counts, open_candidates
+from paceline.cli.engine_comparison import LocalTuning, chosen_engines, compare_engines, write
+from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,7 +36,8 @@ MAX_ROWS = 8  # predictions in the table
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_candidate_flags(parser)
+    add_candidate_flags(parser, skip=("engine",))
+    parser.add_argument("--engines", metavar="E", help="separated by commas, ENGINE or ENGINE=MODEL; default: all")
     add_workload_flags(parser, limit=6, repeats=2)
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
     parser.add_argument("--out", default="paceline.toml", metavar="FILE", help="the profile; none: write nothing")
@@ -41,26 +45,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from paceline.bench.tune import tune
     from paceline.bench.workloads import load_prompts
     from paceline.core.sampling import SamplingParams
-    from paceline.hub.progress import track
-    from paceline.tuned import write_profile
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
     SamplingParams(temperature=args.temperature)
+    choices = chosen_engines(args.engines, args.model)
+    if [choice.engine for choice in choices] != [LOCAL]:
+        return compare_engines(args, choices, prompts, _tune_local)
+    tuned = _tune_local(args, prompts)
+    write(args, tuned.profile)
+    print(json.dumps(_document(tuned.result)) if args.json else tuned.result.advice.sentence)
+    return 0
+
+
+def _tune_local(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> LocalTuning:
+    """Costs, predictions and confirmation on paceline's own engine. The models are given back at the end."""
+    from paceline.bench.tune import tune
+    from paceline.hub.progress import track
+
     candidates = open_candidates(args, max_num_seqs=args.max_num_seqs)
     result = tune(candidates, _plan(args, candidates, prompts), track)
     if not args.json:
         _print(result, candidates)
-    if args.out != "none":
-        profile = _profile(args, candidates, result)
-        write_profile(profile, Path(args.out).expanduser())
-        condition = f" with --dtype {profile.dtype}" if profile.dtype else ""
-        print(f"paceline: wrote {args.out}; generate, chat and serve use it{condition}", file=sys.stderr)
-    print(json.dumps(_document(result)) if args.json else result.advice.sentence)
-    return 0
+    return LocalTuning(result, _profile(args, candidates, result))
 
 
 def _plan(args: argparse.Namespace, candidates: Candidates, prompts: list[WorkloadPrompt]) -> TunePlan:

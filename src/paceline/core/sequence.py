@@ -33,6 +33,23 @@ class Constraint(Protocol):
         """These tokens are now part of the sequence."""
 
 
+class ScoreProcessor(Protocol):
+    """Rewrites the scores of what may follow in one sequence: any function of the tokens before a node and its logits.
+
+    `process` does not change it; what it must remember of accepted tokens it learns from `advance`.
+    """
+
+    def process(self, path: list[int], scores: Tensor) -> Tensor:
+        """float32 [vocab], final: a sampled token is drawn from their softmax, a greedy one is their argmax.
+
+        path    the draft tokens after the sequence, up to the node
+        scores  float32 [vocab]: the logits of the node
+        """
+
+    def advance(self, tokens: list[int]) -> None:
+        """These tokens are now part of the sequence."""
+
+
 class MinNewTokens(Constraint):
     """No end-of-sequence token before so many new tokens. Drafts stay exact: every node has the mask of its depth."""
 
@@ -57,17 +74,26 @@ class SequenceParams:
     method            which drafter drafts for it, where there is a choice
     num_draft_tokens  its own number of draft tokens a step; None: the draft-length policy decides
     logprobs          alternatives to report for each token; None: no log-probabilities
+    prompt_logprobs   the same for each prompt token, which is then read without the prefix cache
     """
 
     sampling: SamplingParams
     stopping: StopRules
     rule: AcceptanceRule = RULES["token"]
     constraint: Constraint | None = None
+    processor: ScoreProcessor | None = None  # in place of sampling's own shaping of the logits
     method: str | None = None
     num_draft_tokens: int | None = None
     prediction: list[int] | None = None
     logprobs: int | None = None
     lora: str | None = None  # which adapter of the target
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether what may follow a node depends on the tokens before it, beyond the logits and penalties."""
+        return self.constraint is not None or self.processor is not None
 
 
 class Sequence:
@@ -109,6 +135,11 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def stop_reason(self) -> int | str | None:
+        """The stop token or stop string that ended it; None where it has not ended so, and for an end token."""
+        return self.params.stopping.stop_reason(self.generated) if self.finish_reason == "stop" else None
+
+    @property
     def remaining_tokens(self) -> int:
         """Tokens that may still be generated."""
         return self.params.stopping.max_new_tokens - self.num_new_tokens
@@ -117,7 +148,7 @@ class Sequence:
     def is_greedy_argmax(self) -> bool:
         """Whether the argmax of the raw logits is all that decides, and nothing but the token is reported."""
         params = self.params
-        return params.sampling.plain_greedy and params.constraint is None and params.logprobs is None
+        return params.sampling.plain_greedy and not params.reads_paths and params.logprobs is None
 
     def history(self, path: list[int]) -> TokenHistory:
         """The tokens before the node at the end of `path`."""
@@ -162,6 +193,8 @@ class Sequence:
         self.from_draft += [index < accepted for index in range(len(emitted))]
         if self.params.constraint is not None:
             self.params.constraint.advance(emitted)
+        if self.params.processor is not None:
+            self.params.processor.advance(emitted)
         return emitted
 
 
@@ -175,7 +208,7 @@ def group_by_sampling(seqs: list[Sequence]) -> list[list[int]]:
         sampling = seq.sampling
         keyed = seq.params.rule.seeded
         key: tuple[object, ...] = (keyed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        if sampling.penalised or sampling.logit_bias or seq.params.constraint is not None:
+        if sampling.penalised or sampling.logit_bias or seq.params.reads_paths:
             key = (*key, index)
         groups.setdefault(key, []).append(index)
     return list(groups.values())

@@ -214,10 +214,11 @@ class DraftOutput:
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the output must match: a JSON schema, any JSON object, a regular expression or a Lark grammar.
+    """What the output must match.
 
-    kind   "json_schema", "json_object", "regex" or "grammar"
-    value  the schema as JSON text, the expression or the grammar; empty for "json_object"
+    kind   "json_schema", "json_object", "regex", "choice", "grammar" (Lark or GBNF) or "structural_tag"
+    value  the schema as JSON text, the expression, the choices as a JSON list, the grammar, the tags as JSON text;
+           empty for "json_object"
     """
 
     kind: str
@@ -239,17 +240,24 @@ class Request:
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None  # alternatives to report for each prompt token; None: none at all
+    stop_token_ids: tuple[int, ...] = ()  # end the sequence as an end-of-sequence token does, also with ignore_eos
+    include_stop: bool = False  # the text keeps the stop string or the stop token that ended it
+    skip_special_tokens: bool = True  # in the text
+    bad_words: tuple[str, ...] = ()  # their token ids never follow one another in the output
+    allowed_token_ids: tuple[int, ...] | None = None  # no others are generated; None: any
     lora: str | None = None  # which adapter of the engine; None: the model as it is
     priority: int = 0  # among requests that wait: a lower number is first
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one emitted token under the target, and its best alternatives."""
+    """The log-probability of one token under the target, and its best alternatives, the likeliest first."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0  # 1: the likeliest token; 0: not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,3 +271,6 @@ class RequestOutput:
     finish_reason: str | None = None
     stats: SpecStats | None = None  # on the last output
     num_drafted: int | None = None  # on the last output of a step: draft tokens verified in it, where that is known
+    stop_reason: int | str | None = None  # on the last output: the stop token or stop string; None: an end token
+    num_cached_tokens: int | None = None  # on the last output: prompt tokens that the prefix cache held, where known
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # on the first output: of every prompt token but the first

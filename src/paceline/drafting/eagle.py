@@ -39,6 +39,7 @@ from paceline.errors import OptionError, PairError
 from paceline.heads.eagle import EagleHead
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.heads.registry import load_head
+from paceline.heads.rounded import round_linears
 from paceline.kv.prefix_cache import PrefixCache
 
 MAX_BATCHED_ROWS = 16  # states of one sequence that are read together with others; more are read alone, unpadded
@@ -69,7 +70,7 @@ class Eagle(Drafter):
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._device = self._target_ids.device
-        self._buffers = KeyBuffers(head.config.num_kv_heads, head.config.head_dim, head.fc.weight)
+        self._buffers = KeyBuffers(head.config.num_kv_heads, head.config.head_dim, head.like)
         self._states: dict[int, HeadState] = {}
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
@@ -270,6 +271,8 @@ def build(context: DrafterContext) -> Eagle:
     target = checked_target(SPEC.name, context.target, Capability.HIDDEN_STATES)
     folder = head_folder(SPEC.name, context)
     head = load_head(folder, EagleHead, dtype=context.head_dtype, device=context.device)
+    if context.head_in_int8:
+        round_linears(head)
     return Eagle(head, target, prefix_cache=context.prefix_cache, **context.options)
 
 

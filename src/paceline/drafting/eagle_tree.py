@@ -70,7 +70,7 @@ class TreeDrafting:
 
     def __init__(self, head: EagleHead, buffers: KeyBuffers, branches: int, depth: int) -> None:
         self._head, self._buffers, self._branches, self._depth = head, buffers, branches, depth
-        self._device = head.fc.weight.device
+        self._device = head.like.device
 
     def trees(self, states: list[HeadState], out: Tensor, limits: list[int]) -> list[DraftTree]:
         """Trees of at most limits[i] nodes. out: the head's output at their last positions [sequences, hidden]."""

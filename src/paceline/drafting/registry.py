@@ -106,6 +106,7 @@ class DrafterContext:
     """What a drafter is built from.
 
     draft_model    a name, a path or a loaded model; the directory or Hub id of a head where the method needs one
+    head_in_int8   the products of a head may be rounded to 8 bits: the target's weights are rounded too
     options        of the method, checked against its spec
     open_runner    opens the draft model; open_tokenizer opens its tokenizer
     """
@@ -115,6 +116,7 @@ class DrafterContext:
     draft_model: Any
     device: str
     head_dtype: torch.dtype
+    head_in_int8: bool
     options: dict[str, Any]
     prefix_cache: PrefixCache
     open_runner: Callable[[Any], Runner]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
@@ -24,6 +25,10 @@ class EngineOption:
     help: str
 
 
+def _same_model(name: str) -> str | None:
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """One engine: its name, a line for --help, and how it is opened.
@@ -32,6 +37,19 @@ class EngineSpec:
     packs_gguf   weights of a GGUF file stay packed in memory
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
+    per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
+    coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
+    drafts_with_logprobs  log-probabilities come with speculation too; False: a request for both is refused
+    lora         it runs LoRA adapters, and requests choose one
+
+    What commands ask before they open it:
+
+    packages        that must be installed; none: it always is
+    reads_files     it runs the Hugging Face directory that hub/locate finds; False: it opens the model itself
+    methods         names of the methods it has; None: those of drafting/registry
+    model_for       the name of the model it runs where the user names another; None: it cannot run that one
+    server_command  the line that starts the engine's own server with a configuration; None: it has no such server
+    k_by_load       `engine_options` for k by the sequences at a time, [[first, last, k], …]; None: it takes one k
     """
 
     name: str
@@ -41,9 +59,28 @@ class EngineSpec:
     packs_gguf: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
+    per_request: bool = True
+    coupled_seeds: bool = True
+    drafts_with_logprobs: bool = True
+    lora: bool = False
+    packages: tuple[str, ...] = ()
+    reads_files: bool = True
+    methods: tuple[str, ...] | None = None
+    model_for: Callable[[str], str | None] = _same_model
+    server_command: Callable[[EngineConfig], str] | None = None
+    k_by_load: Callable[[list[list[int]]], dict[str, Any]] | None = None
+
+    @property
+    def installed(self) -> bool:
+        return all(find_spec(package) is not None for package in self.packages)
 
 
-_MODULES = {"local": "paceline.engines.local"}
+_MODULES = {
+    "local": "paceline.engines.local",
+    "llama_cpp": "paceline.engines.llama_cpp",
+    "http": "paceline.engines.http",
+    "vllm": "paceline.engines.vllm",
+}
 _REGISTERED: dict[str, EngineSpec] = {}
 
 
@@ -69,6 +106,8 @@ def spec(name: str) -> EngineSpec:
 def open_engine(config: EngineConfig, build: BuildLocal) -> Engine:
     """The engine that the configuration names. Raises OptionError for options that it does not take."""
     chosen = spec(config.engine)
+    if config.model.lora and not chosen.lora:
+        raise OptionError(f"the engine {chosen.name} takes no LoRA adapters here; use engine local")
     _check_options(chosen, config)
     return chosen.open(config, build)
 

@@ -133,6 +133,11 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
 
     @property
+    def like(self) -> Tensor:
+        """A tensor of the head's device and of the dtype it computes in."""
+        return self.midlayer.post_attention_layernorm.weight
+
+    @property
     def target(self) -> BoundTarget:
         assert self._target is not None, "bind_target() comes first"
         return self._target
@@ -158,7 +163,7 @@ class EagleHead(nn.Module):
         if self.embed_tokens is not None:
             vectors: Tensor = self.embed_tokens(tokens)
             return vectors
-        return self.target.embed(tokens).to(self.fc.weight.dtype)
+        return self.target.embed(tokens).to(self.like.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """States of the target -> g."""
@@ -195,7 +200,7 @@ class EagleHead(nn.Module):
     @property
     def target_ids(self) -> Tensor:
         """The target's id of every token the head can predict. int64 [draft_vocab_size]"""
-        return self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.fc.weight.device))
+        return self.to_target_ids(torch.arange(self.config.draft_vocab_size, device=self.like.device))
 
     def choose_vocabulary(self, target_ids: Tensor) -> None:
         """Restrict the head to these tokens of the target: rising ids, as many as draft_vocab_size."""

@@ -46,7 +46,7 @@ class Eagle1Head(EagleHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """The last hidden state as it is; a target may run in another dtype than its head."""
-        return features.to(self.fc.weight.dtype)
+        return features.to(self.like.dtype)
 
     def block(
         self,

@@ -110,7 +110,7 @@ class Eagle3Head(EagleHead):
 
     def fuse(self, features: Tensor) -> Tensor:
         """States of several layers, mixed."""
-        features = features.to(self.fc.weight.dtype)  # a target may run in another dtype than its head
+        features = features.to(self.like.dtype)  # a target may run in another dtype than its head
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:

@@ -37,7 +37,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     from paceline.hub.gguf_tensors import ARCHITECTURES
     from paceline.hub.gguf_tokenizer import save_tokenizer
 
-    reader = _open(gguf)
+    reader = open_gguf(gguf)
     fields = GgufFields(reader, gguf)
     fields.check_whole_model()
     save_tokenizer(gguf, fields, folder)
@@ -49,7 +49,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
         convert_by_transformers(gguf, reader, fields, folder)
 
 
-def _open(gguf: Path) -> GGUFReader:
+def open_gguf(gguf: Path) -> GGUFReader:
+    """A file that says what model it holds. Raises WeightsError."""
     from gguf import GGUFReader
 
     try:
@@ -109,13 +110,14 @@ def _config(fields: GgufFields, tensors: GgufTensors, sizes: DecoderSizes) -> di
         "attention_bias": tensors.attention_bias,
         "tie_word_embeddings": tensors.tied,
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _eos_token_ids(fields),
+        "eos_token_id": eos_token_ids(fields),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "dtype": "bfloat16",
     }
 
 
-def _eos_token_ids(fields: GgufFields) -> int | list[int] | None:
+def eos_token_ids(fields: GgufFields) -> int | list[int] | None:
+    """As config.json has them: one, several or none."""
     values = [fields.get(f"tokenizer.ggml.{key}") for key in EOS_KEYS]
     ids = list(dict.fromkeys(int(value) for value in values if value is not None))
     return ids if len(ids) > 1 else next(iter(ids), None)

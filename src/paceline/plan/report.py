@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.plan.fit import FitOutcome, MemoryFit
 from paceline.plan.hardware import GIB, Accelerator
-from paceline.plan.memory import Deployment, MemoryPlan
+from paceline.plan.memory import Deployment, MemoryPlan, StageMemory
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.pairs import listed_pair
 from paceline.plan.precision import Precision
@@ -48,6 +48,9 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "max_seq_len": deployment.max_seq_len,
         "max_num_seqs": deployment.max_num_seqs,
         "num_gpus": deployment.num_gpus,
+        "tensor_parallel_size": deployment.tensor_parallel_size,
+        "pipeline_parallel_size": deployment.pipeline_parallel_size,
+        "stages": [_stage_json(stage) for stage in report.plan.stages],
         "engine": report.engine,
         "runner": report.runner,
         "parts": [{"name": p.name, "bytes": p.bytes, "fullest_bytes": p.fullest} for p in report.plan.parts],
@@ -58,6 +61,16 @@ def as_json(report: PlanReport) -> dict[str, Any]:
         "speed": _speed_json(report.speed) if report.speed else None,
         "published_speedup": pair.published.speedup if (pair := listed_pair(deployment)) else None,
         "notes": list(report.notes),
+    }
+
+
+def _stage_json(memory: StageMemory) -> dict[str, Any]:
+    stage = memory.stage
+    return {
+        "num_gpus": memory.num_gpus,
+        "layers": [stage.first_layer, stage.first_layer + stage.num_layers - 1],
+        "bytes_each": memory.bytes_each,
+        "parts": dict(memory.parts),
     }
 
 
@@ -142,6 +155,16 @@ def _print_parts(console: Console, report: PlanReport) -> None:
         console.print(f"  [{_COLOURS[index % 6]}]■[/] {part.name:<20} {_gib(part.bytes):>10}{on_fullest}")
     on_fullest = f"   {_gib(plan.fullest_bytes):>10} on the fullest" if several else ""
     console.print(f"    {'in all':<20} [bold]{_gib(plan.total_bytes):>10}[/bold]{on_fullest}")
+    if len(plan.stages) > 1:
+        _print_stages(console, plan)
+
+
+def _print_stages(console: Console, plan: MemoryPlan) -> None:
+    """What each GPU holds, by pipeline stage."""
+    for memory in plan.stages:
+        stage, gpus = memory.stage, "1 GPU" if memory.num_gpus == 1 else f"{memory.num_gpus} GPUs"
+        layers = f"layers {stage.first_layer} to {stage.first_layer + stage.num_layers - 1}"
+        console.print(f"    stage {stage.number + 1}: {gpus}, {layers}, {_gib(memory.bytes_each)} on each")
 
 
 def _bar(plan: MemoryPlan, memory_bytes: int) -> str:

@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLogMiddleware
 from paceline.serve.auth import AuthMiddleware
 from paceline.serve.config import ServerConfig
-from paceline.serve.context import ServedModel, ServerContext
+from paceline.serve.context import ModelToServe, ServerContext
 from paceline.serve.errors import install_handlers
 from paceline.serve.model_dispatch import ModelDispatch
 from paceline.serve.routes import router
@@ -49,7 +49,7 @@ ERROR_SCHEMA: dict[str, Any] = {
 def create_app(
     engine: Engine,
     config: ServerConfig,
-    others: Sequence[ServedModel] = (),
+    others: Sequence[ModelToServe] = (),
     background: Sequence[Background] = (),
 ) -> FastAPI:
     """A server over an engine, which it closes at shutdown. `app.state.admission` decides whether it takes requests.
@@ -57,7 +57,7 @@ def create_app(
     others      further models
     background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
     """
-    contexts = ServerContext.of_models([ServedModel(engine, config), *others])
+    contexts = ServerContext.of_models([ModelToServe(engine, config), *others])
     tracer = open_tracer(config.otlp_traces_endpoint)
 
     @asynccontextmanager

@@ -16,9 +16,10 @@ from paceline.serve.config import ServerConfig
 from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.fair_queue import FairQueue
 from paceline.serve.limits import AdmissionControl
+from paceline.serve.logprob_format import TokenFormatter
 from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
 from paceline.serve.requests import CompletionTask, RequestBuilder
-from paceline.serve.responses import ChoiceDelta, TokenFormatter
+from paceline.serve.responses import ChoiceDelta
 from paceline.serve.streaming import Observer, merge_outputs
 from paceline.serve.token_text import token_text
 
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class ModelToServe:
     """An engine, and how the server presents it. Of several, the first one's network, limits and log settings count."""
 
     engine: Engine
@@ -56,10 +57,10 @@ class ServerContext:
     @classmethod
     def of(cls, engine: Engine, config: ServerConfig) -> ServerContext:
         """The context of a server with one model."""
-        return cls.of_models([ServedModel(engine, config)])[0]
+        return cls.of_models([ModelToServe(engine, config)])[0]
 
     @classmethod
-    def of_models(cls, models: Sequence[ServedModel]) -> list[ServerContext]:
+    def of_models(cls, models: Sequence[ModelToServe]) -> list[ServerContext]:
         """A context for each model."""
         admission = AdmissionControl(models[0].config.limits, sum(model.config.max_num_seqs for model in models))
         metrics, peers = Metrics(), list[ServerContext]()
@@ -72,7 +73,7 @@ class ServerContext:
     @classmethod
     def _of_model(
         cls,
-        model: ServedModel,
+        model: ModelToServe,
         admission: AdmissionControl,
         metrics: Metrics,
         queue: FairQueue,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from paceline import __version__
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import Request, StructuredOutput
+from paceline.core.types import Request
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.serve.config import ServerConfig
 from paceline.serve.errors import ApiError
@@ -21,9 +22,9 @@ from paceline.serve.schema import (
     CommonParams,
     CompletionRequest,
     Content,
-    ResponseFormatParam,
     TokenizeRequest,
 )
+from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
@@ -61,6 +62,17 @@ class CompletionTask:
     stream: bool = False
     include_usage: bool = False
     include_stats: bool = False  # x_paceline
+    copies: int = 1  # choices that follow one another and have the same prompt
+    choices_per_prompt: int | None = None  # how many of the copies the response shows; None: all
+    model: str | None = None  # as the request names it
+    system_fingerprint: str | None = None
+    continuous_usage: bool = False
+    shows_logprobs: bool = True
+    prompt_logprobs: int | None = None  # alternatives of vLLM's prompt_logprobs
+    echo_logprobs: bool = False
+    echo_only: bool = False  # the response shows nothing that was generated
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
 
 
 class RequestBuilder:
@@ -70,6 +82,7 @@ class RequestBuilder:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
+        self._fingerprint = system_fingerprint(engine)
 
     def chat(self, body: ChatRequest) -> CompletionTask:
         """The engine requests of a chat completion."""
@@ -83,16 +96,14 @@ class RequestBuilder:
 
     def completion(self, body: CompletionRequest) -> CompletionTask:
         """The engine requests of a completion."""
-        if body.best_of is not None and body.best_of != (body.n or 1):
-            raise ApiError(400, "best_of is supported only where it equals n", param="best_of")
-        if body.echo and body.logprobs is not None:
-            raise ApiError(400, "echo together with logprobs is not supported", param="echo")
-        if body.max_tokens == 0 and not body.echo:
+        self._check_best_of(body)
+        if body.asked_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
         is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         inputs = [body.prompt] if is_single else body.prompt
-        prompts = [self._prompt(prompt, bool(body.echo)) for prompt in inputs]  # type: ignore[arg-type]
-        return self._task(body, prompts, COMPLETION_MAX_TOKENS, body.logprobs)
+        prompts = [self._prompt(prompt, body) for prompt in inputs]  # type: ignore[arg-type]
+        task = self._task(body, prompts, COMPLETION_MAX_TOKENS, body.logprobs, body.best_of)
+        return self._with_echo(task, body) if body.echo else task
 
     def tokenize(self, body: TokenizeRequest) -> list[int]:
         """Token ids of a prompt or of messages."""
@@ -114,9 +125,12 @@ class RequestBuilder:
     def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
         return self._tokenizer.encode([template_message(message) for message in messages])
 
-    def _prompt(self, prompt: str | list[int], echo: bool) -> EncodedPrompt:
-        token_ids = self._tokenizer.encode(prompt)
-        if not echo:
+    def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> EncodedPrompt:
+        if isinstance(prompt, str) and body.add_special_tokens is False:
+            token_ids = self._token_text.encode(prompt)
+        else:
+            token_ids = self._tokenizer.encode(prompt)
+        if not body.echo:
             return EncodedPrompt(token_ids)
         return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
 
@@ -135,11 +149,39 @@ class RequestBuilder:
         token_ids = prompt.token_ids[-limit:]
         return EncodedPrompt(token_ids, self._tokenizer.decode(token_ids) if prompt.echo else "")
 
+    def _with_echo(self, task: CompletionTask, body: CompletionRequest) -> CompletionTask:
+        """Log-probabilities are those of the echoed prompt too. One token is generated so that a prompt is read."""
+        if body.logprobs is None and body.prompt_logprobs is None:
+            return task
+        most = max(body.logprobs or 0, body.prompt_logprobs or 0)
+        choices = [
+            replace(
+                choice,
+                request=replace(
+                    choice.request, prompt_logprobs=most, max_new_tokens=max(1, choice.request.max_new_tokens)
+                ),
+            )
+            for choice in task.choices
+        ]
+        is_only = body.asked_tokens == 0
+        return replace(task, choices=choices, echo_logprobs=body.logprobs is not None, echo_only=is_only)
+
     # --- checks -------------------------------------------------------------------------------------------------------
 
-    def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int) -> None:
-        limits, num_choices = self._config.limits, len(prompts) * (body.n or 1)
+    def _check_best_of(self, body: CompletionRequest) -> None:
+        if body.best_of is None:
+            return
+        if body.best_of < (body.n or 1):
+            raise ApiError(400, "best_of must not be less than n", param="best_of")
+        if body.best_of > (body.n or 1) and body.stream:
+            message = "best_of chooses at the end, so it cannot be streamed; leave out stream"
+            raise ApiError(400, message, param="best_of")
+
+    def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, copies: int) -> None:
+        limits, num_choices = self._config.limits, len(prompts) * copies
         self.check_model(body.model)
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if num_choices > limits.max_choices:
@@ -174,18 +216,42 @@ class RequestBuilder:
     # --- engine requests ----------------------------------------------------------------------------------------------
 
     def _task(
-        self, body: CommonParams, prompts: list[EncodedPrompt], default_tokens: int, logprobs: int | None
+        self,
+        body: CommonParams,
+        prompts: list[EncodedPrompt],
+        default_tokens: int,
+        logprobs: int | None,
+        best_of: int | None = None,
     ) -> CompletionTask:
         max_tokens = default_tokens if body.asked_tokens is None else body.asked_tokens
         prompts = [self._truncated(prompt, body) for prompt in prompts]
-        self._check(body, prompts, max_tokens)
-        template = self._template(body, max_tokens, logprobs)
-        copies = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        num_shown = body.n or 1
+        copies = best_of or num_shown
+        self._check(body, prompts, max_tokens, copies)
+        if logprobs is not None or body.prompt_logprobs is not None:
+            self._token_text.spelling(0)  # reads the vocabulary, here in the tokenizer's thread
+        template = self._template(body, max_tokens, 0 if logprobs is None and copies > num_shown else logprobs)
+        repeated = [prompt for prompt in prompts for _ in range(copies)]
         choices = [
-            ChoiceRequest(self._request(template, prompt, index), prompt.echo) for index, prompt in enumerate(copies)
+            ChoiceRequest(self._request(template, prompt, index), prompt.echo) for index, prompt in enumerate(repeated)
         ]
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        return CompletionTask(choices, prompt_tokens, bool(body.stream), body.include_usage, bool(body.x_paceline))
+        return CompletionTask(
+            choices,
+            prompt_tokens,
+            bool(body.stream),
+            body.include_usage,
+            bool(body.x_paceline),
+            copies,
+            num_shown,
+            body.model,
+            self._fingerprint,
+            body.continuous_usage,
+            shows_logprobs=logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs,
+            return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        )
 
     def _request(self, template: Request, prompt: EncodedPrompt, index: int) -> Request:
         max_new_tokens = min(template.max_new_tokens, self.max_model_len - len(prompt.token_ids))
@@ -204,7 +270,14 @@ class RequestBuilder:
             num_draft_tokens=self._num_draft_tokens(body),
             prediction=self._prediction(body),
             logprobs=logprobs,
-            structured_output=structured_output(body.response_format),
+            structured_output=structured_output(body.response_format, body),
+            prompt_logprobs=body.prompt_logprobs,
+            min_new_tokens=body.min_tokens or 0,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            bad_words=tuple(body.bad_words or ()),
+            allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
             priority=body.priority or 0,
             lora=self._config.lora_of(body.model),
         )
@@ -260,16 +333,8 @@ def seeded_for_choice(sampling: SamplingParams, index: int) -> SamplingParams:
     return replace(sampling, seed=(sampling.seed + index) % SEED_LIMIT)
 
 
-def structured_output(response_format: ResponseFormatParam | None) -> StructuredOutput | None:
-    """What the output must match. Raises ApiError or OptionError."""
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.type == "json_object":
-        return StructuredOutput("json_object")
-    if response_format.json_schema is None:
-        raise ApiError(400, "response_format json_schema needs its json_schema", param="response_format")
-    schema = response_format.json_schema.schema_
-    try:
-        return StructuredOutput("json_schema", json.dumps(schema) if schema else "")
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"the JSON schema cannot be read: {error}") from error
+def system_fingerprint(engine: Engine) -> str:
+    """Changes with whatever may change the output of a seed: this version, the model, its number format, its device."""
+    info = engine.info
+    parts = (__version__, info.name, info.vocab_size, info.num_layers, info.device, info.dtype, engine.methods)
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]

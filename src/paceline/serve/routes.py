@@ -109,14 +109,15 @@ def model_entry(context: ServerContext, name: str) -> Json:
         "dtype": context.engine.info.dtype,
         "near_tie_logprob": near_tie_logprob(context.engine.info.dtype),
     }
-    return {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline", "x_paceline": details}
+    entry = {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline"}
+    return {**entry, "max_model_len": context.requests.max_model_len, "x_paceline": details}
 
 
 async def respond(
     context: ServerContext, request: Request, task: CompletionTask, response_format: ResponseFormat
 ) -> Response:
     """The response to one request, whole or as a stream. Its admission ends with the last byte."""
-    response = ResponseBuilder(response_format, task, context.config.served_model_names[0])
+    response = ResponseBuilder(response_format, task, task.model or context.config.served_model_names[0])
     log_fields = request.scope[LOG_FIELDS]
     log_fields |= _request_fields(context, task, response)
     with ExitStack() as admission:

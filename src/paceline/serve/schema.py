@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from paceline.config import MAX_DRAFT_TOKENS
+from paceline.serve.output_schema import OutputParams, ResponseFormatParam
+from paceline.serve.schema_models import LenientModel, StrictModel
 
 MAX_INT = 1 << 31
 SEED_LIMIT = 1 << 63
@@ -16,18 +18,6 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-
-
-class StrictModel(BaseModel):
-    """Types are not coerced: "5" is not 5."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class LenientModel(StrictModel):
-    """Clients send fields here that other servers know."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class ContentPart(LenientModel):
@@ -68,25 +58,10 @@ class StreamOptions(LenientModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class JsonSchemaParam(StrictModel):
-    """A JSON schema the output must match."""
-
-    name: Annotated[str, StringConstraints(max_length=64)]
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormatParam(StrictModel):
-    """What the output must be."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaParam | None = None
-
-
-class CommonParams(LenientModel):
+class CommonParams(OutputParams):
     """What chat completions and completions have in common."""
 
     model: str | None = None
@@ -134,6 +109,10 @@ class CommonParams(LenientModel):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class ChatRequest(CommonParams):
     """Body of /v1/chat/completions."""
@@ -161,6 +140,12 @@ class CompletionRequest(CommonParams):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_completion_tokens: Count | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(StrictModel):

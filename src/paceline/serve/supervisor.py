@@ -85,8 +85,11 @@ class SupervisedEngine(Engine):
             async with aclosing(stream) as outputs:  # type: ignore[type-var]
                 while (output := await self._next(outputs)) is not None:
                     yield output
-        except (EngineClosed, EngineFailed) as error:
+        except EngineFailed as error:
             raise self._reported(engine, str(error)) from error
+        except EngineClosed as error:  # a connection was lost; whether the engine has failed, its health tells
+            self._suspected.set()
+            raise EngineFailed(str(error)) from error
         except PacelineError:
             self._suspected.set()
             raise

@@ -10,10 +10,8 @@ from __future__ import annotations
 from functools import cached_property, singledispatch
 
 from paceline.core.protocols import Tokenizer as AnyTokenizer
-from paceline.hub.tokenizer import Tokenizer
+from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
 from paceline.hub.vocabulary import spellings
-
-PARTIAL = "�"  # a tokenizer decodes part of a character to this
 
 
 class TokenText:
@@ -34,13 +32,29 @@ class TokenText:
         """The bytes a token adds to the output; None for a special token, which adds nothing."""
         return list(self.decode([token]).encode("utf-8", "replace")) or None
 
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDetokenizer:
+        """Makes text of tokens that come one by one."""
+        return StreamDetokenizer(self._tokenizer.decode)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token stands for no text of its own."""
+        return self.token_bytes(token) is None
+
+    def spelling(self, token: int) -> str:
+        """One token as text. Part of a character is spelled bytes:\\xe2, as OpenAI does."""
+        data = bytes(self.token_bytes(token) or ())
+        try:
+            return data.decode() or self.decode([token])
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
 
 class VocabularyTokenText(TokenText):
     """Tokens and text by the vocabulary of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self._hf_tokenizer = tokenizer.hf_tokenizer
+        self._hf_tokenizer, self._streams = tokenizer.hf_tokenizer, tokenizer.stream
         self._special = frozenset(tokenizer.hf_tokenizer.all_special_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -52,10 +66,14 @@ class VocabularyTokenText(TokenText):
     def token_bytes(self, token: int) -> list[int] | None:
         if token in self._special:
             return None
-        text = self.decode([token])
-        if PARTIAL not in text:
-            return list(text.encode("utf-8", "replace"))
-        return list(self._bytes_by_token.get(token, text.encode("utf-8", "replace")))
+        data = self._bytes_by_token.get(token)
+        return list(self.decode([token]).encode("utf-8", "replace") if data is None else data)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> StreamDetokenizer:
+        return self._streams(skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special
 
     @cached_property
     def _bytes_by_token(self) -> dict[int, bytes]:

@@ -11,8 +11,8 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import ModelInfo, Request, StructuredOutput
-from paceline.engines.local.sequences import MAX_LOGPROBS, SequenceBuilder, stop_strings
+from paceline.core.types import ModelInfo, Request
+from paceline.engines.local.sequences import MAX_LOGPROBS, SequenceBuilder, text_list
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from tests.support.toy import letter_tokenizer
 
@@ -47,7 +47,12 @@ def request(**settings: Any) -> Request:
         ({"max_new_tokens": None}, "max_new_tokens"),
         ({"min_new_tokens": -1}, "min_new_tokens must be 0 or more"),
         ({"min_new_tokens": 1.5}, "min_new_tokens must be 0 or more"),
-        ({"min_new_tokens": 2, "structured_output": StructuredOutput("json_object")}, "exclude each other"),
+        ({"stop_token_ids": [6]}, "stop_token_ids is a list of token ids from 0 to 5"),
+        ({"stop_token_ids": 3}, "stop_token_ids is a list"),
+        ({"allowed_token_ids": ()}, "allowed_token_ids is empty"),
+        ({"allowed_token_ids": (-1,)}, "allowed_token_ids is a list"),
+        ({"bad_words": [""]}, "bad_words is a string or a list of strings"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 to 6"),
     ],
     ids=str,
 )
@@ -161,7 +166,7 @@ def test_end_tokens_are_the_models_unless_they_are_ignored() -> None:
     ("stop", "strings"), [(None, ()), ((), ()), ("a", ("a",)), (["a", "bc"], ("a", "bc")), (("a",), ("a",))], ids=str
 )
 def test_stop_strings_come_in_several_shapes(stop: Any, strings: tuple[str, ...]) -> None:
-    assert stop_strings(stop) == strings
+    assert text_list("stop", stop) == strings
 
 
 def test_logprobs_are_limited_by_the_vocabulary() -> None:

@@ -68,7 +68,7 @@ def test_after_an_excluded_draft_token_any_row_will_do(compiler: GrammarCompiler
         (StructuredOutput("json_schema", '{"type": "teapot"}'), "JSON schema|json_schema"),
         (StructuredOutput("regex", "(unclosed"), "regex"),
         (StructuredOutput("grammar", "no grammar at all"), "grammar"),
-        (StructuredOutput("haiku", ""), "json_schema, json_object, regex or grammar"),
+        (StructuredOutput("haiku", ""), "json_schema, json_object, regex, choice, grammar or structural_tag"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )

@@ -84,7 +84,12 @@ class AsyncEngine:
                 LOG.debug("a sequence ended after its reader")
 
         state = RequestState(seq, deliver)
-        detokenizer = self.engine.tokenizer.stream(seq.params.stopping.stop_strings)
+        stopping = seq.params.stopping
+        detokenizer = self.engine.tokenizer.stream(
+            stopping.stop_strings,
+            skip_special_tokens=seq.params.skip_special_tokens,
+            include_stop=stopping.include_stop,
+        )
         self._requests.add(state)
         self._commands.put(_Command(self.engine.enqueue, state))
         try:
@@ -93,7 +98,7 @@ class AsyncEngine:
                 output = await outputs.get()
                 if isinstance(output, PacelineError):
                     raise output
-                yield _with_text(output, detokenizer)
+                yield _with_text(output, detokenizer, stopping.include_stop)
                 if output.finish_reason is not None:
                     return
         finally:
@@ -131,9 +136,14 @@ class AsyncEngine:
                 command.run(command.request)
 
 
-def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer) -> RequestOutput:
-    """The characters that the tokens complete; on the last output also those held back."""
-    text = detokenizer.feed(list(output.token_ids))
+def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, include_stop: bool) -> RequestOutput:
+    """The characters that the tokens complete; on the last output also those held back.
+
+    An end token or stop token is no part of the text, even where special tokens are shown, unless include_stop.
+    """
+    ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+    tokens = output.token_ids[:-1] if ended_by_token and not include_stop else output.token_ids
+    text = detokenizer.feed(list(tokens))
     if output.finish_reason is not None:
         text += detokenizer.flush()
     return replace(output, text=text)

@@ -30,6 +30,7 @@ from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.prefill import step_row
+from paceline.engines.local.prompt_logprobs import score_prompt
 from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
 from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
 from paceline.engines.local.sequences import SequenceBuilder
@@ -106,9 +107,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
-    def run(self, requests: Iterable[Request | Sequence]) -> list[Sequence]:
+    def run(self, requests: Iterable[Request | Sequence], on_output: OnOutput = ignore_output) -> list[Sequence]:
         """Generate all of them to their end, in this thread. Raises the first error of any of them."""
-        states = [self.add(request) for request in requests]
+        states = [self.add(request, on_output) for request in requests]
         try:
             while self.has_work:
                 self.step()
@@ -155,10 +156,12 @@ class LocalEngine:
             self._scheduler.fail(requests, _explained(error))
 
     def _read(self, batch: PrefillBatch) -> list[RowOutput]:
-        output = self._target.forward(batch.rows, last_only=True)
+        output = self._target.forward(batch.rows, last_only=not batch.is_scored)
         for row in batch.rows:
             self._target.commit(row.seq_cache, list(range(len(row.parents))))
-        return list(output)
+        if not batch.is_scored:
+            return list(output)
+        return [score_prompt(request, row_output) for request, row_output in zip(batch.requests, output)]
 
     def _results(self, batch: StepBatch) -> list[StepResult]:
         if not any(batch.num_draft_tokens):

@@ -124,8 +124,11 @@ class KVManager:
     # --- prefixes -----------------------------------------------------------------------------------------------------
 
     def _match(self, seq: Sequence) -> PrefixMatch | None:
-        """The cached prefix of a sequence. Its last token is always read again: it gives the next token."""
-        if not self.keeps_finished:
+        """The cached prefix of a sequence. Its last token is always read again: it gives the next token.
+
+        A sequence that reports the log-probabilities of its prompt reads all of it: the cache keeps no logits.
+        """
+        if not self.keeps_finished or seq.params.prompt_logprobs is not None:
             return None
         return self._prefix_cache.longest(target_owner(seq.params.lora), seq.ids[:-1])
 

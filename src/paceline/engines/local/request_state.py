@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.sequence import Sequence
-from paceline.core.types import RequestOutput, RowOutput, StepResult
+from paceline.core.types import RequestOutput, RowOutput, StepResult, TokenLogprob
 from paceline.errors import PacelineError
 
 OnOutput = Callable[[RequestOutput | PacelineError], None]
@@ -28,6 +28,7 @@ class RequestState:
     arrival: int = 0  # its place in the order of all requests
     started: float | None = None  # when its prompt was first admitted
     prefilled: list[RowOutput] = field(default_factory=list)  # outputs of a prompt read in chunks
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of prompt tokens from the second on
     error: PacelineError | None = None
 
     def fail(self, error: PacelineError) -> None:
@@ -51,16 +52,17 @@ class RequestState:
     def _output(self, result: StepResult, run: slice, *, last: bool) -> RequestOutput:
         """Tokens without their characters: those are made by the reader, while the engine is in its next step."""
         seq = self.seq
-        logprobs = None
-        if seq.params.logprobs is not None:
-            first = seq.num_new_tokens - len(result.emitted)
-            logprobs = tuple(seq.token_logprobs[first + run.start : first + run.stop])
+        first = seq.num_new_tokens - len(result.emitted) + run.start  # of the generated tokens
+        ended = last and seq.finished
         return RequestOutput(
             "",
             tuple(result.emitted[run]),
             run.start < result.accepted,
-            logprobs,
+            None if seq.params.logprobs is None else tuple(seq.token_logprobs[first : first + run.stop - run.start]),
             seq.finish_reason if last else None,
-            seq.stats if last and seq.finished else None,
+            seq.stats if ended else None,
             result.tree.num_draft_tokens if last else None,
+            seq.stop_reason if ended else None,
+            min(seq.num_cached_tokens, seq.prompt_length) if ended else None,
+            tuple(self.prompt_logprobs) if seq.params.prompt_logprobs is not None and not first else None,
         )

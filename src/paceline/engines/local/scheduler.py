@@ -28,6 +28,7 @@ from paceline.kv.prefix_cache import common_prefix_length
 
 WORTH_WAITING = 64  # shared prompt tokens for which a sequence waits until another one has read them
 PREFILL_ALONE = 2048  # prompt tokens a pass while no sequence is running
+MAX_LOGPROB_ROWS = 512  # prompt tokens a pass that have a row of logits each: a large vocabulary fills memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class PrefillBatch:
 
     requests: list[RequestState]
     rows: list[Row]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the prompts report log-probabilities: the pass then has a row of logits for every token."""
+        return _is_scored(self.requests[0])
 
 
 class Scheduler:
@@ -122,7 +128,7 @@ class Scheduler:
 
     def _worth_waiting(self, request: RequestState) -> bool:
         """Whether a prompt being read shares a long prefix: soon it can be shared instead of read twice."""
-        if not self.kv.keeps_finished or not self._prefilling:
+        if not self.kv.keeps_finished or not self._prefilling or _is_scored(request):
             return False
         enough = self.kv.cached_prefix(request.seq) + WORTH_WAITING
         lora = request.seq.params.lora
@@ -130,11 +136,17 @@ class Scheduler:
         return any(common_prefix_length(seq.ids, request.seq.ids) >= enough for seq in alike)
 
     def prefill_batch(self) -> PrefillBatch | None:
-        """The next tokens of prompts, about a chunk of them shared out evenly; None if no prompt is unread."""
+        """The next tokens of prompts, about a chunk of them shared out evenly; None if no prompt is unread.
+
+        Prompts that report log-probabilities are read in passes of their own, which are smaller.
+        """
         unread = [request for request in self._prefilling if num_unread(request.seq)]
         if not unread:
             return None
         chunk = self._config.prefill_chunk if self._running else PREFILL_ALONE
+        if _is_scored(unread[0]):
+            chunk = min(chunk, MAX_LOGPROB_ROWS)
+        unread = [request for request in unread if _is_scored(request) == _is_scored(unread[0])]
         requests = unread[: max(1, chunk // self.kv.blocks.block_size)]
         share = max(1, chunk // len(requests))
         return PrefillBatch(requests, [prefill_row(request.seq, share) for request in requests])
@@ -261,6 +273,10 @@ class Totals:
 
 def _add_to(by_method: dict[str, SpecStats], seq: Sequence) -> None:
     by_method.setdefault(seq.params.method or "default", SpecStats()).add(seq.stats)
+
+
+def _is_scored(request: RequestState) -> bool:
+    return request.seq.params.prompt_logprobs is not None
 
 
 def _arrival(request: RequestState) -> int:

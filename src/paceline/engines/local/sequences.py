@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config import NONE, EngineConfig, as_int, checked_k
+from paceline.core.constraints import AllConstraints, AllowedTokens, BannedWords
 from paceline.core.sequence import Constraint, MinNewTokens, Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request
@@ -40,7 +41,9 @@ class SequenceBuilder:
             method=method,
             num_draft_tokens=0 if method == NONE else self._num_draft_tokens(request),
             prediction=request.prediction,
-            logprobs=self._logprobs(request.logprobs),
+            logprobs=self._logprobs("logprobs", request.logprobs),
+            prompt_logprobs=self._logprobs("prompt_logprobs", request.prompt_logprobs),
+            skip_special_tokens=bool(request.skip_special_tokens),
             lora=self._lora(request.lora),
         )
         return Sequence(request.prompt, params)
@@ -71,30 +74,63 @@ class SequenceBuilder:
     def _num_draft_tokens(self, request: Request) -> int | None:
         return None if request.num_draft_tokens is None else checked_k(request.num_draft_tokens)
 
-    def _logprobs(self, value: Any) -> int | None:
+    def _logprobs(self, name: str, value: Any) -> int | None:
         if value is None:
             return None
         number, most = as_int(value), min(MAX_LOGPROBS, self._info.vocab_size)
         if number is None or not 0 <= number <= most:
-            raise OptionError(f"logprobs must be 0 to {most}, not {value!r}")
+            raise OptionError(f"{name} must be 0 to {most}, not {value!r}")
         return number
 
+    # --- which tokens may follow --------------------------------------------------------------------------------------
+
     def _constraint(self, request: Request) -> Constraint | None:
-        if request.min_new_tokens:
-            return self._min_new_tokens(request)
+        """All that the request says about it, the strongest rule first: a grammar also says where the output ends."""
+        rules = [
+            self._grammar(request),
+            self._allowed_tokens(request),
+            self._banned_words(request),
+            self._min_new_tokens(request),
+        ]
+        parts = [rule for rule in rules if rule is not None]
+        return AllConstraints(parts) if len(parts) > 1 else parts[0] if parts else None
+
+    def _grammar(self, request: Request) -> Constraint | None:
         if request.structured_output is None:
             return None
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
         return self._grammars.compile(request.structured_output)
 
-    def _min_new_tokens(self, request: Request) -> Constraint:
+    def _allowed_tokens(self, request: Request) -> Constraint | None:
+        if request.allowed_token_ids is None:
+            return None
+        if not request.allowed_token_ids:
+            raise OptionError("allowed_token_ids is empty: no token could be generated")
+        tokens = self._token_ids("allowed_token_ids", request.allowed_token_ids)
+        return AllowedTokens(tuple(tokens), self._info.vocab_size)
+
+    def _banned_words(self, request: Request) -> Constraint | None:
+        words = text_list("bad_words", request.bad_words)
+        spellings = {spelling for word in words for spelling in word_token_ids(self._tokenizer.hf_tokenizer, word)}
+        return BannedWords(sorted(spellings), self._info.vocab_size) if spellings else None
+
+    def _min_new_tokens(self, request: Request) -> Constraint | None:
         number = as_int(request.min_new_tokens)
         if number is None or number < 0:
             raise OptionError(f"min_new_tokens must be 0 or more, not {request.min_new_tokens!r}")
-        if request.structured_output is not None:
-            raise OptionError("min_new_tokens and structured output exclude each other: a grammar says when it ends")
-        return MinNewTokens(number, self._info.eos_token_ids, self._info.vocab_size)
+        ends = self._info.eos_token_ids | self._token_ids("stop_token_ids", request.stop_token_ids)
+        return MinNewTokens(number, ends, self._info.vocab_size) if number else None
+
+    def _token_ids(self, name: str, value: Any) -> frozenset[int]:
+        """Token ids of the vocabulary."""
+        numbers = map(as_int, value) if isinstance(value, list | tuple | set | frozenset) else [None]
+        tokens = [-1 if number is None else number for number in numbers]
+        if any(not 0 <= token < self._info.vocab_size for token in tokens):
+            raise OptionError(f"{name} is a list of token ids from 0 to {self._info.vocab_size - 1}, not {value!r}")
+        return frozenset(tokens)
+
+    # --- where it ends ------------------------------------------------------------------------------------------------
 
     def _stop_rules(self, request: Request) -> StopRules:
         room = self._room(request.prompt)
@@ -102,7 +138,10 @@ class SequenceBuilder:
         if most is None or most < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens!r}")
         eos: frozenset[int] = frozenset() if request.ignore_eos else self._info.eos_token_ids
-        return StopRules(min(most, room), eos, stop_strings(request.stop), self._tokenizer.decode)
+        decode = self._tokenizer.decode if request.skip_special_tokens else self._tokenizer.decode_with_special
+        ends = self._token_ids("stop_token_ids", request.stop_token_ids)
+        strings = text_list("stop", request.stop)
+        return StopRules(min(most, room), eos, strings, decode, ends, bool(request.include_stop))
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
@@ -122,9 +161,15 @@ class SequenceBuilder:
         return min(self._max_seq_len, self._capacity) - length
 
 
-def stop_strings(stop: Any) -> tuple[str, ...]:
-    """One stop string or several, as a tuple."""
-    strings = (stop,) if isinstance(stop, str) else stop or ()
+def text_list(name: str, value: Any) -> tuple[str, ...]:
+    """One string or several, as a tuple."""
+    strings = (value,) if isinstance(value, str) else value or ()
     if not isinstance(strings, list | tuple) or any(not isinstance(string, str) or not string for string in strings):
-        raise OptionError(f"stop is a string or a list of strings, none of them empty; not {stop!r}")
+        raise OptionError(f"{name} is a string or a list of strings, none of them empty; not {value!r}")
     return tuple(strings)
+
+
+def word_token_ids(hf_tokenizer: Any, word: str) -> set[tuple[int, ...]]:
+    """The token ids of a word at the start of a text and after a space."""
+    texts = (word, " " + word.lstrip())
+    return {tuple(hf_tokenizer(text, add_special_tokens=False).input_ids) for text in texts} - {()}

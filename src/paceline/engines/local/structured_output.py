@@ -7,6 +7,7 @@ never keeps a token that was only drafted.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +15,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import ModelInfo, StructuredOutput
+from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import MissingExtra, OptionError
 
 if TYPE_CHECKING:
     import llguidance
 
 ANY_OBJECT = json.dumps({"type": "object"})
-# Free whitespace would let a small model write blanks until its length ends.
-SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class GrammarCompiler:
@@ -42,8 +42,10 @@ class GrammarCompiler:
 
         try:
             grammar = _grammar(output)
-        except (ValueError, RecursionError) as error:
-            raise OptionError(f"the {output.kind} cannot be read: {error}") from error
+        except OptionError:
+            raise
+        except Exception as error:  # the converter of GBNF raises bare exceptions
+            raise OptionError(f"the {output.kind} cannot be read: {_first_line(error)}") from error
         matcher = llguidance.LLMatcher(self._tokens, grammar)
         if matcher.is_error():
             name = "JSON schema" if output.kind.startswith("json") else output.kind
@@ -53,15 +55,32 @@ class GrammarCompiler:
 
 def _grammar(output: StructuredOutput) -> str:
     import llguidance
+    from llguidance import gbnf_to_lark
 
     matcher = llguidance.LLMatcher
-    if output.kind in ("json_schema", "json_object"):
-        return str(matcher.grammar_from_json_schema(output.value or ANY_OBJECT, defaults=SPACING))
-    if output.kind == "regex":
-        return str(matcher.grammar_from_regex(output.value))
-    if output.kind == "grammar":
-        return str(matcher.grammar_from_lark(output.value))
-    raise OptionError(f"structured output is json_schema, json_object, regex or grammar; not {output.kind!r}")
+    compilers: dict[str, Callable[[str], str]] = {
+        "json_schema": lambda value: matcher.grammar_from_json_schema(value or ANY_OBJECT, defaults=SPACING),
+        "json_object": lambda value: matcher.grammar_from_json_schema(value or ANY_OBJECT, defaults=SPACING),
+        "regex": matcher.grammar_from_regex,
+        "choice": lambda value: matcher.grammar_from_lark(_choice_grammar(value)),
+        "grammar": lambda value: matcher.grammar_from_lark(gbnf_to_lark.any_to_lark(value)),
+        "structural_tag": lambda value: matcher.grammar_from_lark(structural_tag_grammar(value)),
+    }
+    if output.kind not in compilers:
+        names = ", ".join(list(compilers)[:-1])
+        raise OptionError(f"structured output is {names} or structural_tag; not {output.kind!r}")
+    return str(compilers[output.kind](output.value))
+
+
+def _choice_grammar(value: str) -> str:
+    choices = json.loads(value)
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
+        raise ValueError("the choices are a list of strings, at least one")
+    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class GrammarConstraint:

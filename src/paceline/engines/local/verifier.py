@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, path_to
 from paceline.core.sampling import adjusted, distribution
-from paceline.core.sequence import Sequence, group_by_sampling
+from paceline.core.sequence import ScoreProcessor, Sequence, group_by_sampling
 from paceline.core.types import ModelOutput, RowOutput, TokenLogprob, VerifyResult
 from paceline.core.verify import verify_greedy
 from paceline.engines.local.verifier_graphs import GraphVerifier, can_verify_on_device
@@ -56,7 +56,7 @@ class Verifier:
 
 def _argmax_decides(seq: Sequence) -> bool:
     """Whether argmax equality decides. A lossy rule is not that, not even for a greedy sequence: it must show."""
-    return seq.sampling.plain_greedy and seq.params.constraint is None and seq.params.rule.lossless
+    return seq.sampling.plain_greedy and not seq.params.reads_paths and seq.params.rule.lossless
 
 
 def target_rows(seqs: list[Sequence], trees: list[DraftTree], logits: list[Tensor]) -> Tensor:
@@ -69,10 +69,20 @@ def target_rows(seqs: list[Sequence], trees: list[DraftTree], logits: list[Tenso
         return distribution(torch.cat(rows), seqs[0].sampling)
     seq = seqs[0]
     constraint = seq.params.constraint
-    paths = _token_paths(trees[0]) if seq.sampling.penalised or constraint is not None else []
+    paths = _token_paths(trees[0]) if seq.sampling.penalised or seq.params.reads_paths else []
+    if seq.params.processor is not None:
+        return processed_rows(seq.params.processor, paths, rows[0], greedy=seq.sampling.greedy)
     histories = [seq.history(path) for path in paths] if seq.sampling.penalised else None
     allowed = None if constraint is None else torch.stack([constraint.allowed(path) for path in paths])
     return distribution(rows[0], seq.sampling, histories, allowed)
+
+
+def processed_rows(processor: ScoreProcessor, paths: list[list[int]], logits: Tensor, *, greedy: bool) -> Tensor:
+    """The distribution of each row as a processor shapes it. [rows, vocab]"""
+    scores = torch.stack([processor.process(path, row) for path, row in zip(paths, logits.float())])
+    if greedy:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.softmax(scores, dim=-1)
 
 
 def _token_paths(tree: DraftTree) -> list[list[int]]:

@@ -81,7 +81,7 @@ def can_verify_on_device(seqs: list[Sequence], trees: list[DraftTree], output: M
     if rule.on_device is None:
         return False
     for seq, tree in zip(seqs, trees):
-        if seq.params.rule is not rule or not seq.sampling.plainly_drawn or seq.params.constraint is not None:
+        if seq.params.rule is not rule or not seq.sampling.plainly_drawn or seq.params.reads_paths:
             return False
         if len(tree) != size or tree.probes or not tree.is_chain or (size > 0 and tree.probs is None):
             return False

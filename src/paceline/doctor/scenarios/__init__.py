@@ -1,0 +1,1 @@
+"""One file a scenario. A new file is found by itself."""

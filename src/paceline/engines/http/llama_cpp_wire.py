@@ -1,0 +1,183 @@
+"""llama.cpp's own completion route: prompts and outputs as token ids, draft counts with every token.
+
+What differs from the engine local, and is refused or said: penalties count the prompt too, so only the repetition
+penalty is taken; log-probabilities come without speculation only, and before biases, penalties and grammars; with
+ignore_eos an end token is never generated. Tokens that end inside a character are not reported: those before the
+character is complete are found again with the tokenizer, those after the last complete character are not.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.config import NONE
+from paceline.core.sampling import SamplingParams
+from paceline.core.stats import SpecStats
+from paceline.core.types import Request, RequestOutput, StructuredOutput, TokenLogprob
+from paceline.engines.http.acceptance import DraftCounts
+from paceline.engines.http.client import Json
+from paceline.engines.http.request_checks import stop_strings
+from paceline.engines.http.wire import Call, StepCounter
+from paceline.errors import OptionError
+from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
+
+PATH = "/completion"
+RANDOM_SEED = (1 << 32) - 1
+FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
+# Free whitespace would let a small model write blanks until its length ends.
+SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppWire:
+    """Requests to llama.cpp.
+
+    tokenizer     makes the characters; None: the server's own are taken
+    cache_prompt  whether prompts may go on from what the server has kept of earlier ones
+    """
+
+    max_seq_len: int
+    method: str = NONE
+    num_draft_tokens: int | str = 0
+    tokenizer: Tokenizer | None = None
+    cache_prompt: bool = True
+
+    def check(self, request: Request) -> None:
+        sampling = request.sampling
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise OptionError(
+                "llama.cpp counts the prompt in presence_penalty and frequency_penalty; use repetition_penalty, "
+                "or the engine local"
+            )
+        if request.min_new_tokens:
+            raise OptionError("llama.cpp has no min_new_tokens; use ignore_eos, or the engine local")
+        if request.logprobs is not None and self.method != NONE:
+            raise OptionError(
+                f"llama.cpp reports no log-probabilities of accepted draft tokens; open it with method none, "
+                f"not {self.method}"
+            )
+        number = request.num_draft_tokens
+        if number is not None and self.method != NONE and number != self.num_draft_tokens:
+            raise OptionError(
+                f"llama.cpp takes num_draft_tokens when it starts ({self.num_draft_tokens}), not with a request"
+            )
+
+    def call(self, request: Request) -> Call:
+        sampling = request.sampling
+        body: Json = {
+            "prompt": request.prompt,
+            "n_predict": min(request.max_new_tokens, self.max_seq_len - len(request.prompt)),
+            "stream": True,
+            "return_tokens": True,
+            "timings_per_token": True,
+            "cache_prompt": self.cache_prompt,
+            "n_probs": 0 if request.logprobs is None else max(1, request.logprobs),
+            "stop": stop_strings(request.stop),
+            "ignore_eos": request.ignore_eos,
+            "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
+            **self._sampling(sampling),
+        }
+        if request.structured_output is not None:
+            body["grammar"] = lark_grammar(request.structured_output)
+        return Call(PATH, body)
+
+    def reader(self, request: Request) -> LlamaCppReader:
+        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(tuple(stop_strings(request.stop)))
+        return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
+
+    def _sampling(self, sampling: SamplingParams) -> Json:
+        """In paceline's order: penalties, temperature, then the cuts of the tempered distribution."""
+        names = ["penalties"] if sampling.penalised else []
+        names += ["top_k"] if sampling.greedy else ["temperature", "top_k", "top_p", "min_p"]
+        return {
+            "samplers": names,
+            "temperature": sampling.temperature,
+            "top_k": 1 if sampling.greedy else sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repeat_penalty": sampling.repetition_penalty,
+            "repeat_last_n": self.max_seq_len,
+            "seed": RANDOM_SEED if sampling.seed is None else sampling.seed % RANDOM_SEED,
+        }
+
+
+def lark_grammar(output: StructuredOutput) -> str:
+    """A constraint in the language of llguidance, which llama.cpp is built with."""
+    if output.kind == "grammar":
+        rules = output.value
+    elif output.kind == "regex":
+        rules = f"start: /{output.value.replace('/', chr(92) + '/')}/"
+    else:
+        schema: Any = json.loads(output.value) if output.value else {"type": "object"}
+        rules = f"start: %json {json.dumps({**schema, **SPACING} if isinstance(schema, dict) else schema)}"
+    return f"%llguidance {{}}\n{rules}"
+
+
+@dataclass(slots=True)
+class LlamaCppReader:
+    """One answer of llama.cpp."""
+
+    logprobs: int | None
+    tokenizer: Tokenizer | None
+    detokenizer: StreamDetokenizer | None
+    steps: StepCounter = field(default_factory=StepCounter)
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    counts: DraftCounts | None = None
+    _reported: int = 0  # tokens that the server has counted
+
+    @property
+    def knows_drafts(self) -> bool:
+        return True
+
+    @property
+    def stats(self) -> SpecStats:
+        return self.steps.stats
+
+    @property
+    def draft_lengths(self) -> dict[int, int]:
+        return self.steps.draft_lengths
+
+    def feed(self, event: Json) -> list[RequestOutput]:
+        timings = event.get("timings") or {}
+        self.steps.totals(int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
+        self.prompt_tokens = event.get("tokens_evaluated", self.prompt_tokens)
+        if event.get("stop"):
+            self.finish_reason = FINISH_REASONS.get(str(event.get("stop_type")), "stop")
+            return []
+        tokens = self._tokens(event)
+        logprobs = self._logprobs(event, len(tokens))
+        return [self._output(token, event, logprobs) for token in tokens]
+
+    def end(self) -> str:
+        self.steps.close_step()
+        return "" if self.detokenizer is None else self.detokenizer.flush()
+
+    def _tokens(self, event: Json) -> list[int]:
+        """The tokens of an event, with those of the same character that were not reported before."""
+        tokens = [int(token) for token in event.get("tokens", ())]
+        reported = int(event.get("tokens_predicted", self._reported + len(tokens)))
+        number, self._reported = reported - self._reported, reported
+        if number > len(tokens) and self.tokenizer is not None:
+            encoded = self.tokenizer.hf_tokenizer(event.get("content", ""), add_special_tokens=False).input_ids
+            if len(encoded) == number and encoded[-len(tokens) :] == tokens:
+                return [int(token) for token in encoded]
+        return tokens
+
+    def _output(self, token: int, event: Json, logprobs: dict[int, TokenLogprob]) -> RequestOutput:
+        from_draft = self.steps.token()
+        text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed([token])
+        entries = None if self.logprobs is None else tuple(filter(None, [logprobs.get(token)]))
+        return RequestOutput(text, (token,), from_draft, entries, num_drafted=self.steps.num_drafted)
+
+    def _logprobs(self, event: Json, number: int) -> dict[int, TokenLogprob]:
+        if self.logprobs is None:
+            return {}
+        entries = event.get("completion_probabilities") or []
+        return {int(entry["id"]): self._entry(entry) for entry in entries[:number]}
+
+    def _entry(self, entry: Json) -> TokenLogprob:
+        top = [(int(item["id"]), float(item["logprob"])) for item in entry.get("top_logprobs", ())]
+        return TokenLogprob(int(entry["id"]), float(entry["logprob"]), tuple(top[: self.logprobs]))

@@ -1,0 +1,90 @@
+"""What can be wrong with a request, found before it is sent: errors are the same as those of the engine local."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config import as_int, checked_k
+from paceline.core.types import ModelInfo, Request, StructuredOutput
+from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+
+MAX_LOGPROBS = 1024
+STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex", "grammar")
+
+
+def stop_strings(stop: Any) -> list[str]:
+    """One stop string or several, as a list."""
+    strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
+    if any(not isinstance(string, str) or not string for string in strings):
+        raise OptionError(f"stop is a string or a list of strings, none of them empty; not {stop!r}")
+    return strings
+
+
+def check_structured_output(output: StructuredOutput) -> None:
+    """Raise OptionError for a kind that does not exist, and for a schema that is no JSON."""
+    if output.kind not in STRUCTURED_OUTPUTS:
+        raise OptionError(f"structured output is {', '.join(STRUCTURED_OUTPUTS)}; not {output.kind!r}")
+    if output.kind == "json_schema" and output.value:
+        try:
+            json.loads(output.value)
+        except (ValueError, RecursionError) as error:
+            raise OptionError(f"the json_schema cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RequestChecks:
+    """Checks against one model.
+
+    max_logprobs   alternatives that the engine reports for a token
+    check_grammar  raises OptionError for a schema or grammar that the engine cannot keep to
+    """
+
+    info: ModelInfo
+    methods: tuple[str, ...]
+    max_logprobs: int = MAX_LOGPROBS
+    check_grammar: Callable[[StructuredOutput], None] = check_structured_output
+
+    def check(self, request: Request) -> None:
+        """Raises OptionError, PromptError or ContextLengthExceeded."""
+        self._check_prompt(request.prompt)
+        self._check_numbers(request)
+        if request.method is not None and request.method not in self.methods:
+            raise OptionError(f"method must be one of {', '.join(self.methods)}; not {request.method!r}")
+        outside = [token for token in request.sampling.logit_bias if not 0 <= token < self.info.vocab_size]
+        if outside:
+            raise OptionError(f"logit_bias names token {outside[0]}; the vocabulary has {self.info.vocab_size}")
+        stop_strings(request.stop)
+        if request.structured_output is not None:
+            self.check_grammar(request.structured_output)
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        length, info = len(prompt), self.info
+        if not length:
+            raise PromptError("the prompt is empty; there is nothing to continue")
+        outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
+        if outside is not None:
+            raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
+        if length >= info.max_seq_len:
+            most = info.max_seq_len - 1
+            raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
+
+    def _check_numbers(self, request: Request) -> None:
+        for name, value, least in (
+            ("max_new_tokens", request.max_new_tokens, 1), ("min_new_tokens", request.min_new_tokens, 0)
+        ):  # fmt: skip
+            number = as_int(value)
+            if number is None or number < least:
+                raise OptionError(f"{name} must be {least} or more, not {value!r}")
+        if request.num_draft_tokens is not None:
+            checked_k(request.num_draft_tokens)
+        logprobs, most = request.logprobs, min(self.max_logprobs, self.info.vocab_size)
+        if logprobs is not None and not 0 <= _number(logprobs) <= most:
+            raise OptionError(f"logprobs must be 0 to {most}, not {logprobs!r}")
+
+
+def _number(value: Any) -> int:
+    number = as_int(value)
+    return -1 if number is None else number

@@ -1,0 +1,21 @@
+"""Kernels that vLLM's CPU build gets wrong, in plain torch. worker.py registers them inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def expand(
+    output: Tensor, values: Tensor, cumulative: Tensor, replace_from: int, replace_to: int, *args: Any, **options: Any
+) -> None:
+    """Repeat each sequence's value for each of its draft tokens: [a, b] and ends [2, 5] fill [a, a, b, b, b].
+
+    Temperatures, top_k and top_p reach the verification of draft tokens this way. vLLM's own for CPUs (0.32) writes
+    into a copy of the output, so that they are whatever the memory held before, and sampled outputs are wrong.
+    """
+    counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1))
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    output.copy_(replaced.repeat_interleave(counts.to(torch.int64)))

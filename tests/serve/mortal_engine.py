@@ -47,6 +47,9 @@ class MortalEngine(ReversingEngine):
         await super().close()
 
     async def _outputs(self, request: Request) -> AsyncIterator[RequestOutput]:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
         text = self.tokenizer.decode(request.prompt)
         if text == SILENT:
             yield RequestOutput("s", (ord("s"),))

@@ -31,6 +31,7 @@ from paceline.serve.supervisor import SupervisedEngine
 from tests.serve.mortal_engine import SILENT, MortalEngine
 from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving
 from tests.serve.toy_engine import ReversingEngine
+from tests.support.engines import ONE_THREAD, ascii_gguf
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -226,6 +227,39 @@ def test_a_worker_thread_that_dies_is_replaced_under_a_running_server() -> None:
         eventually(lambda: status_of(server) == 200)
         assert server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"] == before
     assert len(opened) == 2
+
+
+@pytest.mark.slow
+def test_the_process_of_llama_cpp_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("xllamacpp")
+    config = EngineConfig.create(
+        str(ascii_gguf(tmp_path)), engine="llama_cpp", engine_options=ONE_THREAD, method="none", per_request=True
+    )
+    opened: list[Any] = []
+
+    def open_llama_cpp() -> Engine:
+        opened.append(open_engine(config))
+        return opened[-1]
+
+    engine = SupervisedEngine(open_llama_cpp, FailurePolicy())
+    body = {"prompt": "to be or not", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with serving(engine, ServerConfig((NAME,)), background=[engine.watch]) as server:
+        before = server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+        os.kill(opened[0]._parts.on_close.__self__.pid, signal.SIGKILL)
+        eventually(lambda: len(opened) == 2 and status_of(server) == 200)
+        assert server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"] == before
+        assert 'paceline_engine_restarts_total{model="model"} 1.0' in server.http().get("/metrics").text
+
+
+def test_a_connection_that_is_lost_costs_its_request_and_not_the_engine() -> None:
+    """As with an engine whose server is elsewhere: the others go on."""
+    opener = Opener()
+    with supervised(opener) as server:
+        opener.engines[0].failure = EngineClosed("the connection to it was lost")
+        response = post(server, "lost")
+        assert response.status_code == 503 and response.json()["error"]["code"] == "engine_failed"
+        assert post(server, "abc").json()["choices"][0]["text"] == "cba" and status_of(server) == 200
+    assert len(opener.engines) == 1
 
 
 # --- processes --------------------------------------------------------------------------------------------------------

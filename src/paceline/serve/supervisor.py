@@ -61,7 +61,11 @@ class SupervisedEngine(Engine):
         return replace(self._last_stats, restarts=self._num_restarts)
 
     def check_health(self) -> None:
-        self._running().check_health()
+        engine = self._running()
+        try:
+            engine.check_health()
+        except EngineFailed as error:
+            raise self._reported(engine, str(error)) from None
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -139,8 +143,8 @@ class SupervisedEngine(Engine):
             self._suspected.clear()
             try:
                 self.check_health()
-            except EngineFailed as error:
-                return self._reason or str(error)
+            except EngineFailed:
+                break  # it has written down the reason
         return self._reason
 
     async def _discard(self) -> None:

@@ -67,16 +67,19 @@ class LlamaCppProcess:
 
     def failure(self) -> EngineClosed | None:
         """Why requests fail, where the process has ended; None: it runs."""
-        code = self._process.poll()
-        if code is None:
-            return None
-        return EngineClosed(f"llama.cpp's process has ended ({_ended(code)}){self._reason()}; open the engine again")
+        ending = self._ending()
+        return EngineClosed(f"{ending}; open the engine again") if ending else None
 
     def check(self) -> None:
         """Raise EngineFailed where the process has ended."""
-        failure = self.failure()
-        if failure is not None:
-            raise EngineFailed(str(failure))
+        ending = self._ending()
+        if ending:
+            raise EngineFailed(ending)
+
+    def _ending(self) -> str:
+        """How the process has ended; empty: it runs."""
+        code = self._process.poll()
+        return "" if code is None else f"llama.cpp's process has ended ({_ended(code)}){self._reason()}"
 
     def wait_if_ending(self) -> None:
         """Give a process whose connection has just broken the moment it needs to be gone."""

@@ -18,6 +18,8 @@ from paceline import __version__
 from paceline.core.protocols import Engine
 from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLogMiddleware
+from paceline.serve.api_responses_store import ResponseStore
+from paceline.serve.api_routes import api_router
 from paceline.serve.auth import AuthMiddleware
 from paceline.serve.config import ServerConfig
 from paceline.serve.context import ModelToServe, ServerContext
@@ -58,7 +60,7 @@ def create_app(
     background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
     """
     contexts = ServerContext.of_models([ModelToServe(engine, config), *others])
-    tracer = open_tracer(config.otlp_traces_endpoint)
+    tracer, responses = open_tracer(config.otlp_traces_endpoint), ResponseStore()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,9 +78,10 @@ def create_app(
     app.state.admission, app.state.fatal_error = contexts[0].admission, None
     install_handlers(app)
     app.include_router(router(contexts[0]))
+    app.include_router(api_router(contexts[0], responses))
     _add_page(app)
     _describe_errors(app)
-    _add_dispatch(app, contexts)
+    _add_dispatch(app, contexts, responses)
     _add_middleware(app, contexts[0], tracer)
     return app
 
@@ -90,21 +93,22 @@ async def _watched(app: FastAPI, work: Background) -> None:
         app.state.fatal_error = error
 
 
-def _add_dispatch(app: FastAPI, contexts: list[ServerContext]) -> None:
+def _add_dispatch(app: FastAPI, contexts: list[ServerContext], responses: ResponseStore) -> None:
     """Further models have the same routes in applications of their own."""
     default, *others = contexts
     if others:
         apps: dict[str, ASGIApp] = {}
         for context in others:
-            apps |= dict.fromkeys(context.config.served_model_names, _model_app(context))
+            apps |= dict.fromkeys(context.config.served_model_names, _model_app(context, responses))
         names, limits = default.config.served_model_names, default.config.limits
         app.add_middleware(ModelDispatch, default_names=names, apps=apps, limits=limits)
 
 
-def _model_app(context: ServerContext) -> FastAPI:
+def _model_app(context: ServerContext, responses: ResponseStore) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     install_handlers(app)
     app.include_router(router(context))
+    app.include_router(api_router(context, responses))
     return app
 
 

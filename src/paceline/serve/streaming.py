@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -13,11 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.types import RequestOutput
+from paceline.serve.api_shape import ApiShape
 from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error, log_failure
 from paceline.serve.responses import ChoiceDelta
 
-DONE = "[DONE]"
-PING = ": ping\n\n"
 Result = TypeVar("Result")
 Observer = Callable[[RequestOutput], None]
 Event = ChoiceDelta | Exception | None  # None: one stream has ended
@@ -107,27 +105,28 @@ async def first_chunk(request: Request, chunks: AsyncIterator[Any], ping_interva
 
 
 class EventStream(Response):
-    """Server-sent events. The generation is aborted when the client disconnects or stalls.
+    """The events of a stream. The generation is aborted when the client disconnects or stalls.
 
     first          the first chunk; the status does not wait for it
     chunks         those that follow
+    shape          how an event is written
     on_finish      called once at the end, with the error that cut the stream short or None
-    ping_interval  seconds of silence after which a comment is sent, which clients ignore; 0: never
+    ping_interval  seconds of silence after which what clients skip is sent; 0: never
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         first: asyncio.Future[Any],
         chunks: AsyncGenerator[Any, None],
+        shape: ApiShape,
         stall_timeout: float,
         on_finish: Callable[[ApiError | None], None],
         ping_interval: float = 0.0,
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=shape.media_type)
         del self.headers["content-length"]
-        self._first, self._chunks = first, chunks
+        self._first, self._chunks, self._shape = first, chunks, shape
         self._stall_timeout, self._on_finish = stall_timeout, on_finish
         self._ping_interval, self._num_sent = ping_interval, 0
         self._error: ApiError | None = None
@@ -153,30 +152,30 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 self._num_sent = 1
                 async for event in events:
-                    await self._send(send, f"data: {event}\n\n")
+                    await self._send(send, event)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
             self._error = _client_gone()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment after every interval in which nothing was sent, so that no proxy cuts the stream."""
-        while self._ping_interval:
+        """Send a ping after every interval in which nothing was sent, so that no proxy cuts the stream."""
+        while self._ping_interval and self._shape.ping:
             num_sent = self._num_sent
             await asyncio.sleep(self._ping_interval)
             if num_sent and num_sent == self._num_sent:
-                await self._send(send, PING)
+                await self._send(send, self._shape.ping)
 
     async def _events(self) -> AsyncGenerator[str, None]:
-        """The data of each event. An error on the way is the last event."""
+        """Each event as it is sent. An error on the way is the last event."""
         try:
-            yield json.dumps(await self._first, ensure_ascii=False)
+            yield self._shape.frame(await self._first)
             async for chunk in self._chunks:
-                yield json.dumps(chunk, ensure_ascii=False)
-            yield DONE
+                yield self._shape.frame(chunk)
+            yield self._shape.last_frame()
         except Exception as error:  # the status has been sent, so the client gets the error as an event
             self._error = as_api_error(error)
             log_failure(self._error, error)
-            yield json.dumps(self._error.body, ensure_ascii=False)
+            yield self._shape.frame(self._shape.error(self._error))
 
     async def _send(self, send: Send, event: str) -> None:
         self._num_sent += 1

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.errors import EngineClosed, EngineFailed, ModelError
+from paceline.errors import EngineFailed, ModelError
 
 WORKER = Path(__file__).with_name("worker.py")
 END_SECONDS = 10.0
@@ -65,28 +65,19 @@ class LlamaCppProcess:
         errors = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
         return f" ({errors[-1][:MAX_REASON]})" if errors else ""
 
-    def failure(self) -> EngineClosed | None:
-        """Why requests fail, where the process has ended; None: it runs."""
-        ending = self._ending()
-        return EngineClosed(f"{ending}; open the engine again") if ending else None
-
-    def check(self) -> None:
+    def check_health(self) -> None:
         """Raise EngineFailed where the process has ended."""
-        ending = self._ending()
-        if ending:
-            raise EngineFailed(ending)
-
-    def _ending(self) -> str:
-        """How the process has ended; empty: it runs."""
         code = self._process.poll()
-        return "" if code is None else f"llama.cpp's process has ended ({_ended(code)}){self._reason()}"
+        if code is not None:
+            raise EngineFailed(f"llama.cpp's process has ended ({_ended(code)}){self._reason()}; open the engine again")
 
-    def wait_if_ending(self) -> None:
-        """Give a process whose connection has just broken the moment it needs to be gone."""
+    def check_after_failure(self) -> None:
+        """The same; a process whose connection has just broken is given the moment it needs to be gone."""
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return
+        self.check_health()
 
     def close(self) -> None:
         """End the process. Closing twice is harmless."""

@@ -7,6 +7,7 @@ characters are made and stop strings are found.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.util
 import itertools
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import NONE, EngineConfig
+from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
@@ -119,7 +121,7 @@ class _RunningRequest:
     ended: bool = False
 
 
-class VllmEngine:
+class VllmEngine(NoEmbeddings):
     """Generates with vLLM. Its method and number of draft tokens are those it was started with."""
 
     def __init__(
@@ -144,8 +146,7 @@ class VllmEngine:
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
-        if self._has_died:
-            raise StepFailed(DIED)
+        self.check_health()
         translated = self._requests.translate(request)
         return self._stream(translated.seq, self._params(translated))
 
@@ -169,6 +170,7 @@ class VllmEngine:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
         self._llm = None
+        gc.collect()  # it is part of a cycle
 
     @property
     def _has_died(self) -> bool:
@@ -207,7 +209,11 @@ class VllmEngine:
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        reader = SequenceReader(seq, self.tokenizer.stream(seq.params.stopping.stop_strings))
+        stopping, skips = seq.params.stopping, seq.params.skip_special_tokens
+        detokenizer = self.tokenizer.stream(
+            stopping.stop_strings, skip_special_tokens=skips, include_stop=stopping.include_stop
+        )
+        reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)
         try:
             while not seq.finished:
@@ -256,6 +262,7 @@ class VllmEngine:
             self._fail(request, output)
             return
         step = step_of(output.outputs[0], request.num_logprobs)
+        step.num_cached_tokens = output.num_cached_tokens
         request.ended = request.ended or bool(output.finished)
         if step.finish_reason == ABORT:  # not from a pass
             request.deliver(step)

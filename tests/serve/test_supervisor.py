@@ -126,12 +126,19 @@ def test_a_killed_worker_fails_its_requests_and_is_replaced() -> None:
     assert [engine.is_closed for engine in opener.engines] == [True, True]
 
 
-def test_a_request_that_meets_the_dead_worker_first_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first_seen_by", ["request", "probe"])
+def test_a_request_or_a_probe_that_meets_the_dead_worker_first_is_answered_too(
+    monkeypatch: pytest.MonkeyPatch, first_seen_by: str
+) -> None:
     monkeypatch.setattr(supervisor, "POLL_SECONDS", 3600.0)
     opener = Opener()
     with supervised(opener) as server:
         opener.engines[0].kill()
-        assert post(server, "abc").status_code == 503, "the request itself reports the failure"
+        if first_seen_by == "request":
+            assert post(server, "abc").status_code == 503, "the request itself reports the failure"
+        health = server.http().get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "restarting"
+        assert status_of(server, "/health/live") == 200 and status_of(server, "/health/ready") == 503
         opener.may_open.set()
         eventually(lambda: post(server, "abc").status_code == 200)
 

@@ -60,7 +60,7 @@ def create_app(
     background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
     """
     contexts = ServerContext.of_models([ModelToServe(engine, config), *others])
-    tracer = open_tracer(config.otlp_traces_endpoint)
+    tracer, responses = open_tracer(config.otlp_traces_endpoint), ResponseStore()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

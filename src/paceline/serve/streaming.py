@@ -111,7 +111,7 @@ class EventStream(Response):
     chunks         those that follow
     shape          how an event is written
     on_finish      called once at the end, with the error that cut the stream short or None
-    ping_interval  seconds of silence after which a comment is sent, which clients ignore; 0: never
+    ping_interval  seconds of silence after which what clients skip is sent; 0: never
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class EventStream(Response):
             self._error = _client_gone()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment after every interval in which nothing was sent, so that no proxy cuts the stream."""
+        """Send a ping after every interval in which nothing was sent, so that no proxy cuts the stream."""
         while self._ping_interval and self._shape.ping:
             num_sent = self._num_sent
             await asyncio.sleep(self._ping_interval)

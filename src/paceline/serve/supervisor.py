@@ -64,7 +64,11 @@ class SupervisedEngine(Engine):
         return replace(self._last_stats, restarts=self._num_restarts)
 
     def check_health(self) -> None:
-        self._running().check_health()
+        engine = self._running()
+        try:
+            engine.check_health()
+        except EngineFailed as error:
+            raise self._reported(engine, str(error)) from None
 
     async def close(self) -> None:
         if self._engine is not None:
@@ -88,11 +92,8 @@ class SupervisedEngine(Engine):
             async with aclosing(stream) as outputs:  # type: ignore[type-var]
                 while (output := await self._next(outputs)) is not None:
                     yield output
-        except EngineFailed as error:
-            raise self._reported(engine, str(error)) from error
-        except EngineClosed as error:  # a connection was lost; whether the engine has failed, its health tells
-            self._suspected.set()
-            raise EngineFailed(str(error)) from error
+        except (EngineClosed, EngineFailed) as error:
+            raise self._examined(engine, str(error)) from error
         except PacelineError:
             self._suspected.set()
             raise
@@ -109,8 +110,16 @@ class SupervisedEngine(Engine):
         except TimeoutError:
             raise self._failure() from None
 
+    def _examined(self, engine: Engine, reason: str) -> EngineFailed:
+        """The error of one request as its reader sees it. A connection may be lost while the engine is well."""
+        try:
+            engine.check_health()
+        except EngineFailed:
+            return self._reported(engine, reason)
+        return self._failure() if self._reason else EngineFailed(reason)
+
     def _reported(self, engine: Engine, reason: str) -> EngineFailed:
-        """The error as a reader sees it. An engine that has closed by itself has failed."""
+        """Write down that the engine has failed; the error as a reader sees it."""
         if engine is self._engine and not self._reason:
             self._reason = reason
             self._suspected.set()
@@ -142,8 +151,8 @@ class SupervisedEngine(Engine):
             self._suspected.clear()
             try:
                 self.check_health()
-            except EngineFailed as error:
-                return self._reason or str(error)
+            except EngineFailed:
+                break  # it has written down the reason
         return self._reason
 
     async def _discard(self) -> None:

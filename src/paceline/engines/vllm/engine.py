@@ -43,7 +43,8 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",  # of vLLM's own processes: this one has read its setting already
 }
 SHUTDOWN_SECONDS = 20.0  # for vLLM's processes to end by themselves; then they are killed
-DIED = "the vLLM engine has died with one of its processes; its requests are lost: start paceline again"
+DEATH = "the vLLM engine has died with one of its processes"
+DIED = f"{DEATH}; its requests are lost: start paceline again"
 
 
 def open_vllm(config: EngineConfig) -> VllmEngine:

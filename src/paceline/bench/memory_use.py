@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+STATM_UNIT = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on the host (resident) and on GPUs. None: this system does not say."""
+    """Bytes on the host (in physical memory) and on GPUs. None: this system does not say."""
 
     host_bytes: int | None
     gpu_bytes: int | None
 
     def since(self, before: MemoryUse) -> MemoryUse:
-        """What was added. Never below 0: pages that were given back are none of the engine's."""
+        """What was added. Never below 0: memory that was given back is none of the engine's."""
         return MemoryUse(_added(self.host_bytes, before.host_bytes), _added(self.gpu_bytes, before.gpu_bytes))
 
     @property
@@ -41,14 +41,14 @@ def _added(after: int | None, before: int | None) -> int | None:
 
 
 def _host_bytes() -> int | None:
-    """Resident bytes of this process and its descendants, by /proc."""
+    """Bytes of this process and its descendants in physical memory, by /proc."""
     parents = {int(path.name): _parent(path) for path in Path("/proc").glob("[0-9]*")}
     if os.getpid() not in parents:
         return None
     own = {os.getpid()}
     while added := {pid for pid, parent in parents.items() if parent in own} - own:
         own |= added
-    return sum(_resident(pid) for pid in own)
+    return sum(_bytes_of(pid) for pid in own)
 
 
 def _parent(process: Path) -> int:
@@ -58,9 +58,9 @@ def _parent(process: Path) -> int:
         return 0
 
 
-def _resident(pid: int) -> int:
+def _bytes_of(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * STATM_UNIT
     except (OSError, IndexError, ValueError):
         return 0
 

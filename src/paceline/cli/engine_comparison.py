@@ -223,7 +223,7 @@ def command_lines(args: argparse.Namespace, best: EngineRate, rates: list[Engine
 def serve_command(config: EngineConfig) -> str:
     """`paceline serve` with what differs from its defaults."""
     speculative, model = config.speculative, config.model
-    words = ["paceline", "serve", str(model.model)]
+    parts = ["paceline", "serve", str(model.model)]
     flags: dict[str, Any] = {
         "engine": None if config.engine == LOCAL else config.engine,
         "dtype": model.dtype,
@@ -235,10 +235,10 @@ def serve_command(config: EngineConfig) -> str:
         **{name: getattr(config.distributed, name) for name in config.distributed.chosen},
     }
     for name, value in flags.items():
-        words += [] if value is None else [flag_name(name), str(value)]
+        parts += [] if value is None else [flag_name(name), str(value)]
     for name, value in config.engine_options.items():
-        words += ["--engine-option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-    return shlex.join(words)
+        parts += ["--engine-option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return shlex.join(parts)
 
 
 def _print(args: argparse.Namespace, advice: EngineAdvice, rates: list[EngineRate], lines: CommandLines) -> None:

@@ -66,9 +66,9 @@ def divides(sizes: ModelSizes, tensor_parallel_size: int) -> bool:
     """Whether the heads of a model can be shared by this many GPUs. A head without layers has none to share."""
     if sizes.num_layers == 0:
         return True
-    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
-    return heads % tensor_parallel_size == 0 and (
-        kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % kv_heads == 0
+    num_heads, num_kv_heads = sizes.num_heads, sizes.num_kv_heads
+    return num_heads % tensor_parallel_size == 0 and (
+        num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
     )
 
 

@@ -7,7 +7,6 @@ characters are made and stop strings are found.
 from __future__ import annotations
 
 import asyncio
-import gc
 import importlib
 import importlib.util
 import itertools
@@ -30,7 +29,7 @@ from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
-from paceline.errors import EngineClosed, MissingExtra, ModelError, OptionError, PacelineError, StepFailed
+from paceline.errors import EngineClosed, EngineFailed, MissingExtra, ModelError, OptionError, PacelineError, StepFailed
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.runners.native.loading import eos_token_ids_in
 
@@ -44,7 +43,8 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",  # of vLLM's own processes: this one has read its setting already
 }
 SHUTDOWN_SECONDS = 20.0  # for vLLM's processes to end by themselves; then they are killed
-DIED = "the vLLM engine has died with one of its processes; its requests are lost: start paceline again"
+DEATH = "the vLLM engine has died with one of its processes"
+DIED = f"{DEATH}; its requests are lost: start paceline again"
 
 
 def open_vllm(config: EngineConfig) -> VllmEngine:
@@ -126,7 +126,7 @@ class VllmEngine(NoEmbeddings):
     def __init__(
         self, config: EngineConfig, folder: Path, llm: Any, thread: _LoopThread, recorder: StepRecorder
     ) -> None:
-        self._llm: Any = llm  # dropped when closed: its destructor must not run after the modules it uses
+        self._llm: Any = llm
         self._config, self._thread, self._recorder = llm.vllm_config, thread, recorder
         method, k = config.speculative.method or NONE, _k(llm, config)
         self.methods: tuple[str, ...] = (method if k else NONE,)
@@ -154,9 +154,9 @@ class VllmEngine(NoEmbeddings):
         return self._recorder.snapshot(self.methods[0], len(self._running), num_blocks)
 
     def check_health(self) -> None:
-        """Raise StepFailed where one of vLLM's processes has died: no request can succeed any more."""
+        """Raise EngineFailed where one of vLLM's processes has died: no request can succeed any more."""
         if self._has_died:
-            raise StepFailed(DIED)
+            raise EngineFailed(DIED)
 
     async def close(self) -> None:
         if self._closing.is_set():
@@ -169,12 +169,11 @@ class VllmEngine(NoEmbeddings):
     def _shutdown(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
-        self._llm = None
-        gc.collect()  # it is part of a cycle
+        self._llm.shutdown = lambda: None  # its destructor calls this again, when its modules may be gone
 
     @property
     def _has_died(self) -> bool:
-        return self._llm is not None and bool(self._llm.errored)
+        return not self._closing.is_set() and bool(self._llm.errored)
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ class StructuredOutput:
 class ReasoningSpan:
     """Reasoning at the start of an output: what must match a grammar begins after it, and its length can be limited.
 
-    begin, end      the texts around it
+    begin, end      the marks around it, as characters
     opening_tokens  of `begin`
     closing_tokens  what is generated to close it once it has max_tokens
     is_open         the prompt has already opened it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from paceline.serve.output_pieces import (
 )
 from paceline.serve.reasoning import ReasoningCounter, ReasoningFormat
 
-ID_CHARACTERS = string.ascii_letters + string.digits
+ID_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 ID_LENGTH = 24
 
 

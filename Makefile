@@ -2,6 +2,7 @@
 # make demo       see it work: one prompt, plain and speculative
 # make test-fast  the tests to run between two edits: under a minute
 # make test       the whole test suite
+# make test-engines  the tests of engines of others (vLLM, llama.cpp), in an environment of their own: .venv-engines
 # make check      ruff and mypy
 # Each makes .venv if it is missing and installs exact versions (constraints.txt) into it.
 
@@ -10,7 +11,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: shell demo test test-fast check
+# Engines of others: torch with all it needs, then exact versions of everything else.
+ENGINES := .venv-engines
+RUN_ENGINES := $(ENGINES)/bin/python
+INSTALL_ENGINES := $(RUN_ENGINES) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: shell demo test test-fast test-engines check
 
 shell: $(VENV)/.installed-all
 	@echo "paceline is on the PATH of this shell; exit leaves it"
@@ -24,6 +30,9 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile -m "not slow and not model and not browser"
+
+test-engines: $(ENGINES)/.installed
+	$(RUN_ENGINES) -m pytest tests/contracts/test_engine.py tests/engines --ignore tests/engines/local
 
 check: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
@@ -44,4 +53,14 @@ $(VENV)/.installed-all: $(VENV)/.installed
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(RUN_ENGINES):
+	$(PYTHON) -m venv $(ENGINES)
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt | $(RUN_ENGINES)
+	@echo "installing into $(ENGINES) (the first time this takes minutes)"
+	$(INSTALL_ENGINES) torch==2.13.0
+	$(INSTALL_ENGINES) --no-deps --requirement constraints-engines.txt
+	$(INSTALL_ENGINES) --no-deps --editable .
 	@touch $@

@@ -48,13 +48,13 @@ def tiny_engine(folder: Path, **options: Any) -> LocalEngine:
     return build_engine(EngineConfig.create(folder, **{"method": "ngram", "tuned": CostModel(), **options}))
 
 
-def open_for_tests(folder: Path, **options: Any) -> Engine:
+def open_for_tests(folder: Any, **options: Any) -> Engine:
     """An engine as the server opens it, with n-gram drafts unless options say otherwise."""
     defaults = {"method": "ngram", "tuned": CostModel(), "per_request": True}
     return open_engine(EngineConfig.create(folder, **{**defaults, **options}))
 
 
-def with_engine(folder: Path, work: Callable[[Any], Awaitable[None]], **options: Any) -> None:
+def with_engine(folder: Any, work: Callable[[Any], Awaitable[None]], **options: Any) -> None:
     """Run `work` with an engine over a tiny model, opened as the server opens it, and close it."""
 
     async def open_work_close() -> None:

@@ -45,12 +45,14 @@ def main(args: argparse.Namespace) -> int:
     try:
         from paceline.serve.access_log import configure_logging
         from paceline.serve.app import create_app
+        from paceline.serve.chat_template import chat_template
         from paceline.serve.run import bind_socket, run, start_listening
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
 
     engine_config = engine_config_from_args(args)
     config = server_config(args, engine_config)
+    chat_template("", config)  # a wrong name or file is an error before the model is loaded
     with bind_socket(config.network.host, config.network.port) as bound_socket:
         engine = open_served_engine(engine_config)
         config = with_sampling_defaults(config, engine_config)
@@ -103,9 +105,10 @@ def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> Serv
 
 def with_sampling_defaults(config: ServerConfig, engine_config: EngineConfig) -> ServerConfig:
     """The configuration with the sampling defaults of the model's generation config, unless it says none."""
+    from paceline.engines import registry
     from paceline.hub.generation_config import generation_defaults
 
-    if config.generation_config == NO_DEFAULTS:
+    if config.generation_config == NO_DEFAULTS or not registry.spec(engine_config.engine).reads_files:
         return config
     defaults = generation_defaults(engine_config.model.model)
     mention_applied(defaults, "OpenAI's")

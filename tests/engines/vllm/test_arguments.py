@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.engines.vllm import SPEC
 from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
 from paceline.errors import OptionError
 
@@ -101,3 +104,20 @@ def test_one_device_of_several_is_chosen_by_the_environment(tiny_folder: Path) -
 def test_a_loaded_model_is_refused(tiny_model: Any) -> None:
     with pytest.raises(OptionError, match="by name or directory"):
         vllm_arguments(EngineConfig.create(tiny_model, engine="vllm"), "cpu")
+
+
+def test_the_line_that_starts_vllms_own_server_has_the_same_arguments(tiny_folder: Path) -> None:
+    """k by load, as `paceline tune` writes it, is part of the speculation."""
+    assert SPEC.server_command is not None and SPEC.k_by_load is not None
+    options = SPEC.k_by_load([[1, 4, 3], [5, 8, 1]])
+    config = EngineConfig.create(
+        str(tiny_folder), engine="vllm", device="cpu", method="ngram", num_draft_tokens=3, tensor_parallel_size=2,
+        prefix_cache_tokens=0, engine_options={**options, "enforce_eager": True},
+    )  # fmt: skip
+    words = shlex.split(SPEC.server_command(config))
+    assert words[:3] == ["vllm", "serve", str(tiny_folder)]
+    assert {"--enforce-eager", "--no-enable-prefix-caching"} <= set(words)
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    speculation = json.loads(words[words.index("--speculative-config") + 1])
+    assert speculation["num_speculative_tokens_per_batch_size"] == [[1, 4, 3], [5, 8, 1]]
+    assert speculation["method"] == "ngram" and speculation["num_speculative_tokens"] == 3

@@ -39,6 +39,7 @@ def test_the_end_is_passed_on_and_stop_strings_stay_here() -> None:
     assert request.seq.params.stopping.stop_strings == ("x",)
     endless = translated(ignore_eos=True).settings
     assert endless["ignore_eos"] is True and endless["stop_token_ids"] == []
+    assert translated(stop_token_ids=(7,)).settings["stop_token_ids"] == [7, 257]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,10 @@ def test_the_method_and_k_it_was_started_with_may_be_named() -> None:
         ({"max_new_tokens": 0}, OptionError, "max_new_tokens"),
         ({"logprobs": 999}, OptionError, "logprobs must be 0 to 259"),
         ({"stop": [""]}, OptionError, "stop is a string"),
+        ({"stop_token_ids": [259]}, OptionError, "stop_token_ids is a list of token ids below 259"),
+        ({"bad_words": ("x",)}, OptionError, "does not take bad_words"),
+        ({"allowed_token_ids": (1,)}, OptionError, "does not take allowed_token_ids"),
+        ({"prompt_logprobs": 0}, OptionError, "does not take prompt_logprobs"),
         ({"prompt": []}, PromptError, "empty"),
         ({"prompt": [259]}, PromptError, "token 259"),
         ({"prompt": [1] * 64}, ContextLengthExceeded, "reads at most 63"),

@@ -68,13 +68,14 @@ def test_an_end_token_inside_an_accepted_run_was_drafted_too() -> None:
     assert reading.from_draft == [False, True, True]
     stats = reading.outputs[-1].stats
     assert stats is not None and (stats.steps, stats.new_tokens, stats.accepted, stats.drafted) == (2, 3, 2, 2)
+    assert reading.text == "ab" and reading.outputs[-1].stop_reason is None
 
 
 def test_a_stop_string_ends_the_sequence_here_and_is_not_shown() -> None:
     reading = Reading(stop=("cd",))
     reading.step(ids("ab"), drafted=1)
     reading.step(ids("cdef"), drafted=3)
-    assert reading.seq.finish_reason == "stop" and reading.text == "ab"
+    assert reading.seq.finish_reason == "stop" and reading.text == "ab" and reading.outputs[-1].stop_reason == "cd"
     stats = reading.outputs[-1].stats
     assert stats is not None and (stats.new_tokens, stats.accepted, stats.drafted) == (4, 3, 3)
     assert reading.from_draft == [True, False, True, True]

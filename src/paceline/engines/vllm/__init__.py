@@ -6,12 +6,13 @@ requests.py     a request -> vLLM's sampling parameters, or the error that says 
 steps.py        vLLM's outputs and metrics -> steps, SpecStats, EngineStats
 engine.py       AsyncLLM in this process behind `Engine`
 proposer.py     suffix lookup and the draft-length policy inside vLLM (method auto)
+server_command.py  the line that starts vLLM's own server with the same configuration
 worker.py       kernels.py inside vLLM on a CPU, where its own verify draft tokens wrongly
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
 from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
@@ -20,12 +21,26 @@ if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
     from paceline.core.protocols import Engine
 
 MAX_GPUS = 1024
+METHODS = (
+    "none", "ngram", "ngram_gpu", "suffix", "draft_model", "cross_vocab", "medusa", "eagle", "eagle3", "dflash", "mtp",
+    "auto",
+)  # fmt: skip
 
 
 def _open(config: EngineConfig, build: BuildLocal) -> Engine:
     from paceline.engines.vllm.engine import open_vllm
 
     return open_vllm(config)
+
+
+def _server_command(config: EngineConfig) -> str:
+    from paceline.engines.vllm.server_command import server_command
+
+    return server_command(config)
+
+
+def _k_by_load(schedule: list[list[int]]) -> dict[str, Any]:
+    return {"speculative_config": {"num_speculative_tokens_per_batch_size": schedule}}
 
 
 SPEC = EngineSpec(
@@ -55,4 +70,8 @@ SPEC = EngineSpec(
     ),
     per_request=False,
     coupled_seeds=False,
+    packages=("vllm",),
+    methods=METHODS,
+    server_command=_server_command,
+    k_by_load=_k_by_load,
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.config import AUTO, EngineConfig, ModelConfig
-from paceline.device.properties import on_host
+from paceline.device.properties import chosen_device, on_host
 from paceline.engines.vllm.speculation import speculative_config
 from paceline.errors import OptionError
 from paceline.hub import locate
@@ -18,6 +20,7 @@ GIB = 1 << 30
 CPU_KV_CACHE_GIB = 4.0  # vLLM itself would take nearly all memory of the machine
 MAX_LOGPROBS = 1024
 PASSED_ON = ("quantization", "enforce_eager", "kv_cache_dtype", "max_num_batched_tokens")
+OWN_PROCESS_ONLY = frozenset({"disable_log_stats", "use_tqdm_on_load"})  # arguments that say nothing to its own server
 DRAFT_OPTIONS = ("draft_tensor_parallel_size", "draft_sample_method")
 WORKER = "paceline.engines.vllm.worker.WorkerExtension"  # on a CPU: kernels of ours where vLLM's are wrong
 ADDITIONAL = "paceline"  # our key in vLLM's additional_config, which reaches the worker processes
@@ -45,7 +48,7 @@ def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
         "model": str(files.folder),
         "tokenizer": _tokenizer_folder(config.model),
         "dtype": _dtype(config, device),
-        "trust_remote_code": config.model.trust_remote_code,
+        "trust_remote_code": config.model.trust_remote_code or None,
         "max_model_len": config.model.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_logprobs": MAX_LOGPROBS,
@@ -64,6 +67,23 @@ def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
     return VllmArguments(
         {**arguments, **_object(config, "engine_args")}, files.folder, config.cache.kv_cache_tokens
     )
+
+
+def server_command(config: EngineConfig) -> str:
+    """`vllm serve` with the same arguments, on the device that is here."""
+    arguments = dict(vllm_arguments(config, chosen_device(config.model.device)).arguments)
+    words = ["vllm", "serve", arguments.pop("model")]
+    for name, value in arguments.items():
+        if name not in OWN_PROCESS_ONLY:
+            words += _flag(name, value)
+    return shlex.join(words)
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}"] if value else [f"--no-{flag}"]
+    return [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
 def _check_model(model: ModelConfig, device: str) -> None:

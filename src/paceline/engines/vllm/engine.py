@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import NONE, EngineConfig
+from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
@@ -118,13 +119,13 @@ class _RunningRequest:
     ended: bool = False
 
 
-class VllmEngine:
+class VllmEngine(NoEmbeddings):
     """Generates with vLLM. Its method and number of draft tokens are those it was started with."""
 
     def __init__(
         self, config: EngineConfig, folder: Path, llm: Any, thread: _LoopThread, recorder: StepRecorder
     ) -> None:
-        self._llm: Any = llm  # dropped when closed: its destructor must not run after the modules it uses
+        self._llm: Any = llm
         self._config, self._thread, self._recorder = llm.vllm_config, thread, recorder
         method, k = config.speculative.method or NONE, _k(llm, config)
         self.methods: tuple[str, ...] = (method if k else NONE,)
@@ -143,14 +144,18 @@ class VllmEngine:
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
-        if self._has_died:
-            raise StepFailed(DIED)
+        self.check_health()
         translated = self._requests.translate(request)
         return self._stream(translated.seq, self._params(translated))
 
     def stats(self) -> EngineStats:
         num_blocks = self._config.cache_config.num_gpu_blocks or 0
         return self._recorder.snapshot(self.methods[0], len(self._running), num_blocks)
+
+    def check_health(self) -> None:
+        """Raise StepFailed where one of vLLM's processes has died: no request can succeed any more."""
+        if self._has_died:
+            raise StepFailed(DIED)
 
     async def close(self) -> None:
         if self._closing.is_set():
@@ -163,11 +168,11 @@ class VllmEngine:
     def _shutdown(self) -> None:
         self._llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
-        self._llm = None
+        self._llm.shutdown = lambda: None  # its destructor calls this again, when its modules may be gone
 
     @property
     def _has_died(self) -> bool:
-        return self._llm is not None and bool(self._llm.errored)
+        return not self._closing.is_set() and bool(self._llm.errored)
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 
@@ -202,7 +207,11 @@ class VllmEngine:
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        reader = SequenceReader(seq, self.tokenizer.stream(seq.params.stopping.stop_strings))
+        stopping, skips = seq.params.stopping, seq.params.skip_special_tokens
+        detokenizer = self.tokenizer.stream(
+            stopping.stop_strings, skip_special_tokens=skips, include_stop=stopping.include_stop
+        )
+        reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)
         try:
             while not seq.finished:
@@ -251,6 +260,7 @@ class VllmEngine:
             self._fail(request, output)
             return
         step = step_of(output.outputs[0], request.num_logprobs)
+        step.num_cached_tokens = output.num_cached_tokens
         request.ended = request.ended or bool(output.finished)
         if step.finish_reason == ABORT:  # not from a pass
             request.deliver(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,3 +20,12 @@ def expand(
     counts = torch.diff(cumulative, prepend=cumulative.new_zeros(1))
     replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
     output.copy_(replaced.repeat_interleave(counts.to(torch.int64)))
+
+
+def for_rows(process: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function of logits, which leaves logits without rows alone."""
+
+    def processed(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        return process(logits, *args, **options) if logits.shape[0] else logits
+
+    return processed

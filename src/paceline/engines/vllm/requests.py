@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import NONE, as_int, checked_k
+from paceline.core.request_fields import refuse_fields
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request, StructuredOutput
@@ -19,6 +20,12 @@ from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.hub.tokenizer import Tokenizer
 
 SEED_RANGE = 1 << 63
+TAKEN = frozenset(
+    {
+        "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
+        "structured_output", "stop_token_ids", "include_stop", "skip_special_tokens", "priority", "reasoning",
+    }
+)  # fmt: skip
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
@@ -44,10 +51,15 @@ class RequestTranslator:
 
     def translate(self, request: Request) -> VllmRequest:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
+        refuse_fields(request, TAKEN, "the engine vllm")
         self._check_speculation(request)
         stopping = self._stop_rules(request)
         params = SequenceParams(
-            request.sampling, stopping, method=self._method, logprobs=self._logprobs(request.logprobs)
+            request.sampling,
+            stopping,
+            method=self._method,
+            logprobs=self._logprobs(request.logprobs),
+            skip_special_tokens=bool(request.skip_special_tokens),
         )
         settings = {
             **self._sampling(request),
@@ -119,7 +131,7 @@ class RequestTranslator:
             "max_tokens": stopping.max_new_tokens,
             "min_tokens": min(least, stopping.max_new_tokens),
             "ignore_eos": bool(request.ignore_eos),
-            "stop_token_ids": sorted(stopping.eos_token_ids),
+            "stop_token_ids": sorted(stopping.eos_token_ids | stopping.stop_token_ids),
         }
 
     def _stop_rules(self, request: Request) -> StopRules:
@@ -128,7 +140,22 @@ class RequestTranslator:
         if most is None or most < 1:
             raise OptionError(f"max_new_tokens must be 1 or more, not {request.max_new_tokens!r}")
         eos: frozenset[int] = frozenset() if request.ignore_eos else self._info.eos_token_ids
-        return StopRules(min(most, room), eos, text_list("stop", request.stop), self._tokenizer.decode)
+        decode = self._tokenizer.decode if request.skip_special_tokens else self._tokenizer.decode_with_special
+        return StopRules(
+            min(most, room),
+            eos,
+            text_list("stop", request.stop),
+            decode,
+            stop_token_ids=self._stop_tokens(request.stop_token_ids),
+            include_stop=bool(request.include_stop),
+        )
+
+    def _stop_tokens(self, value: Any) -> frozenset[int]:
+        numbers = [as_int(token) for token in value] if isinstance(value, list | tuple) else [None]
+        tokens = frozenset(-1 if number is None else number for number in numbers)
+        if any(not 0 <= token < self._info.vocab_size for token in tokens):
+            raise OptionError(f"stop_token_ids is a list of token ids below {self._info.vocab_size}, not {value!r}")
+        return tokens
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
@@ -142,6 +169,7 @@ class RequestTranslator:
             most = info.max_seq_len - 1
             raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
         return info.max_seq_len - length
+
 
 
 def _structured(output: StructuredOutput | None) -> dict[str, Any]:

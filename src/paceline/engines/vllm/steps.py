@@ -30,6 +30,7 @@ class Step:
     metrics        vLLM's counts of the sequence's draft tokens, on the last step where there are any
     drafted        draft tokens verified in the step; None: the pass had other sequences too
     share          the mean of the pass, where it had other sequences too
+    num_cached_tokens  of the prompt, that the prefix cache held; None: not known
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Step:
     metrics: Any = None
     drafted: int | None = None
     share: float = 0.0
+    num_cached_tokens: int | None = None
 
 
 Deliver = Callable[[Step], None]
@@ -117,15 +119,18 @@ class SequenceReader:
     def _output(self, step: Step, emitted: list[int], run: slice, from_draft: bool, *, last: bool) -> RequestOutput:
         seq = self._seq
         finished = last and seq.finished
-        text = self._detokenizer.feed(emitted[run])
+        reason = seq.finish_reason if last else None
+        text = self._detokenizer.feed(seq.params.stopping.text_tokens(emitted[run], reason))
         return RequestOutput(
             text + self._detokenizer.flush() if finished else text,
             tuple(emitted[run]),
             from_draft,
             None if step.logprobs is None else step.logprobs[run],
-            seq.finish_reason if last else None,
+            reason,
             seq.stats if finished else None,
             step.drafted if last else None,
+            seq.stop_reason if finished else None,
+            step.num_cached_tokens if finished else None,
         )
 
 

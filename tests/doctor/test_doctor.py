@@ -53,7 +53,7 @@ def test_a_healthy_server_raises_no_alarm(doctor_server: RunningServer, tmp_path
     assert report["exit_status"] == 0, [check for check in checks_of(report) if check["faults"]]
     assert report["false_alarm_probability"] == 0.001
     shown = {scenario["scenario"] for scenario in report["scenarios"] if scenario["status"] == "ok"}
-    assert shown >= {planted.scenario for planted in FAULTS.values()} | {"copying", "json-schema", "long-context"}
+    assert shown >= {planted.scenario for planted in FAULTS.values()} | {"copying", "json-schema", "long-context", "tools"}
 
 
 @pytest.mark.slow

@@ -96,9 +96,9 @@ def test_such_a_field_is_ignored_where_it_asks_for_nothing(client: TestClient) -
 def test_the_log_names_a_field_once(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline.serve"):
         for _ in range(3):
-            client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "x", "priority": 1})
+            client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "x", "request_tag": 1})
     fields = [record.__dict__["fields"]["field"] for record in caplog.records if "ignored" in record.getMessage()]
-    assert fields == ["cache_salt", "priority"]
+    assert fields == ["cache_salt", "request_tag"]
 
 
 @lenient

@@ -291,6 +291,8 @@ class RequestBuilder:
             skip_special_tokens=body.skip_special_tokens is not False,
             bad_words=tuple(body.bad_words or ()),
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            priority=body.priority or 0,
+            lora=self._config.lora_of(body.model),
         )
 
     def _num_draft_tokens(self, body: CommonParams) -> int | None:

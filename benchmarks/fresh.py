@@ -6,6 +6,8 @@
 
 A row is METHOD or METHOD:K; `draft` is the draft model of --draft, `plain` decodes without speculation. A plain process
 runs before every other one, and a row is compared with the plain process before it (--plain-once: with the first).
+ENGINE/METHOD:K runs on another engine: it is compared with a plain process of that engine, and ENGINE/plain with ours.
+    python benchmarks/fresh.py --rows plain,auto,vllm/plain,vllm/ngram:5,llama_cpp/plain,llama_cpp/ngram:5 --peers hf
 
 first  tokens per second over all prompts, the first time; nothing was generated before, prefill is included
 warm   the same prompts a second time in the same process, without a prefix cache
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 PLAIN, DRAFT, AUTO = "plain", "draft", "auto"
+LOCAL = "local"
 HF, LLAMA_CPP = "hf", "llama_cpp"
 PEER_PACKAGES = {HF: "transformers", LLAMA_CPP: "xllamacpp"}
 DEFAULT_ROWS = "plain,ngram:5,auto"
@@ -59,6 +62,8 @@ class Job:
     max_new_tokens: int = 128
     raw: bool = False
     gguf: str | None = None
+    engine: str = LOCAL
+    python: str | None = None
 
 
 @dataclass(slots=True)
@@ -135,7 +140,7 @@ def decoder_options(job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {"prefix_cache_tokens": 0, "max_num_seqs": job.batch, "num_draft_tokens": 0}
     if job.method is not None:
         options |= {"method": job.method, "num_draft_tokens": job.num_draft_tokens, "draft_model": job.draft}
-    options |= {"dtype": job.dtype, "device": job.device}
+    options |= {"dtype": job.dtype, "device": job.device, "engine": job.engine}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -214,7 +219,7 @@ def in_fresh_process(job: Job) -> FreshResult:
     with tempfile.TemporaryDirectory() as folder:
         job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
         job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
-        command = [sys.executable, __file__, "--child", str(job_file), str(out)]
+        command = [job.python or sys.executable, __file__, "--child", str(job_file), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not out.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -235,9 +240,8 @@ def child(job_file: str, out: str) -> int:
 
 def jobs_of(args: argparse.Namespace, prompts: list[str], batch: int) -> list[Job]:
     """The rows without plain, then those of the peers."""
-    base = {"batch": batch, "prompts": prompts, "model": args.model, "max_new_tokens": args.max_new_tokens}
-    base |= {"dtype": args.dtype, "device": args.device, "raw": args.raw}
-    jobs = [Job(name, **base, **row_options(name, args.draft)) for name in args.rows.split(",") if name != PLAIN]
+    base = base_options(args, prompts, batch)
+    jobs = [engine_job(name, args, base) for name in args.rows.split(",") if name != PLAIN and can_run(name, args)]
     if batch > 1:
         return jobs
     for peer in installed_peers(args):
@@ -245,21 +249,79 @@ def jobs_of(args: argparse.Namespace, prompts: list[str], batch: int) -> list[Jo
     return jobs
 
 
+def base_options(args: argparse.Namespace, prompts: list[str], batch: int) -> dict[str, Any]:
+    base = {"batch": batch, "prompts": prompts, "model": args.model, "max_new_tokens": args.max_new_tokens}
+    return base | {"dtype": args.dtype, "device": args.device, "raw": args.raw}
+
+
+def engine_job(name: str, args: argparse.Namespace, base: dict[str, Any]) -> Job:
+    """A row of one engine. Where the engine opens the model itself, the model's file says its dtype."""
+    from paceline.engines.registry import spec
+
+    engine, method = split_engine(name)
+    if engine == LOCAL:
+        return Job(name, **base, **row_options(method, args.draft))
+    own = {**base, "model": engine_model(engine, args), "engine": engine, "python": interpreters(args).get(engine)}
+    if not spec(engine).reads_files:
+        own["dtype"] = None
+    draft = spec(engine).model_for(args.draft) if args.draft else None
+    return Job(name, **own, **row_options(method, draft, spec(engine).methods))
+
+
+def interpreters(args: argparse.Namespace) -> dict[str, str]:
+    """--python ENGINE=PATH: engines whose packages are in an environment of their own."""
+    return dict(part.split("=", 1) for part in args.python)
+
+
+def split_engine(name: str) -> tuple[str, str]:
+    """`vllm/ngram:5` -> the engine, and the row on it."""
+    engine, slash, method = name.partition("/")
+    return (engine, method) if slash else (LOCAL, name)
+
+
+def engine_model(engine: str, args: argparse.Namespace) -> str | None:
+    """--gguf for an engine that keeps such files packed, or what it runs for --model; None: it cannot."""
+    from paceline.engines.registry import spec
+
+    chosen = spec(engine)
+    return args.gguf if args.gguf and chosen.packs_gguf else chosen.model_for(args.model)
+
+
+def can_run(name: str, args: argparse.Namespace) -> bool:
+    """Whether the engine of a row is here and can run the model; if not, that is said."""
+    from paceline.engines.registry import names, spec
+
+    engine, _ = split_engine(name)
+    if engine not in names():
+        sys.exit(f"fresh.py: there is no engine {engine!r}; there are {', '.join(names())}")
+    if not spec(engine).installed and engine not in interpreters(args):
+        print(f"{name}: not measured, {', '.join(spec(engine).packages)} is not installed", file=sys.stderr)
+    elif engine_model(engine, args) is None:
+        print(f"{name}: not measured, {engine} cannot run {args.model}: --gguf FILE", file=sys.stderr)
+    else:
+        return True
+    return False
+
+
 def plain_job(args: argparse.Namespace, prompts: list[str], batch: int) -> Job:
     return Job(PLAIN, batch, prompts, args.model, dtype=args.dtype, device=args.device,
                max_new_tokens=args.max_new_tokens, raw=args.raw)  # fmt: skip
 
 
-def row_options(name: str, draft: str | None) -> dict[str, Any]:
+def row_options(name: str, draft: str | None, known: tuple[str, ...] | None = None) -> dict[str, Any]:
     """`ngram:5` -> the method and its k; the draft goes to methods that need weights, and to auto."""
     from paceline.drafting.registry import WeightsNeeded, names, spec
 
     method, _, k = name.partition(":")
-    method = "draft_model" if method == DRAFT else method
-    if method not in names():
-        sys.exit(f"fresh.py: there is no method {method!r}; there are {PLAIN}, {DRAFT}, {', '.join(names())}")
-    takes_draft = spec(method).weights is not WeightsNeeded.NONE or method == AUTO
-    if spec(method).weights is WeightsNeeded.MODEL and draft is None:
+    method = {DRAFT: "draft_model", PLAIN: "none"}.get(method, method)
+    known = tuple(names()) if known is None else known
+    if method not in known:
+        sys.exit(f"fresh.py: there is no method {method!r}; there are {PLAIN}, {DRAFT}, {', '.join(known)}")
+    if method == "none":
+        return {"method": method, "num_draft_tokens": 0}
+    weights = spec(method).weights if method in names() else WeightsNeeded.NONE
+    takes_draft = weights is not WeightsNeeded.NONE or method == AUTO
+    if weights is WeightsNeeded.MODEL and draft is None:
         sys.exit(f"fresh.py: the row {name} needs a draft model; name it with --draft")
     if k and k != AUTO and not k.isdigit():
         sys.exit(f"fresh.py: {name}: k is a number or auto, not {k!r}")
@@ -325,7 +387,8 @@ class ComparedRow:
         if not plain or self.result is self.plain:
             return "-"
         ratio, tau = own / plain, self.result.tau
-        is_noise = self.result.job.kind == "paceline" and tau is not None and ratio > tau
+        same_engine = self.result.job.kind == "paceline" and self.result.job.engine == self.plain.job.engine
+        is_noise = same_engine and tau is not None and ratio > tau
         return f"noise ({ratio:.2f})" if is_noise else f"{ratio:.2f}"
 
     def equal(self) -> str:
@@ -351,10 +414,17 @@ def plain_note(plains: list[FreshResult]) -> str:
 
 
 def run_batch(args: argparse.Namespace, prompts: list[str], batch: int) -> tuple[list[ComparedRow], list[FreshResult]]:
-    """Plain, row, plain, row, …: the rows, and every plain process."""
+    """Plain, row, plain, row, …: the rows, and every plain process of ours."""
     plains = [in_fresh_process(plain_job(args, prompts, batch))]
     rows = [ComparedRow(plains[0], plains[0])]
+    engine_plains: dict[str, FreshResult] = {}
     for number, job in enumerate(jobs_of(args, prompts, batch)):
+        if job.engine != LOCAL and job.method != "none":
+            if job.engine not in engine_plains or not args.plain_once:
+                plain = engine_job(f"{job.engine}/{PLAIN}", args, base_options(args, prompts, batch))
+                engine_plains[job.engine] = in_fresh_process(plain)
+            rows.append(ComparedRow(in_fresh_process(job), engine_plains[job.engine]))
+            continue
         if number and not args.plain_once:
             plains.append(in_fresh_process(plain_job(args, prompts, batch)))
         rows.append(ComparedRow(in_fresh_process(job), plains[-1]))
@@ -382,6 +452,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--peers", default="", help="hf, llama_cpp: other systems beside it, where installed")
     parser.add_argument("--gguf", metavar="FILE", help="the model for llama_cpp")
+    parser.add_argument(
+        "--python", action="append", default=[], metavar="ENGINE=PATH", help="the Python that has an engine's packages"
+    )
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without a chat template")
     parser.add_argument("--plain-once", action="store_true", help="one plain process a batch size")
     parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")

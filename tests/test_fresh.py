@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fresh import COLUMNS, ComparedRow, FreshResult, Job, Pass, main, row_options, table
+from benchmarks.fresh import (
+    COLUMNS,
+    ComparedRow,
+    FreshResult,
+    Job,
+    Pass,
+    jobs_of,
+    main,
+    parse,
+    row_options,
+    run_job,
+    table,
+)
+from tests.support.foreign_engine import OPENED, register_foreign
 
 
 def result(name: str, seconds: float, *, tokens: int = 100, steps: int = 100, error: str | None = None) -> FreshResult:
@@ -58,3 +71,58 @@ def test_every_row_runs_in_a_fresh_process_and_equals_plain(
     document = json.loads(out.read_text())
     assert [len(row["first"]["outputs"]) for row in document["results"]] == [2, 2]
     assert all(row["ready"] > 0 for row in document["results"])
+
+
+# --- other engines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_row_of_another_engine_names_it_with_its_model_and_python(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "plain,ngram:5,foreign/plain,foreign/ngram:3,absent/plain"
+    with register_foreign():
+        from paceline.engines import registry
+
+        absent = registry.EngineSpec("absent", "", registry.spec("foreign").open, packages=("no_such_package",))
+        registry.register(absent)
+        try:
+            args = parse(["--rows", rows, "--python", "foreign=/opt/python"])
+            jobs = jobs_of(args, ["x"], 1)
+        finally:
+            registry._REGISTERED.pop("absent")
+    assert [(job.name, job.engine, job.method, job.python) for job in jobs] == [
+        ("ngram:5", "local", "ngram", None),
+        ("foreign/plain", "foreign", "none", "/opt/python"),
+        ("foreign/ngram:3", "foreign", "ngram", "/opt/python"),
+    ]
+    assert "absent/plain: not measured, no_such_package is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_row_of_another_engine_is_measured_through_the_decoder(tiny_folder: Path) -> None:
+    with register_foreign():
+        jobs = [
+            Job("foreign/ngram:3", 1, ["abcabc"], str(tiny_folder), method=method, num_draft_tokens=k, engine="foreign",
+                max_new_tokens=8, device="cpu")
+            for method, k in (("none", 0), ("ngram", 3))
+        ]  # fmt: skip
+        plain, drafted = (run_job(job, 0.0) for job in jobs)
+    assert plain.first.outputs == drafted.first.outputs and drafted.first.tokens == 8
+    assert [config.engine for config in OPENED] == ["foreign", "foreign"]
+
+
+def test_a_gain_over_another_engine_is_never_called_noise() -> None:
+    """Tokens per step limit what speculation gains over the same engine, not what one engine gains over another."""
+    plain, fast = result("plain", 2.0), result("foreign/plain", 1.0)
+    foreign = FreshResult(Job("foreign/plain", 1, ["x"], "m", engine="foreign"), fast.first, fast.warm)
+    assert ComparedRow(foreign, plain).gain("first") == "2.00"
+
+
+@pytest.mark.slow
+def test_a_row_of_our_own_engine_may_be_named_in_full(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "abcabc"}) + "\n")
+    arguments = ["--model", str(tiny_folder), "--prompts", str(tmp_path / "prompts.jsonl"), "--plain-once"]
+    assert main([*arguments, "--rows", "local/ngram:3", "--max-new-tokens", "6", "--device", "cpu"]) == 0
+    assert "| local/ngram:3 | 1 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="there is no engine 'nowhere'"):
+        main([*arguments, "--rows", "nowhere/plain"])

@@ -65,7 +65,12 @@ RULES = [
     Rule("guess(es|ed|ing|er)?|guesswork", "draft token, draft"),
     Rule("verdicts?|judges?|judged|judging|judge?ments?", "verify, VerifyResult"),
     Rule("tally|tallies|tallied", "stats, SpecStats"),
-    Rule("budgets?", "num_draft_tokens; DraftLengthPolicy"),
+    # A thinking budget is what clients call the limit of the reasoning; servers spell the field in three ways.
+    Rule(
+        "budgets?",
+        "num_draft_tokens; DraftLengthPolicy",
+        unless="thinking budgets?|thinking_(token_)?budget|budget_tokens",
+    ),
     Rule("stood", "accepted"),
     Rule("(token|draft|node)s? (that )?stands?", "is accepted", (PROSE,), unless="stands? for"),
     Rule("rounds", "steps", (NAME,)),

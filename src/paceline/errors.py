@@ -14,6 +14,8 @@ PacelineError                 catch this to catch all of them
 ├── MissingExtra              an optional package is needed; the message has the pip line of the README
 ├── StepFailed               the model broke while it was writing; only the texts of that round are lost
 ├── TrainingDiverged          the loss of a training is no longer a number
+├── EngineFailed              the engine's worker has died; nothing it was asked for can be generated
+│   └── EngineRestarting      … and the engine is being opened again
 └── EngineClosed              the engine was asked to work after it was closed
 
 Every message is written for the person at the keyboard: what is wrong, and what to do about it.
@@ -72,6 +74,14 @@ class StepFailed(PacelineError, RuntimeError):
 
 class TrainingDiverged(PacelineError, ArithmeticError):
     """The loss is no longer a number."""
+
+
+class EngineFailed(PacelineError, RuntimeError):
+    """The engine's worker has died."""
+
+
+class EngineRestarting(EngineFailed):
+    """The engine's worker has died, and the engine is being opened again."""
 
 
 class EngineClosed(PacelineError, RuntimeError):

@@ -137,7 +137,8 @@ def test_a_gguf_file_is_measured_against_its_original(
     jsonschema.validate(results, json.loads(SCHEMA.read_text()))
     settings = results["runs"][0]["settings"]
     assert [setting["is_baseline"] for setting in settings] == [False, True]
-    assert results["runs"][0]["against"]["memory"]["tested"]["host_bytes"] is not None
+    sizes = results["runs"][0]["against"]["memory"]
+    assert sizes["tested"]["host_bytes"] is not None and sizes["original"]["host_bytes"] is not None
     same = against(capsys, quantised["whole"], quantised["original"])["against"]["distance"]
     assert same["divergence"]["mean"] == pytest.approx(0, abs=1e-6) and same["same_best"]["mean"] == 1
 

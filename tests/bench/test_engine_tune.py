@@ -121,8 +121,6 @@ def test_by_default_every_engine_that_can_run_the_model_takes_part(
         assert {"local", "foreign", "roaming"} == {item["engine"] for item in document["rates"]}
         assert tune(str(tiny_folder), "--engines", "picky") == 2
         assert "--engines picky=MODEL" in capsys.readouterr().err
-        assert tune(str(tiny_folder), "--engines", "missing") == 2
-        assert "no_such_package, which is not installed" in capsys.readouterr().err
     finally:
         for name in ("missing", "picky"):
             registry._REGISTERED.pop(name)

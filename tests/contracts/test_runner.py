@@ -178,6 +178,20 @@ def test_hidden_states_lead_to_the_logits(runner: Any) -> None:
         assert torch.allclose(runner.lm_head(output[0].hidden)[-1], output[0].logits[0], atol=TOLERANCE)
 
 
+def test_a_hidden_view_returns_states_and_the_runner_itself_does_not(runner: Any) -> None:
+    if Capability.HIDDEN_STATES not in runner.capabilities:
+        pytest.skip("this runner has no Capability.HIDDEN_STATES")
+    view, seq_cache = runner.hidden_view(), runner.new_cache()
+    with torch.no_grad():
+        for chunk in (IDS[:4], IDS[4:]):
+            output = view.forward([Row.chain(seq_cache, chunk)], last_only=True)
+            view.commit(seq_cache, list(range(len(chunk))))
+            assert output.hidden is not None and output.hidden.shape == (len(chunk), runner.info.hidden_size)
+        assert torch.allclose(runner.lm_head(output.hidden)[-1], read(runner, IDS)[-1], atol=TOLERANCE)
+        plain = runner.forward([Row.chain(runner.new_cache(), IDS)])
+    assert plain.hidden is None or view is runner  # the toy returns its states always
+
+
 def test_an_early_exit_shares_the_cache(runner: Any) -> None:
     """What the early layers wrote while drafting is what the whole model needs there."""
     if Capability.EARLY_EXIT not in runner.capabilities:

@@ -6,8 +6,8 @@ Each fault is a context manager that changes the running package and puts it bac
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -32,12 +32,11 @@ DRAFT_TOKENS = 3
 STALE_TOKENS = 8
 SHARPER = 1.7
 NOISE = 0.5  # of the draft model's head, relative to that of the target
-Fault = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
 def tiny_server() -> Iterator[RunningServer]:
-    """A random model that reads bytes, a draft model that is nearly the same, and room for a few prompts in the cache."""
+    """A random model that reads bytes, a draft model close to it, and room for a few prompts in the cache."""
     limits = RequestLimits(max_choices=8, stall_timeout=60, request_timeout=120, drain_timeout=5)
     config = ServerConfig(("tiny",), limits=limits, num_draft_tokens=DRAFT_TOKENS, max_num_seqs=16)
     options = {"method": "draft_model", "draft_model": draft_llama(), "kv_cache_tokens": 16 * 1024}
@@ -234,16 +233,22 @@ def cut_stream() -> Iterator[None]:
         yield
 
 
-# Each fault, and the scenario that is made for it.
-FAULTS: dict[str, tuple[Fault, str]] = {
-    "stale KV after a cache hit": (stale_kv, "prefix-cache"),
-    "lost last token of a prefix": (lost_last_token, "prefix-cache"),
-    "off-by-one rollback": (off_by_one_rollback, "speculation"),
-    "wrong q": (wrong_q, "sampling"),
-    "dropped stop": (dropped_stop, "stop-strings"),
-    "swapped streams": (swapped_streams, "concurrency"),
-    "wrong logprobs": (wrong_logprobs, "logprobs"),
-    "ignored seed": (ignored_seed, "seeds"),
-    "cut stream": (cut_stream, "streaming"),
+@dataclass(frozen=True, slots=True)
+class PlantedFault:
+    """A fault, and the scenario that is made for it."""
+
+    fault: Callable[[], AbstractContextManager[None]]
+    scenario: str
+
+
+FAULTS = {
+    "stale KV after a cache hit": PlantedFault(stale_kv, "prefix-cache"),
+    "lost last token of a prefix": PlantedFault(lost_last_token, "prefix-cache"),
+    "off-by-one rollback": PlantedFault(off_by_one_rollback, "speculation"),
+    "wrong q": PlantedFault(wrong_q, "sampling"),
+    "dropped stop": PlantedFault(dropped_stop, "stop-strings"),
+    "swapped streams": PlantedFault(swapped_streams, "concurrency"),
+    "wrong logprobs": PlantedFault(wrong_logprobs, "logprobs"),
+    "ignored seed": PlantedFault(ignored_seed, "seeds"),
+    "cut stream": PlantedFault(cut_stream, "streaming"),
 }
-HEALTHY: Fault = nullcontext

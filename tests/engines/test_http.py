@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,11 +20,12 @@ from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request, StructuredOutput
-from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, PromptError
+from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, PromptError
 from paceline.serve.config import ServerConfig
 from tests.serve.running import RunningServer, serving_model, slowed
 from tests.support.build import collect, ids_of, text_request
 from tests.support.engines import ascii_gguf, ascii_llama
+from tests.support.served import serving_flags
 from tests.support.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -135,6 +137,17 @@ def test_a_seed_and_a_stop_string_reach_the_server(decoder: SpeculativeDecoder) 
     stop = first.text[6:8]
     cut = decoder.generate(PROMPT, seed=3, stop=[stop], **settings)
     assert cut.text == first.text[: first.text.index(stop)] and cut.finish_reason == "stop"
+    assert cut.token_ids == first.token_ids[: len(cut.token_ids)] and cut.stats.new_tokens == len(cut.token_ids)
+
+
+def test_fields_of_paceline_and_vllm_reach_the_server(decoder: SpeculativeDecoder) -> None:
+    letters = decoder.tokenizer.encode("abcd")
+    result = decoder.generate(PROMPT, max_new_tokens=12, allowed_token_ids=letters, bad_words=["aa"], ignore_eos=True)
+    assert set(result.text) <= set("abcd") and "aa" not in result.text and len(result.token_ids) == 12
+    outputs = list(decoder.stream(PROMPT, max_new_tokens=12, stop_token_ids=result.token_ids[:1]))
+    assert outputs[-1].finish_reason in ("stop", "length")
+    with pytest.raises(OptionError, match="does not take prompt_logprobs"):
+        decoder.generate(PROMPT, prompt_logprobs=1)
 
 
 def test_logprobs_come_with_every_token(decoder: SpeculativeDecoder, server: RunningServer) -> None:
@@ -243,6 +256,18 @@ def test_the_command_line_generates_through_a_server(
     assert "has no model 'other'; it has tiny" in capsys.readouterr().err
 
 
+def test_serve_puts_the_api_in_front_of_another_server(
+    server: RunningServer, tiny_folder: Path, decoder: SpeculativeDecoder
+) -> None:
+    flags = ["--engine", "http", "--engine-option", f"url={server.url}", "-m", "tiny"]
+    with serving_flags(*flags, "--engine-option", f"tokenizer={tiny_folder}") as front:
+        whole = front.client().completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+        )
+    assert whole.choices[0].text == decoder.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text
+    assert whole.usage is not None and whole.usage.completion_tokens == 12
+
+
 # --- llama.cpp's server -----------------------------------------------------------------------------------------------
 
 
@@ -284,7 +309,7 @@ def test_a_server_that_is_killed_fails_its_requests(llama_server: Any) -> None:
         outputs = decoder.stream(PROMPT, max_new_tokens=450, ignore_eos=True)
         next(outputs)
         llama_server._process.kill()
-        with pytest.raises(EngineClosed, match="was lost"):
+        with pytest.raises(EngineFailed, match="was lost"):
             list(outputs)
-        with pytest.raises(EngineClosed, match="cannot be reached"):
+        with pytest.raises(EngineFailed, match="cannot be reached"):
             decoder.generate(PROMPT)

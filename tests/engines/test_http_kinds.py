@@ -19,7 +19,7 @@ import pytest
 
 from paceline import SpeculativeDecoder
 from paceline.cli import main
-from paceline.errors import EngineClosed, OptionError
+from paceline.errors import EngineFailed, OptionError, StepFailed
 from tests.support.tiny import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -41,7 +41,7 @@ def free_port() -> int:
 
 def test_a_server_that_is_not_running_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineClosed, match=f"the server at {url} cannot be reached"):
+    with pytest.raises(EngineFailed, match=f"the server at {url} cannot be reached"):
         opened(url)
     assert main(["generate", "hi", "--engine", "http", "--engine-option", f"url={url}"]) != 0
     errors = capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_not_an_end(events: list[Any])
     with scripted(Script("vllm", events)) as url, opened(url) as decoder:
         outputs = decoder.stream("hi")
         assert next(outputs).text == "a"
-        with pytest.raises((EngineClosed, RuntimeError), match=r"ended too early|the model broke"):
+        with pytest.raises((EngineFailed, StepFailed), match=r"ended too early|the model broke"):
             next(outputs)
         assert decoder.stats().failures == 1 and not decoder.stats().running
 
@@ -215,7 +215,7 @@ def test_a_server_that_falls_silent_is_given_up_after_the_timeout() -> None:
     script = Script("vllm", [part("a")], last=lambda: done.wait(60) and None)
     with scripted(script) as url, opened(url, engine_options={"timeout": 0.5}) as decoder:
         started = time.monotonic()
-        with pytest.raises(EngineClosed, match="was lost"):
+        with pytest.raises(EngineFailed, match="was lost"):
             decoder.generate("hi")
         assert time.monotonic() - started < 30
         done.set()

@@ -30,17 +30,18 @@ from paceline.core.types import Request, StructuredOutput
 from paceline.errors import (
     ContextLengthExceeded,
     EngineClosed,
+    EngineFailed,
     MissingExtra,
     ModelError,
     ModelNotFound,
     OptionError,
+    OutOfMemory,
     PromptError,
 )
-from paceline.serve.config import ServerConfig
-from tests.serve.running import serving
 from tests.support.build import collect, text_request
 from tests.support.engines import ONE_THREAD, ascii_gguf, gguf_llama
 from tests.support.gguf import write_gguf
+from tests.support.served import serving_flags
 
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.slow
@@ -161,7 +162,8 @@ def test_a_stop_string_ends_a_sequence_and_is_not_shown(ngram: SpeculativeDecode
     stop = text[6:8]
     result = ngram.generate(PROMPT, max_new_tokens=24, ignore_eos=True, stop=[stop])
     assert result.text == text[: text.index(stop)] and result.finish_reason == "stop"
-    assert "".join(output.text for output in ngram.stream(PROMPT, max_new_tokens=24, stop=[stop])) == result.text
+    outputs = list(ngram.stream(PROMPT, max_new_tokens=24, stop=[stop], ignore_eos=True))
+    assert "".join(output.text for output in outputs) == result.text and outputs[-1].stop_reason == stop
 
 
 def test_an_end_token_ends_a_sequence(plain: SpeculativeDecoder) -> None:
@@ -231,6 +233,8 @@ def test_a_json_schema_a_regex_and_a_grammar_are_kept_to(opened: Opener, gguf: s
         jsonschema.validate(json.loads(await text("json_schema", json.dumps(SCHEMA))), SCHEMA)
         assert (await text("regex", "a/b[0-9]{3}")).startswith("a/b")
         assert await text("grammar", 'start: "yes" | "no"') in ("yes", "no")
+        assert await text("grammar", 'root ::= "yes" | "no"') in ("yes", "no")
+        assert await text("choice", '["left", "right"]') in ("left", "right")
 
     with_engine(gguf, work, method=method)
 
@@ -260,6 +264,7 @@ def test_a_schema_that_llama_cpp_would_ignore_is_refused(gguf: str, value: str) 
         ({"logprobs": -1}, OptionError),
         ({"num_draft_tokens": 500}, OptionError),
         ({"min_new_tokens": 3}, OptionError),
+        ({"bad_words": ("x",)}, OptionError),
         ({"sampling": SamplingParams(presence_penalty=1.0)}, OptionError),
     ],
     ids=lambda value: str(value)[:40],
@@ -326,6 +331,21 @@ def test_the_missing_package_is_named_with_its_extra(gguf: str, monkeypatch: pyt
         SpeculativeDecoder(gguf, engine="llama_cpp")
 
 
+def test_a_full_kv_cache_names_the_flag_and_the_engine_goes_on(gguf: str) -> None:
+    options = {**ONE_THREAD, "context_size": 256}
+    with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=options, max_num_seqs=4) as decoder:
+        assert decoder.info.max_seq_len == 256
+        with pytest.raises(OutOfMemory, match="--kv-cache-tokens"):
+            decoder.generate([f"{PROMPT} {number}" for number in range(4)], max_new_tokens=60, ignore_eos=True)
+        assert len(decoder.generate(PROMPT, max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+def test_proxies_of_the_environment_do_not_come_between(gguf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=ONE_THREAD) as decoder:
+        assert decoder.generate(PROMPT, max_new_tokens=2).token_ids
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
@@ -365,14 +385,17 @@ def test_a_closed_engine_refuses_requests_and_closing_twice_is_harmless(gguf: st
 def test_a_process_that_dies_fails_its_requests_with_the_reason(gguf: str) -> None:
     with SpeculativeDecoder(gguf, engine="llama_cpp", engine_options=ONE_THREAD) as decoder:
         worker = decoder._engine._parts.on_close.__self__  # type: ignore[attr-defined]
+        decoder._engine.check_health()
         outputs = decoder.stream(PROMPT, max_new_tokens=450, ignore_eos=True)
         next(outputs)
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(EngineClosed, match=r"llama\.cpp's process has ended \(signal 9\)"):
+        with pytest.raises(EngineFailed, match=r"llama\.cpp's process has ended \(signal 9\)"):
             list(outputs)
-        with pytest.raises(EngineClosed, match="has ended"):
+        with pytest.raises(EngineFailed, match="has ended"):
             decoder.generate(PROMPT)
-        assert decoder.stats().failures == 2 and not decoder.stats().running
+        with pytest.raises(EngineFailed, match="has ended"):
+            decoder._engine.check_health()
+        assert decoder.stats().failures == 1 and not decoder.stats().running
 
 
 def test_the_process_ends_with_the_program_that_opened_it(gguf: str) -> None:
@@ -404,14 +427,13 @@ def test_the_command_line_generates_with_it(gguf: str, capsys: pytest.CaptureFix
 
 
 def test_the_server_serves_it_and_a_client_that_leaves_aborts(gguf: str) -> None:
-    config = EngineConfig.create(gguf, engine="llama_cpp", engine_options=ONE_THREAD, per_request=True)
-    with serving(open_engine(config), ServerConfig(("model",))) as server:
+    with serving_flags("-m", gguf, "--engine", "llama_cpp", "--engine-option", "threads=1") as server:
         client = server.client()
-        whole = client.completions.create(model="model", prompt=PROMPT, max_tokens=16, temperature=0)
-        parts = client.completions.create(model="model", prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
+        whole = client.completions.create(model=gguf, prompt=PROMPT, max_tokens=16, temperature=0)
+        parts = client.completions.create(model=gguf, prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
         assert "".join(part.choices[0].text for part in parts if part.choices) == whole.choices[0].text
         assert whole.usage is not None and whole.usage.prompt_tokens == len(PROMPT)
-        body = {"model": "model", "prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
+        body = {"model": gguf, "prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
             next(response.iter_lines())
         assert server.wait_until_idle(60).spec.new_tokens < 16 + 16 + 400

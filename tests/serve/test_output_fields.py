@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from random import Random
 from typing import Any
 
 import openai
@@ -68,6 +69,26 @@ def test_tokens_are_returned_as_ids_where_asked(tiny_server: RunningServer) -> N
     assert streamed == choice.token_ids
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stream_and_a_whole_response_agree_whatever_stops_it(tiny_server: RunningServer, seed: int) -> None:
+    random, letters = Random(seed), {"allowed_token_ids": LETTERS, "speculative": DRAFTING[1], "return_token_ids": True}
+    params: dict[str, Any] = {"temperature": 1.3, "seed": seed, "max_tokens": 30, "logprobs": random.randrange(6)}
+    text = complete(tiny_server, letters, **params).choices[0].text
+    starts = [random.randrange(len(text)) for _ in range(2)]
+    params["stop"] = [text[start : start + random.randint(1, 5)] for start in starts]
+    choice = complete(tiny_server, letters, **params).choices[0]
+    assert choice.text == text[: min(text.index(stop) for stop in params["stop"])]
+    assert "".join(choice.logprobs.tokens) == choice.text and choice.stop_reason in params["stop"]
+    assert choice.logprobs.text_offset == list(range(len(choice.text)))
+    chunks = [chunk.choices[0] for chunk in complete(tiny_server, letters, stream=True, **params)]
+    assert "".join(chunk.text for chunk in chunks) == choice.text
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [value for part in parts for value in getattr(part, name)] == getattr(choice.logprobs, name)
+    assert [token for chunk in chunks for token in getattr(chunk, "token_ids", [])] == choice.token_ids
+
+
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,6 +113,12 @@ def test_an_echo_has_the_logprobs_of_the_prompt(tiny_server: RunningServer, max_
         assert token in top and 1 <= len(top) <= 2
     if not max_tokens:
         assert choice.text == PROMPT and choice.finish_reason == "length"
+
+
+def test_an_echo_of_token_ids_shows_special_tokens(tiny_server: RunningServer) -> None:
+    choice = complete(tiny_server, prompt=[256, 256, LETTERS[0]], echo=True, logprobs=1, max_tokens=0).choices[0]
+    assert choice.text == "<s><s>a" and choice.logprobs.tokens == ["<s>", "<s>", "a"]
+    assert choice.logprobs.text_offset == [0, 3, 6]
 
 
 def test_an_echo_with_logprobs_is_streamed_too(tiny_server: RunningServer) -> None:
@@ -171,6 +198,7 @@ def test_special_tokens_are_shown_where_asked(tiny_server: RunningServer) -> Non
         {"guided_choice": []},
         {"guided_json": {"type": "teapot"}},
         {"guided_grammar": "no grammar at all"},
+        {"guided_grammar": "root ::= root"},
         {"guided_json": {}, "guided_regex": "a"},
         {"structured_outputs": {"json": {}, "regex": "a"}},
     ],

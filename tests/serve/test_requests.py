@@ -9,6 +9,7 @@ import pytest
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.serve.chat_messages import template_message
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.errors import ApiError
 from paceline.serve.output_schema import ResponseFormatParam
@@ -20,7 +21,6 @@ from paceline.serve.requests import (
     logit_bias,
     sampling_params,
     seeded_for_choice,
-    template_message,
 )
 from paceline.serve.schema import (
     SEED_LIMIT,
@@ -28,7 +28,6 @@ from paceline.serve.schema import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
-    TokenizeRequest,
 )
 from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
@@ -76,15 +75,6 @@ def test_messages_are_prepared_for_the_chat_template() -> None:
     assert template_message(ChatMessage(role="developer", content=parts)) == {"role": "system", "content": "ab"}
     assert template_message(ChatMessage(role="assistant")) == {"role": "assistant", "content": ""}
     assert content_text("abc") == "abc"
-
-
-def test_tokenize_takes_a_prompt_or_messages() -> None:
-    messages = [ChatMessage(role="user", content="a")]
-    assert builder().tokenize(TokenizeRequest(prompt="ab")) == [97, 98]
-    assert builder().tokenize(TokenizeRequest(messages=messages)) == [97]
-    for body in (TokenizeRequest(), TokenizeRequest(prompt="a", messages=messages)):
-        with pytest.raises(ApiError, match="either prompt or messages"):
-            builder().tokenize(body)
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------

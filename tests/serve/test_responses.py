@@ -72,6 +72,7 @@ def test_a_chat_response_is_a_message() -> None:
             "logprobs": None,
             "finish_reason": "stop",
             "stop_reason": None,
+            "token_ids": None,
         }
     ]
 
@@ -91,7 +92,7 @@ def test_usage_counts_tokens_of_all_choices_and_the_prompt_once() -> None:
 
 def test_usage_counts_the_draft_tokens_of_a_prediction() -> None:
     details = whole(task(choice(prediction=[97]), choice()))["usage"]["completion_tokens_details"]
-    assert details == {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    assert details == {"reasoning_tokens": 0, "accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
 
 
 def test_speculation_statistics_are_added_where_asked_for() -> None:
@@ -208,7 +209,16 @@ def test_completion_logprobs_have_offsets_in_the_whole_text() -> None:
     assert logprobs["text_offset"] == [0, 1, 2]
     assert logprobs["top_logprobs"] == [{"a": -0.5}, {"b": -0.25}, {"c": -0.1}], "the token itself is always there"
     streamed = [document["choices"][0]["logprobs"] for document in chunks(task(choice(logprobs=0)), outputs)]
-    assert [entry and entry["text_offset"] for entry in streamed] == [None, [0, 1], [2], None]
+    assert [entry and entry["text_offset"] for entry in streamed] == [None, [0, 1], [2]]
+
+
+def test_the_last_text_of_a_completion_comes_with_the_finish_reason() -> None:
+    outputs = [RequestOutput("ab", (97, 98)), RequestOutput("c", (99,), finish_reason="length", stats=STATS)]
+    last = [(chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) for chunk in chunks(task(), outputs)]
+    assert last == [("", None), ("ab", None), ("c", "length")]
+    in_chat = [chunk["choices"][0] for chunk in chunks(task(), outputs, chat=True)]
+    assert [choice["delta"] for choice in in_chat[-2:]] == [{"content": "c"}, {}], "as OpenAI's, an empty delta"
+    assert in_chat[-1]["finish_reason"] == "length"
 
 
 def test_a_token_that_is_part_of_a_character_has_its_own_byte() -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from paceline.bench.candidates import DecodeSetting
 from paceline.bench.measure import BatchRun, OutputLength
 from paceline.bench.sweep import WARM_UP, SettingRun, SweepPlan, rotated
-from paceline.config import NONE, EngineConfig
+from paceline.config import AUTO, NONE, EngineConfig
 from paceline.core.protocols import Tokenizer
 from paceline.core.stats import SpecStats
 from paceline.core.types import ModelInfo
@@ -66,6 +66,12 @@ class EnginePool:
         methods = () if self._decoder is None else self._decoder.methods
         return len(methods) > 1 and NONE in methods
 
+    @property
+    def fixed_method(self) -> str | None:
+        """The one method of an open engine that cannot be told to decode plainly: a server that is already running."""
+        methods = (NONE,) if self._decoder is None else self._decoder.methods
+        return None if NONE in methods or methods[0] in self.configs else methods[0]
+
     def decoder(self, setting: DecodeSetting) -> OpenDecoder:
         """The engine of a setting; another one that is open is closed first."""
         config = self.config_of(setting)
@@ -78,9 +84,12 @@ class EnginePool:
         return self.by_request and self._decoder is not None and setting.method in self._decoder.methods
 
     def config_of(self, setting: DecodeSetting) -> EngineConfig:
-        """No prefix cache: each prompt counts in full. An engine verifies by its own rule unless another is named."""
-        return self.configs[setting.method].with_options(
-            num_draft_tokens=setting.num_draft_tokens,
+        """No prefix cache: each prompt counts in full. An engine verifies by its own rule unless another is named.
+
+        A server that drafts as it was started has one configuration: that of plain decoding, which asks for nothing.
+        """
+        return self.configs.get(setting.method, self.configs[NONE]).with_options(
+            num_draft_tokens=AUTO if setting.is_plain else setting.num_draft_tokens,
             acceptance=None if setting.acceptance == TOKEN_RULE else setting.acceptance,
             max_num_seqs=self.max_num_seqs,
             prefix_cache_tokens=0,
@@ -116,6 +125,14 @@ class EnginePool:
             decoder.close()
 
 
+def possible_settings(pool: EnginePool, settings: list[DecodeSetting]) -> list[DecodeSetting]:
+    """These, or the one way that a server decodes which is already running."""
+    if pool.fixed_method is None:
+        return settings
+    temperatures = dict.fromkeys(setting.temperature for setting in settings)
+    return [DecodeSetting(pool.fixed_method, AUTO, temperature) for temperature in temperatures]
+
+
 def engine_sweep(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingRun]:
     """Every setting on every batch. In turns where one engine serves all settings, else one setting after the other."""
     first = plan.settings[0]
@@ -128,7 +145,7 @@ def _in_turns(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingRun]:
     for repeat in range(plan.repeats):
         for number in range(len(plan.batches)):
             for setting in rotated(settings, number + repeat):
-                yield _measured(pool, setting, plan, repeat, number)
+                yield measured_run(pool, setting, plan, repeat, number)
 
 
 def _one_after_the_other(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingRun]:
@@ -137,7 +154,7 @@ def _one_after_the_other(pool: EnginePool, plan: SweepPlan) -> Iterator[SettingR
             continue
         for repeat in range(plan.repeats):
             for number in range(len(plan.batches)):
-                yield _measured(pool, setting, plan, repeat, number)
+                yield measured_run(pool, setting, plan, repeat, number)
 
 
 def _warmed_up(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan) -> bool:
@@ -145,13 +162,13 @@ def _warmed_up(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan) -> boo
     try:
         pool.run(setting, [plan.shortest_prompt], WARM_UP, plan.seed)
     except PacelineError as error:
-        if setting.is_plain:
+        if setting.is_plain or setting.method == pool.fixed_method:
             raise
         pool.unavailable[str(setting)] = str(error)
         return False
     return True
 
 
-def _measured(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan, repeat: int, number: int) -> SettingRun:
+def measured_run(pool: EnginePool, setting: DecodeSetting, plan: SweepPlan, repeat: int, number: int) -> SettingRun:
     run = pool.run(setting, plan.batches[number].prompts, plan.length, plan.seed + 1000 * number)
     return SettingRun(str(setting), setting, repeat, number, run)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.bench.candidates import DecodeSetting
-from paceline.bench.engine_pool import EnginePool, engine_sweep
+from paceline.bench.engine_pool import EnginePool, engine_sweep, possible_settings
 from paceline.bench.engine_results import EngineLosslessCheck
 from paceline.bench.measure import total_stats
 from paceline.bench.outcome import Outcome
@@ -65,6 +65,7 @@ def measure_settings(
 ) -> list[EngineRate]:
     """Rates of these settings, plain decoding among them. Raises what plain decoding raises."""
     device = pool.decoder(settings[0]).info.device
+    settings = possible_settings(pool, settings)
     measurements = Measurements(SweepPlan(settings, _batches(plan), plan.length, plan.repeats, seed=plan.seed))
     engine = pool.configs[NONE].engine
     label = f"measuring {len(settings)} settings of {engine}"
@@ -129,8 +130,8 @@ def advise_engine(rates: list[EngineRate]) -> EngineAdvice:
     if following is not None:
         ratio = best.tokens_per_second / following.tokens_per_second
         sentence += f", {ratio:.2f}x the next ({_described(following)}, {following.tokens_per_second:.1f} tokens/s)"
-    plain = next(rate for rate in rates if rate.engine == best.engine and rate.setting.is_plain)
-    if not best.setting.is_plain:
+    plain = _plain(rate for rate in rates if rate.engine == best.engine)
+    if plain is not None and not best.setting.is_plain:
         sentence += f" and {best.tokens_per_second / plain.tokens_per_second:.2f}x its own plain decoding"
     return EngineAdvice(f"{sentence}.", best, following)
 
@@ -144,10 +145,17 @@ def _by_engine(rates: list[EngineRate]) -> list[list[EngineRate]]:
 
 def _leader(rates: list[EngineRate]) -> EngineRate:
     """The fastest setting of one engine that is not shown to differ from its plain decoding."""
-    plain = next(rate for rate in rates if rate.setting.is_plain)
-    others = [rate for rate in rates if not rate.setting.is_plain and rate.outcome is not Outcome.DIFFERENT]
-    best = max(others, key=lambda rate: rate.tokens_per_second, default=plain)
+    plain = _plain(rates)
+    drafting = [rate for rate in rates if not rate.setting.is_plain and rate.outcome is not Outcome.DIFFERENT]
+    best = max(drafting, key=lambda rate: rate.tokens_per_second, default=None)
+    if best is None or plain is None:
+        return best or plain or rates[0]
     return best if best.tokens_per_second >= LEAST_GAIN * plain.tokens_per_second else plain
+
+
+def _plain(rates: Iterable[EngineRate]) -> EngineRate | None:
+    """Plain decoding; None for a server that drafts as it was started."""
+    return next((rate for rate in rates if rate.setting.is_plain), None)
 
 
 def _described(rate: EngineRate) -> str:

@@ -31,7 +31,7 @@ class MemoryUse:
 
 
 def memory_use() -> MemoryUse:
-    """Now, after what nobody refers to any more has been freed."""
+    """Now. What is freed before stays with the allocator, so the difference is right only where nothing was."""
     gc.collect()
     return MemoryUse(_host_bytes(), _gpu_bytes())
 

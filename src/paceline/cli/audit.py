@@ -251,6 +251,11 @@ def _engine_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
         raise OptionError(f"the engine {args.engine} is audited with one rule at a time, not {args.acceptance}")
     with open_pool(args) as pool:
         tokenizer = pool.decoder(DecodeSetting(NONE)).tokenizer
+        if pool.fixed_method is not None:
+            raise OptionError(
+                "this server drafts as it was started, so there is nothing of its own to compare with: start one without "
+                "speculation too, and use --endpoint URL --against URL"
+            )
         prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
         yield from audit_engine(pool, _engine_plan(args, prompts, pool.drafting_methods))
         check_measured(args.methods, pool)

@@ -19,7 +19,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ def _local_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> Bench
 def _engine_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
     """An engine as a whole, through its requests and outputs alone."""
     from paceline.bench.candidates import DecodeSetting
-    from paceline.bench.engine_pool import engine_sweep
+    from paceline.bench.engine_pool import engine_sweep, possible_settings
     from paceline.bench.engine_results import EngineLosslessCheck
     from paceline.bench.environment import new_run, versions
     from paceline.bench.results import Measurements, setting_record
@@ -115,7 +115,8 @@ def _engine_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> Benc
         plain = pool.decoder(DecodeSetting(NONE))
         run = new_run(["paceline", *sys.argv[1:]], plain.info, None)
         run |= {"engine": args.engine, "versions": versions(spec(args.engine).packages), "pass_seconds": {}}
-        measurements = Measurements(_sweep_plan(args, pool.drafting_methods, plain.tokenizer, prompts, []))
+        plan = _sweep_plan(args, pool.drafting_methods, plain.tokenizer, prompts, [])
+        measurements = Measurements(replace(plan, settings=possible_settings(pool, plan.settings)))
         run["complete"] = _fill(measurements, engine_sweep(pool, measurements.plan))
         if pool.drafting_methods and list(measurements.by_name) == [str(DecodeSetting(NONE))]:
             check_measured(args.methods, pool)

@@ -103,9 +103,10 @@ def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> Serv
 
 def with_sampling_defaults(config: ServerConfig, engine_config: EngineConfig) -> ServerConfig:
     """The configuration with the sampling defaults of the model's generation config, unless it says none."""
+    from paceline.engines import registry
     from paceline.hub.generation_config import generation_defaults
 
-    if config.generation_config == NO_DEFAULTS:
+    if config.generation_config == NO_DEFAULTS or not registry.spec(engine_config.engine).reads_files:
         return config
     defaults = generation_defaults(engine_config.model.model)
     mention_applied(defaults, "OpenAI's")

@@ -1,6 +1,6 @@
 """bench --against: one model's weights beside another's, such as a GGUF file beside the original.
 
-Speed and memory of both, plainly decoded, one after the other; and how far the distributions are apart over a text.
+Speed and memory of both, plainly decoded, in turns; and how far the distributions are apart over a text.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,10 @@ from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
     from paceline.bench.distance import TextDistance
+    from paceline.bench.engine_pool import EnginePool
     from paceline.bench.memory_use import MemoryUse
     from paceline.bench.results import LosslessResult, Measurements
-    from paceline.bench.sweep import SettingRun, SweepPlan
+    from paceline.bench.sweep import SweepPlan
     from paceline.build import OpenModel
     from paceline.core.protocols import Tokenizer
     from paceline.core.types import ModelInfo
@@ -44,12 +45,21 @@ def add_against_flags(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model: what its engine measured, and the memory it took."""
+    """One model that is open: its engine, its prompts, and the memory it took."""
 
+    pool: EnginePool
     info: ModelInfo
     plan: SweepPlan
-    runs: list[SettingRun]
     memory: MemoryUse
+
+
+@dataclass(frozen=True, slots=True)
+class BothSides:
+    """The tested model and the original, measured in turns."""
+
+    tested: Side
+    original: Side
+    measurements: Measurements
 
 
 def compare_weights(args: argparse.Namespace, make_plan: MakePlan) -> dict[str, Any]:
@@ -63,16 +73,15 @@ def compare_weights(args: argparse.Namespace, make_plan: MakePlan) -> dict[str, 
 
     configs = _configs(args)
     text = read_text(args.text)
+    sides = _measured(configs, make_plan, args.against)
     distance = _distance(args, configs, text)
-    tested = _measured(configs.tested, make_plan)
-    original = _measured(configs.original, make_plan)
-    measurements = _measurements(tested, original, args.against)
-    run = new_run(["paceline", *sys.argv[1:]], tested.info, None)
+    run = new_run(["paceline", *sys.argv[1:]], sides.tested.info, None)
     run |= {"engine": args.engine, "versions": versions(spec(args.engine).packages), "pass_seconds": {}}
     run["complete"] = True
-    run["settings"] = [setting_record(measurements, name, _not_compared, None) for name in measurements.by_name]
+    names = sides.measurements.by_name
+    run["settings"] = [setting_record(sides.measurements, name, _not_compared, None) for name in names]
     rates = [setting["tokens_per_second"]["median"] for setting in run["settings"]]
-    run["against"] = _record(args, tested, original, distance, rates)
+    run["against"] = _record(args, sides, distance, rates)
     return run
 
 
@@ -85,8 +94,9 @@ class ConfigPair:
 
 
 def _configs(args: argparse.Namespace) -> ConfigPair:
-    tested = base_config(args, prefix_cache_tokens=0)
-    own = {"device": args.device, "max_model_len": args.max_model_len, "trust_remote_code": args.trust_remote_code}
+    tested = base_config(args, prefix_cache_tokens=0, max_num_seqs=args.max_num_seqs)
+    names = ("max_num_seqs", "device", "max_model_len", "trust_remote_code")
+    own = {name: getattr(args, name) for name in names}
     original = EngineConfig.create(
         args.against, method=NONE, num_draft_tokens=0, dtype=args.against_dtype, prefix_cache_tokens=0, **own
     )
@@ -108,30 +118,38 @@ def read_text(source: str) -> str:
 # --- speed and memory -------------------------------------------------------------------------------------------------
 
 
-def _measured(config: EngineConfig, make_plan: MakePlan) -> Side:
-    from paceline.bench.candidates import DecodeSetting
-    from paceline.bench.engine_pool import engine_sweep
-    from paceline.bench.memory_use import memory_use
-
-    before = memory_use()
-    with pool_of({NONE: config}, config.max_num_seqs) as pool:
-        decoder = pool.decoder(DecodeSetting(NONE))
-        plan = make_plan(decoder.tokenizer)
-        plan = replace(plan, settings=plan.settings[:1])  # plain decoding at the first temperature
-        runs = list(engine_sweep(pool, plan))
-        return Side(decoder.info, plan, runs, memory_use().since(before))
-
-
-def _measurements(tested: Side, original: Side, name: str) -> Measurements:
-    """Both sides in one record; the original is a baseline."""
+def _measured(configs: ConfigPair, make_plan: MakePlan, name: str) -> BothSides:
+    """Both models stay open until both are measured: memory that one gave back would hide what the other takes."""
+    from paceline.bench.engine_pool import measured_run
     from paceline.bench.results import Measurements
 
-    measurements = Measurements(tested.plan)
-    for run in tested.runs:
-        measurements.add(run)
-    for run in original.runs:
-        measurements.add(replace(run, name=f"against {name}", is_baseline=True))
-    return measurements
+    with ExitStack() as stack:
+        tested = _open_side(stack, configs.tested, make_plan)
+        original = _open_side(stack, configs.original, make_plan)
+        plan = tested.plan
+        measurements = Measurements(plan)
+        for turn in range(plan.repeats * len(plan.batches)):
+            repeat, number = divmod(turn, len(plan.batches))
+            for side in (tested, original) if turn % 2 == 0 else (original, tested):
+                run = measured_run(side.pool, plan.settings[0], side.plan, repeat, number)
+                own = run if side is tested else replace(run, name=f"against {name}", is_baseline=True)
+                measurements.add(own)
+        return BothSides(tested, original, measurements)
+
+
+def _open_side(stack: ExitStack, config: EngineConfig, make_plan: MakePlan) -> Side:
+    """Open a model and warm it up; its memory is what that added."""
+    from paceline.bench.candidates import DecodeSetting
+    from paceline.bench.memory_use import memory_use
+    from paceline.bench.sweep import WARM_UP
+
+    before = memory_use()
+    pool = stack.enter_context(pool_of({NONE: config}, config.max_num_seqs))
+    decoder = pool.decoder(DecodeSetting(NONE))
+    plan = make_plan(decoder.tokenizer)
+    plan = replace(plan, settings=plan.settings[:1])  # plain decoding at the first temperature
+    pool.run(plan.settings[0], [plan.shortest_prompt], WARM_UP, plan.seed)
+    return Side(pool, decoder.info, plan, memory_use().since(before))
 
 
 def _not_compared(measurements: Measurements, name: str) -> LosslessResult:
@@ -198,24 +216,23 @@ def _check_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer, original: 
 
 
 def _record(
-    args: argparse.Namespace, tested: Side, original: Side, distance: TextDistance, rates: list[float]
+    args: argparse.Namespace, sides: BothSides, distance: TextDistance, rates: list[float]
 ) -> dict[str, Any]:
     from paceline.bench.environment import model_record
 
-    record = {
-        "model": model_record(original.info),
+    return {
+        "model": model_record(sides.original.info),
         "tokens_per_second": rates[1],
         "speed_ratio": rates[0] / rates[1],
-        "memory": {"tested": asdict(tested.memory), "original": asdict(original.memory)},
+        "memory": {"tested": asdict(sides.tested.memory), "original": asdict(sides.original.memory)},
         "distance": distance.as_dict(),
+        "sentence": sentence(args, sides, distance, rates),
     }
-    return {**record, "sentence": sentence(args, tested, original, distance, rates)}
 
 
-def sentence(
-    args: argparse.Namespace, tested: Side, original: Side, distance: TextDistance, rates: list[float]
-) -> str:
+def sentence(args: argparse.Namespace, sides: BothSides, distance: TextDistance, rates: list[float]) -> str:
     """Speed, memory and distance in one sentence."""
+    tested, original = sides.tested, sides.original
     memory = [side.memory.total for side in (tested, original)]
     sizes = "" if None in memory else f" in {_mib(memory[0])} of memory beside {_mib(memory[1])}"
     best, divergence = distance.same_best, distance.divergence

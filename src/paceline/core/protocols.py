@@ -53,7 +53,39 @@ class BlockPool(Protocol):
     def release(self, holder: Hashable) -> None: ...
 
 
-class Runner(Protocol):
+class ModelStates(Protocol):
+    """What drafters that live on the target use, and embeddings: the states inside a model.
+
+    A runner without them says so: needs are checked once, when the engine is built.
+    """
+
+    info: ModelInfo
+
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def hidden_view(self) -> Runner:
+        """The same model on the same sequence caches, whose passes return last hidden states; this one's do not."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        """Hidden states after the final norm -> logits."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens -> input vectors."""
+        raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
+        """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).
+
+        adapter: what a state goes through between the final norm and the head.
+        """
+        raise _missing(self.info, Capability.EARLY_EXIT)
+
+
+class Runner(ModelStates, Protocol):
     """One model, many sequences. Owns the KV tensors; which blocks of them a sequence has is decided by its engine.
 
     blocks  the pool of the engine; the holder of blocks is a SequenceCache
@@ -120,27 +152,6 @@ class Runner(Protocol):
         """What the first sequences would otherwise wait for, piece by piece. None by default."""
         return []
 
-    # --- what drafters that live on the target use --------------------------------------------------------------------
-
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def lm_head(self, hidden: Tensor) -> Tensor:
-        """Hidden states after the final norm -> logits."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens -> input vectors."""
-        raise _missing(self.info, Capability.HIDDEN_STATES)
-
-    def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
-        """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).
-
-        adapter: what a state goes through between the final norm and the head.
-        """
-        raise _missing(self.info, Capability.EARLY_EXIT)
-
     def rollback_draft(self, seq_cache: SequenceCache, length: int) -> None:
         """Like truncate; but verification may use what an early exit has computed past `length`."""
         self.truncate(seq_cache, length)
@@ -197,6 +208,13 @@ class Tokenizer(Protocol):
         """Characters without the model's special tokens."""
 
 
+class NoEmbeddings:
+    """For engines without hidden states."""
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
+
+
 @runtime_checkable
 class Engine(Protocol):
     """Requests in, outputs out. The server, the decoder, bench and every command speak only to this.
@@ -215,6 +233,13 @@ class Engine(Protocol):
 
         Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way.
         """
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        """The last hidden states of a prompt as one vector of length 1. pooling: "mean", "last" or "cls".
+
+        Raises CapabilityError where the engine has no hidden states; OptionError, PromptError or OutOfMemory.
+        """
+        return await NoEmbeddings().embed(token_ids, pooling)
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""

@@ -46,6 +46,11 @@ class StopRules:
                 return Stop(count, "stop")
         return None
 
+    def text_tokens(self, tokens: list[int], finish_reason: str | None) -> list[int]:
+        """Those of a run whose characters belong to the text: the token that ends a sequence has none there."""
+        last = tokens[-1] if tokens and finish_reason == "stop" and not self.include_stop else None
+        return tokens[:-1] if last in self.eos_token_ids or last in self.stop_token_ids else tokens
+
     def stop_reason(self, generated: Sequence[int]) -> int | str | None:
         """Which stop token or stop string ended a sequence whose finish reason is "stop"; None: an end token."""
         last = generated[-1]

@@ -222,6 +222,24 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningSpan:
+    """Reasoning at the start of an output: what must match a grammar begins after it, and its length can be limited.
+
+    begin, end      the texts around it
+    begin_tokens    of `begin`
+    end_tokens      what is generated to close it once it has max_tokens
+    is_open         the prompt has already opened it
+    """
+
+    begin: str
+    end: str
+    begin_tokens: tuple[int, ...]
+    end_tokens: tuple[int, ...]
+    is_open: bool = False
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate."""
 
@@ -242,6 +260,7 @@ class Request:
     skip_special_tokens: bool = True  # in the text
     bad_words: tuple[str, ...] = ()  # their token ids never follow one another in the output
     allowed_token_ids: tuple[int, ...] | None = None  # no others are generated; None: any
+    reasoning: ReasoningSpan | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,11 @@ class TokenChoice:
     top: Mapping[bytes, float] = field(default_factory=dict)
 
     @property
+    def all(self) -> dict[bytes, float]:
+        """The alternatives and the token itself."""
+        return {**self.top, self.data: self.logprob}
+
+    @property
     def gap(self) -> float:
         """How far the two best are apart; infinite where only one is known."""
         values = sorted(self.top.values(), reverse=True)

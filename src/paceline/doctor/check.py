@@ -105,7 +105,8 @@ class Check:
         p_value = plausible(self._tied, numbers) if len(numbers) == len(self._references) else 1.0
         if p_value < self._level:
             self.fault(
-                f"{self._tied} of {self.compared} answers differ at a near-tie; rounding does that with p = {p_value:.1g}"
+                f"{self._tied} of {self.compared} answers differ at a near-tie; "
+                f"rounding does that with p = {p_value:.1g}"
             )
 
     def _count_unexplained(self) -> None:
@@ -122,7 +123,7 @@ class Check:
     def _status(self) -> Status:
         if self.faults:
             return Status.FAULT
-        return Status.OK if self.compared > len(self._unexplained) else Status.NOT_SHOWN
+        return Status.OK if self.compared and not self._unexplained else Status.NOT_SHOWN
 
     def _detail(self) -> str:
         parts = [self.faults[0].message] if self.faults else []

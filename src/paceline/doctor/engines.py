@@ -117,7 +117,7 @@ ENGINES = {
             ),
         ),
         EngineTraits("sglang", "sglang", counts_path="/get_server_info", read_counts=_sglang),
-        EngineTraits("llama.cpp", "llamacpp", off={"speculative.n_max": 0}, cold_field="cache_prompt", cold_value=False),
+        EngineTraits("llama.cpp", "llamacpp", cold_field="cache_prompt", cold_value=False),
         EngineTraits(UNKNOWN),
     )
 }  # fmt: skip

@@ -13,10 +13,12 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin: 1.6rem 0 .2rem }
 p { margin: .2rem 0 } .quiet { opacity: .7; font-size: .9em }
-table { border-collapse: collapse; width: 100%; margin: .4rem 0 } td { border-top: 1px solid var(--line); padding: .35rem .5rem; vertical-align: top }
+table { border-collapse: collapse; width: 100%; margin: .4rem 0 }
+td { border-top: 1px solid var(--line); padding: .35rem .5rem; vertical-align: top }
 td:first-child { white-space: nowrap; font-weight: 600; width: 6rem }
 .ok { color: var(--ok) } .fault { color: var(--fault) } .not { color: var(--not) }
-pre { overflow-x: auto; padding: .6rem; border: 1px solid var(--line); border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere }
+pre { padding: .6rem; border: 1px solid var(--line); border-radius: 6px }
+pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer }
 """
 CLASSES = {Status.OK: "ok", Status.FAULT: "fault", Status.NOT_SHOWN: "not"}

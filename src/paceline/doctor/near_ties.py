@@ -102,10 +102,11 @@ def drift(first: list[TokenChoice], second: list[TokenChoice], least: float = ma
     worst = Drift(0.0, b"", -1, 0)
     compared = 0
     for index, (a, b) in enumerate(zip(first, second)):
-        for data in a.top.keys() & b.top.keys():
-            if REPLACEMENT not in data and max(a.top[data], b.top[data]) >= least:
+        first_values, second_values = a.all, b.all
+        for data in first_values.keys() & second_values.keys():
+            if REPLACEMENT not in data and max(first_values[data], second_values[data]) >= least:
                 compared += 1
-                difference = abs(a.top[data] - b.top[data])
+                difference = abs(first_values[data] - second_values[data])
                 if difference > worst.largest:
                     worst = Drift(difference, data, index, 0)
         if a.data != b.data:

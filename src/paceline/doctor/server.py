@@ -111,8 +111,9 @@ def _probes() -> list[Query]:
 
 
 def _context(entry: dict[str, Any], own: dict[str, Any]) -> int:
-    """vLLM and SGLang say max_model_len, llama.cpp what the model was trained with, which may be more than it serves."""
-    declared = entry.get("max_model_len") or own.get("max_model_len")
+    """vLLM and SGLang say max_model_len, llama.cpp n_ctx among other things."""
+    meta = entry.get("meta") or {}
+    declared = entry.get("max_model_len") or own.get("max_model_len") or meta.get("n_ctx")
     return int(declared) if declared else CONTEXT
 
 

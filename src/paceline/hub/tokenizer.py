@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelError, PromptError
 
 Message = dict[str, Any]
-Prompt = str | list[Message] | list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Chat messages with all that a chat template takes.
+
+    tools, documents        in OpenAI's and in Hugging Face's form
+    template                used instead of the model's own
+    variables               what the template reads beside that, such as enable_thinking
+    add_generation_prompt   end where the answer begins
+    continue_final_message  end inside the last message, so that the answer continues it
+    """
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    template: str | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+Prompt = str | list[Message] | list[int] | ChatPrompt
 UNFINISHED = "�"  # what a tokenizer returns for a character whose last byte is missing
 
 
@@ -33,12 +56,20 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(getattr(self.hf_tokenizer, "chat_template", None))
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the model's chat template, of all of them where it has several; empty: it has none."""
+        template = getattr(self.hf_tokenizer, "chat_template", None) or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a string as it is, or of chat messages through the model's template."""
         if isinstance(prompt, str):
             ids = self._string_ids(prompt)
         elif isinstance(prompt, list) and prompt and all(isinstance(part, dict) for part in prompt):
-            ids = self._chat_ids(prompt)  # type: ignore[arg-type]
+            ids = self._chat_ids(ChatPrompt(prompt))  # type: ignore[arg-type]
+        elif isinstance(prompt, ChatPrompt) and prompt.messages:
+            ids = self._chat_ids(prompt)
         elif isinstance(prompt, list) and prompt and all(isinstance(part, int) for part in prompt):
             ids = [int(token) for token in prompt]  # type: ignore[arg-type]
         else:
@@ -56,13 +87,22 @@ class Tokenizer:
             raise PromptError("the prompt holds half a character (a lone surrogate); no tokenizer reads it") from error
         return [int(token) for token in self.hf_tokenizer(prompt).input_ids]
 
-    def _chat_ids(self, messages: list[Message]) -> list[int]:
-        if not self.has_chat_template:
+    def _chat_ids(self, prompt: ChatPrompt) -> list[int]:
+        if not self.has_chat_template and prompt.template is None:
             raise PromptError("this model has no chat template; give the prompt as a string")
-        if not all("role" in message for message in messages):
+        if not all("role" in message for message in prompt.messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
         try:
-            encoding = self.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            encoding = self.hf_tokenizer.apply_chat_template(
+                prompt.messages,
+                tools=prompt.tools,
+                documents=prompt.documents,
+                chat_template=prompt.template,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                return_dict=True,
+                **prompt.variables,
+            )
         except Exception as error:  # a template is a program of its own and raises anything
             raise PromptError(f"the model's chat template does not take these messages: {error}") from error
         return [int(token) for token in encoding["input_ids"]]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class TransformersRunner(Runner):
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         self.want_hidden = self.want_hidden or hidden
         self.feature_layers = features or self.feature_layers
+
+    def hidden_view(self) -> Self:
+        view = copy.copy(self)
+        view.want_hidden, view.feature_layers = True, ()
+        return view
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(hidden)

@@ -118,6 +118,9 @@ class TableRunner(Runner):
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         """The toy always returns every state."""
 
+    def hidden_view(self) -> TableRunner:
+        return self
+
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> TableRunner:
         """The toy stopped after `layer` of its layers: a blurred twin."""
         blur = 0.5 * (1 - layer / LAYERS)

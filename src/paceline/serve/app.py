@@ -15,6 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from paceline import __version__
 from paceline.core.protocols import Engine
 from paceline.serve.access_log import AccessLogMiddleware
+from paceline.serve.api_responses_store import ResponseStore
+from paceline.serve.api_routes import api_router
 from paceline.serve.auth import AuthMiddleware
 from paceline.serve.config import ServerConfig
 from paceline.serve.context import ServerContext
@@ -54,6 +56,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.state.admission = context.admission
     install_handlers(app)
     app.include_router(router(context))
+    app.include_router(api_router(context, ResponseStore()))
     _add_page(app)
     _describe_errors(app)
     _add_middleware(app, context)

@@ -12,8 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.serve.config import NetworkConfig
 from paceline.serve.errors import ApiError
 
-OPEN_PATHS = ("/health", "/")  # served without a key, as are the files of the web page
+OPEN_PATHS = ("/health", "/", "/docs", "/ping")  # served without a key, as are the files of the web page
 PAGE_PREFIX = "/page/"
+UNSUPPORTED_PREFIXES = ("/v1/audio/", "/v1/images/", "/v1/files", "/v1/uploads")  # no text model does these
+OLLAMA_PREFIX, JSON_TYPE = "/api/", "application/json"
 NO_KEY = "anonymous"
 KEY_SCOPE = "paceline_key"  # where the scope of a request holds the short name of its API key
 PAGE_POLICY = "default-src 'self'; connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'"
@@ -70,7 +72,7 @@ class AuthMiddleware:
         try:
             scope[KEY_SCOPE] = self._authenticate(scope, Headers(scope=scope))
         except ApiError as error:
-            await error.response()(scope, receive, send_secured)
+            await error.response(scope["path"])(scope, receive, send_secured)
             return
         await self._app(scope, receive, send_secured)
 
@@ -81,15 +83,28 @@ class AuthMiddleware:
         path, method = scope["path"], scope["method"]
         if method == "OPTIONS" or path in OPEN_PATHS or path.startswith(PAGE_PREFIX):
             return NO_KEY
-        owner = self._keys.owner(headers.get("authorization", ""))
+        # Anthropic's clients send the key alone.
+        owner = self._keys.owner(headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}")
         if owner is None:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        # A browser sends this content type from another origin only after a CORS preflight.
-        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and content_type != "application/json":
-            raise ApiError(415, "the body must be JSON: Content-Type: application/json")
+        if method == "POST" and not path.startswith(UNSUPPORTED_PREFIXES):  # those are refused with better reasons
+            self._check_content_type(scope, headers)
         return owner
+
+    def _check_content_type(self, scope: Scope, headers: Headers) -> None:
+        """A browser sends JSON from another origin only after a CORS preflight, and never without an Origin.
+
+        Ollama's clients leave the content type out: a request that no browser sent is read as JSON.
+        """
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type == JSON_TYPE:
+            return
+        is_from_browser = "origin" in headers or "sec-fetch-site" in headers
+        if is_from_browser or not scope["path"].startswith(OLLAMA_PREFIX):
+            raise ApiError(415, "the body must be JSON: Content-Type: application/json")
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", JSON_TYPE.encode())]
 
     def _accepts_host(self, host: str) -> bool:
         if not self._accepted_hosts:

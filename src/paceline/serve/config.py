@@ -128,6 +128,22 @@ class ServerConfig:
         "sampling",
         choices=("model", "none"),
     )
+    pooling: str = option(
+        "mean",
+        "--pooling",
+        "HOW",
+        "embeddings are the mean, the last or the first (cls) of the hidden states",
+        choices=("mean", "last", "cls"),
+    )
+    tool_parser: str = option(
+        "auto", "--tool-parser", "NAME", "how the model writes tool calls; auto: as its chat template says; or none"
+    )
+    reasoning_parser: str = option(
+        "auto", "--reasoning-parser", "NAME", "how the model marks reasoning; auto: as its chat template says; or none"
+    )
+    chat_template: str | None = option(
+        None, "--chat-template", "PATH", "chat template, a file or the template itself; default: the model's"
+    )
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

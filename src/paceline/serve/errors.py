@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, OutOfMemory, PacelineError
+from paceline.errors import (
+    CapabilityError,
+    ContextLengthExceeded,
+    EngineClosed,
+    OptionError,
+    OutOfMemory,
+    PacelineError,
+)
 
 LOG = logging.getLogger("paceline.serve")
 INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
@@ -43,8 +51,14 @@ class ApiError(HTTPException):
         error_type = ERROR_TYPES.get(self.status, default_type)
         return {"error": {"message": message, "type": error_type, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, headers=dict(self.headers or {}))
+    def response(self, path: str = "") -> JSONResponse:
+        """path: that of the request; the clients of other APIs read errors of another shape."""
+        body = next((shape(self) for prefix, shape in ERROR_SHAPES.items() if path.startswith(prefix)), self.body)
+        return JSONResponse(body, self.status, headers=dict(self.headers or {}))
+
+
+# Error bodies of other APIs by the start of their paths; the modules of those routes add theirs.
+ERROR_SHAPES: dict[str, Callable[[ApiError], dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,7 @@ STATUS_BY_TYPE: dict[type[PacelineError], ErrorStatus] = {
     ContextLengthExceeded: ErrorStatus(400, "context_length_exceeded"),
     OptionError: ErrorStatus(400),
     EngineClosed: ErrorStatus(503, "shutting_down", RETRY_SOON),
+    CapabilityError: ErrorStatus(501, "not_supported"),
     OutOfMemory: ErrorStatus(500, "out_of_memory"),
     PacelineError: ErrorStatus(500, "model_failed"),
 }
@@ -90,19 +105,21 @@ def install_handlers(app: FastAPI) -> None:
     async def expected(request: Request, error: Exception) -> JSONResponse:
         api_error = as_api_error(error)
         log_failure(api_error, error)
-        return api_error.response()
+        return api_error.response(request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         path = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
         param = ".".join(path) or None
-        return ApiError(400, f"{param or 'the body'}: {first.get('msg', 'is not valid')}", param=param).response()
+        api_error = ApiError(400, f"{param or 'the body'}: {first.get('msg', 'is not valid')}", param=param)
+        return api_error.response(request.url.path)
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response()
+        api_error = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        return api_error.response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)

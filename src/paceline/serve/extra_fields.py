@@ -29,7 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         (
             "tools", "functions", "function_call", "tool_calls", "tool_call_id", "audio", "web_search_options",
             "reasoning_effort", "reasoning", "thinking", "thinking_budget", "verbosity",
-            "chat_template", "chat_template_kwargs", "documents", "continue_final_message", "suffix",
+            "chat_template", "chat_template_kwargs", "documents", "continue_final_message",
             "guided_whitespace_pattern", "logits_processors", "use_beam_search", "echo", "early_stopping",
             "no_repeat_ngram_size", "mirostat", "xtc_probability", "dry_multiplier",
             "dynatemp_range", "top_n_sigma", "samplers", "lora", "add_special_tokens", "prompt_embeds",
@@ -48,7 +48,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (*NOTHING, 1),
 }  # fmt: skip
 
-UNDERSTOOD = ("tools", "tool_choice", "modalities", "suffix")  # asking for nothing, they are not even mentioned
+UNDERSTOOD = ("tools", "tool_choice", "modalities")  # asking for nothing, they are not even mentioned
 
 
 class ExtraFields:
@@ -99,7 +99,7 @@ def extra_fields(body: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def printable(name: str) -> str:
     """A name that a client chose, as it may stand in a header or in a log."""
-    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:MAX_NAME_LENGTH]
+    return re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:MAX_NAME_LENGTH] or "?"
 
 
 def add_header(response: Response, ignored: list[str]) -> Response:

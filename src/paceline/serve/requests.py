@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -13,19 +14,17 @@ from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.serve.chat_messages import content_text
+from paceline.serve.chat_requests import ChatPlanner
+from paceline.serve.chat_template import chat_template
 from paceline.serve.config import ServerConfig
 from paceline.serve.errors import ApiError
-from paceline.serve.schema import (
-    SEED_LIMIT,
-    ChatMessage,
-    ChatRequest,
-    CommonParams,
-    CompletionRequest,
-    Content,
-    TokenizeRequest,
-)
+from paceline.serve.fill_in_middle import FillInMiddle
+from paceline.serve.output_syntax import PLAIN, OutputSyntax
+from paceline.serve.schema import SEED_LIMIT, ChatRequest, CommonParams, CompletionRequest
 from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
+from paceline.serve.vocabulary import vocabulary
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
 
@@ -42,10 +41,11 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRequest:
-    """One choice of a response: the engine request, and what is shown before its output."""
+    """One choice of a response: the engine request, what is shown before its output, and how that is read."""
 
     request: Request
     echo: str = ""
+    syntax: OutputSyntax = PLAIN
 
     @property
     def uses_prediction(self) -> bool:
@@ -81,6 +81,11 @@ class RequestBuilder:
     def __init__(self, engine: Engine, token_text: TokenText, config: ServerConfig) -> None:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
+        self.vocabulary = vocabulary(engine.tokenizer)
+        template = chat_template(
+            token_text.chat_template, config.chat_template, config.tool_parser, config.reasoning_parser
+        )
+        self._chat = ChatPlanner(engine.tokenizer, token_text, template)
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 
@@ -91,27 +96,33 @@ class RequestBuilder:
         if body.asked_tokens == 0:
             raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompts = [EncodedPrompt(self._encode_messages(body.messages))]
-        return self._task(body, prompts, self._config.limits.chat_max_tokens, logprobs)
+        plan = self._chat.plan(body)
+        task = self._task(body, [EncodedPrompt(plan.token_ids)], self._config.limits.chat_max_tokens, logprobs)
+        choices = [
+            replace(choice, request=plan.applied(choice.request), syntax=plan.syntax) for choice in task.choices
+        ]
+        return replace(task, choices=choices)
 
-    def completion(self, body: CompletionRequest) -> CompletionTask:
-        """The engine requests of a completion."""
+    def chat_prompt(self, body: ChatRequest) -> list[int]:
+        """Token ids of a chat's messages through the model's template."""
+        return self._chat.token_ids(body)
+
+    @cached_property
+    def middle(self) -> FillInMiddle:
+        """Prompts for the text between a prompt and a suffix."""
+        return FillInMiddle(self.vocabulary)
+
+    def completion(self, body: CompletionRequest, default_tokens: int = COMPLETION_MAX_TOKENS) -> CompletionTask:
+        """The engine requests of a completion. default_tokens: max_tokens of a body that gives none."""
         self._check_best_of(body)
         if body.asked_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
         is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         inputs = [body.prompt] if is_single else body.prompt
-        prompts = [self._prompt(prompt, body) for prompt in inputs]  # type: ignore[arg-type]
-        task = self._task(body, prompts, COMPLETION_MAX_TOKENS, body.logprobs, body.best_of)
+        encode = self._middle_prompt if body.suffix else self._prompt
+        prompts = [encode(prompt, body) for prompt in inputs]  # type: ignore[arg-type]
+        task = self._task(body, prompts, default_tokens, body.logprobs, body.best_of)
         return self._with_echo(task, body) if body.echo else task
-
-    def tokenize(self, body: TokenizeRequest) -> list[int]:
-        """Token ids of a prompt or of messages."""
-        if body.messages is not None and body.prompt is None:
-            return self._encode_messages(body.messages)
-        if body.prompt is not None and body.messages is None:
-            return self._tokenizer.encode(body.prompt)
-        raise ApiError(400, "give either prompt or messages")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model that is not served."""
@@ -122,9 +133,6 @@ class RequestBuilder:
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _encode_messages(self, messages: list[ChatMessage]) -> list[int]:
-        return self._tokenizer.encode([template_message(message) for message in messages])
-
     def _prompt(self, prompt: str | list[int], body: CompletionRequest) -> EncodedPrompt:
         if isinstance(prompt, str) and body.add_special_tokens is False:
             token_ids = self._token_text.encode(prompt)
@@ -132,7 +140,12 @@ class RequestBuilder:
             token_ids = self._tokenizer.encode(prompt)
         if not body.echo:
             return EncodedPrompt(token_ids)
-        return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids))
+        return EncodedPrompt(token_ids, prompt if isinstance(prompt, str) else self._token_text.decode(token_ids))
+
+    def _middle_prompt(self, prompt: Any, body: CompletionRequest) -> EncodedPrompt:
+        if not isinstance(prompt, str):
+            raise ApiError(400, "a prompt with a suffix must be a string", param="prompt")
+        return EncodedPrompt(self.middle.prompt(prompt, body.suffix or ""), prompt if body.echo else "")
 
     def _truncated(self, prompt: EncodedPrompt, body: CommonParams) -> EncodedPrompt:
         """The prompt, cut to its last tokens as truncate_prompt_tokens says; -1: as many as fit."""
@@ -147,7 +160,7 @@ class RequestBuilder:
         if len(prompt.token_ids) <= limit:
             return prompt
         token_ids = prompt.token_ids[-limit:]
-        return EncodedPrompt(token_ids, self._tokenizer.decode(token_ids) if prompt.echo else "")
+        return EncodedPrompt(token_ids, self._token_text.decode(token_ids) if prompt.echo else "")
 
     def _with_echo(self, task: CompletionTask, body: CompletionRequest) -> CompletionTask:
         """Log-probabilities are those of the echoed prompt too. One token is generated so that a prompt is read."""
@@ -289,17 +302,6 @@ class RequestBuilder:
         if body.prediction is None:
             return None
         return self._token_text.encode(content_text(body.prediction.content)) or None
-
-
-def template_message(message: ChatMessage) -> dict[str, str]:
-    """A message as chat templates expect it: no role "developer", and content as one string."""
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content_text(message.content or "")}
-
-
-def content_text(content: Content) -> str:
-    """The text of a message's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def sampling_params(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from paceline.core.stats import SpecStats
 from paceline.core.types import RequestOutput, TokenLogprob
 from paceline.errors import OptionError
+from paceline.serve.chat_response import ChatWriter, ChoiceWriter
 from paceline.serve.logprob_format import TokenFormatter
 from paceline.serve.requests import ChoiceRequest, CompletionTask
 from paceline.serve.shown_tokens import ShownToken, TokenAligner, prompt_tokens
@@ -34,15 +35,18 @@ class ChoiceState:
 
     aligner  shows tokens as their characters arrive; None: the request asks for no log-probabilities
     shown    tokens of the response so far, those of an echoed prompt included; fresh: those of the last output
+    fields   the text of the last output as fields of its chunk
     """
 
     choice: ChoiceRequest
+    writer: ChoiceWriter
     aligner: TokenAligner | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)  # of each token
     shown: list[ShownToken] = field(default_factory=list)
     fresh: list[ShownToken] = field(default_factory=list)
+    fields: Json = field(default_factory=dict)
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
@@ -62,7 +66,8 @@ class ChoiceState:
         self.text += output.text
         self.token_ids += output.token_ids
         self.from_draft += [output.from_draft] * len(output.token_ids)
-        self.finish_reason = output.finish_reason or self.finish_reason
+        self.fields = self.writer.add(output)
+        self.finish_reason = self.writer.finish_reason(output.finish_reason) or self.finish_reason
         self.stats = output.stats or self.stats
         self._add_details(output)
 
@@ -83,18 +88,15 @@ class ChoiceState:
 
 
 class ResponseFormat(Protocol):
-    """The shape of one of the two kinds of completion. Each method gives fields of a choice."""
+    """The shape of one of the two kinds of completion."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
     formatter: TokenFormatter
-    details_in_choice: bool  # where prompt_token_ids and prompt_logprobs stand: in each choice, or beside the choices
+    is_completion: bool  # each choice has a prompt of its own, and the last text comes with the finish reason
 
-    def opening(self, echo: str) -> Json: ...
-    def delta(self, text: str) -> Json: ...
-    def closing(self) -> Json: ...
-    def whole(self, echo: str, text: str) -> Json: ...
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter: ...
     def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json: ...
 
 
@@ -102,47 +104,54 @@ class ChatFormat:
     """Chat completions."""
 
     id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    details_in_choice = False
+    is_completion = False
 
     def __init__(self, formatter: TokenFormatter) -> None:
         self.formatter = formatter
 
-    def opening(self, echo: str) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
-    def closing(self) -> Json:
-        return {"delta": {}}
-
-    def whole(self, echo: str, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
+        return ChatWriter(choice.syntax)
 
     def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json:
         return self.formatter.chat(tokens, as_ids=as_ids)
+
+
+class CompletionWriter(ChoiceWriter):
+    """The text of a completion's choice."""
+
+    num_reasoning_tokens = 0
+
+    def __init__(self, echo: str) -> None:
+        self._echo, self._text = echo, ""
+
+    def opening(self) -> Json:
+        return {"text": self._echo}
+
+    def add(self, output: RequestOutput) -> Json:
+        self._text += output.text
+        return {"text": output.text}
+
+    def closing(self) -> Json:
+        return {"text": ""}
+
+    def whole(self) -> Json:
+        return {"text": self._echo + self._text}
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return reason
 
 
 class CompletionFormat:
     """Completions of a prompt."""
 
     id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
-    details_in_choice = True
+    is_completion = True
 
     def __init__(self, formatter: TokenFormatter) -> None:
         self.formatter = formatter
 
-    def opening(self, echo: str) -> Json:
-        return {"text": echo}
-
-    def delta(self, text: str) -> Json:
-        return {"text": text}
-
-    def closing(self) -> Json:
-        return {"text": ""}
-
-    def whole(self, echo: str, text: str) -> Json:
-        return {"text": echo + text}
+    def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
+        return CompletionWriter(choice.echo)
 
     def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json:
         return self.formatter.completion(tokens, as_ids=as_ids)
@@ -155,7 +164,9 @@ class ResponseBuilder:
         self._format, self._task, self._model = response_format, task, model
         self.id = f"{response_format.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._states = [ChoiceState(choice, self._aligner(choice)) for choice in task.choices]
+        self._states = [
+            ChoiceState(choice, response_format.writer(choice), self._aligner(choice)) for choice in task.choices
+        ]
         self._opened: set[int] = set()
 
     async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> Json:
@@ -164,7 +175,7 @@ class ResponseBuilder:
             async for delta in deltas:
                 self._add(delta)
         choices = [self._whole_choice(index, state) for index, state in enumerate(self._best())]
-        details = {} if self._format.details_in_choice else self._prompt_details(self._states[0])
+        details = {} if self._format.is_completion else self._prompt_details(self._states[0])
         document = {**self._header(self._format.object_name), "choices": choices, "usage": self.usage(), **details}
         return {**document, **self._metrics()}
 
@@ -197,6 +208,7 @@ class ResponseBuilder:
             "total_tokens": self._task.prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(state.writer.num_reasoning_tokens for state in self._states),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(stats.drafted for stats in predicted) - accepted,
             },
@@ -250,31 +262,27 @@ class ResponseBuilder:
     # --- choices ------------------------------------------------------------------------------------------------------
 
     def _whole_choice(self, index: int, state: ChoiceState) -> Json:
-        fields = self._format.whole(state.choice.echo, state.text)
         choice = {
             "index": index,
-            **fields,
+            **state.writer.whole(),
             "logprobs": self._logprobs(state.shown) if state.has_logprobs else None,
             "finish_reason": state.finish_reason,
             "stop_reason": state.stop_reason,
+            "token_ids": state.token_ids if self._task.return_token_ids else None,
         }
-        if self._format.details_in_choice:
+        if self._format.is_completion:
             choice |= self._prompt_details(state)
-        if self._task.return_token_ids:
-            choice["token_ids"] = state.token_ids
         return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
 
     def _logprobs(self, tokens: list[ShownToken]) -> Json:
         return self._format.logprobs(tokens, as_ids=self._task.tokens_as_ids)
 
     def _prompt_details(self, state: ChoiceState) -> Json:
-        details: Json = {}
-        if self._task.return_token_ids:
-            details["prompt_token_ids"] = state.choice.request.prompt
-        if self._task.prompt_logprobs is not None:
-            entries = state.prompt_logprobs or ()
-            details["prompt_logprobs"] = self._format.formatter.prompt(entries, self._task.prompt_logprobs)
-        return details
+        top, entries = self._task.prompt_logprobs, state.prompt_logprobs or ()
+        return {
+            "prompt_token_ids": state.choice.request.prompt if self._task.return_token_ids else None,
+            "prompt_logprobs": None if top is None else self._format.formatter.prompt(entries, top),
+        }
 
     def _opening_chunks(self) -> Iterator[Json]:
         """The first chunk of every choice, but of those that echo log-probabilities: they come with an output."""
@@ -286,9 +294,9 @@ class ResponseBuilder:
         self._opened.add(index)
         num_echoed = len(state.choice.request.prompt)
         logprobs = self._logprobs(state.shown[:num_echoed]) if self._task.echo_logprobs else None
-        chunk = self._chunk(index, self._format.opening(state.choice.echo), logprobs)
+        chunk = self._chunk(index, state.writer.opening(), logprobs)
         details = {"prompt_token_ids": state.choice.request.prompt} if self._task.return_token_ids else {}
-        (chunk["choices"][0] if self._format.details_in_choice else chunk).update(details)
+        (chunk["choices"][0] if self._format.is_completion else chunk).update(details)
         return chunk
 
     def _delta_chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
@@ -296,10 +304,14 @@ class ResponseBuilder:
         if delta.index not in self._opened:
             yield self._opening_chunk(delta.index)
         has_ids = self._task.return_token_ids and output.token_ids
-        if output.text or state.fresh or has_ids or self._task.include_stats:
-            yield self._output_chunk(delta.index, state, output)
-        if output.finish_reason:
-            yield self._closing_chunk(delta.index, state)
+        has_output = bool(any(state.fields.values()) or state.fresh or has_ids or self._task.include_stats)
+        closes = has_output and self._format.is_completion and not self._task.include_stats
+        if has_output:
+            chunk = self._output_chunk(delta.index, state, output)
+            yield self._closed(chunk, state) if closes and output.finish_reason else chunk
+        if output.finish_reason and not closes:
+            stats = state.speculation() if self._task.include_stats else None
+            yield self._closed(self._chunk(delta.index, state.writer.closing(), None, stats), state)
 
     def _output_chunk(self, index: int, state: ChoiceState, output: RequestOutput) -> Json:
         stats = None
@@ -310,15 +322,14 @@ class ResponseBuilder:
                 "num_draft_tokens": output.num_drafted,
             }
         logprobs = self._logprobs(state.fresh) if state.has_logprobs else None
-        chunk = self._chunk(index, self._format.delta(output.text), logprobs, stats)
+        chunk = self._chunk(index, state.fields, logprobs, stats)
         if self._task.return_token_ids:
             chunk["choices"][0]["token_ids"] = list(output.token_ids)
         return chunk
 
-    def _closing_chunk(self, index: int, state: ChoiceState) -> Json:
-        stats = state.speculation() if self._task.include_stats else None
-        chunk = self._chunk(index, self._format.closing(), None, stats, state.finish_reason)
-        chunk["choices"][0]["stop_reason"] = state.stop_reason
+    def _closed(self, chunk: Json, state: ChoiceState) -> Json:
+        """The chunk with why the output has ended."""
+        chunk["choices"][0] |= {"finish_reason": state.finish_reason, "stop_reason": state.stop_reason}
         return chunk
 
     # --- documents ----------------------------------------------------------------------------------------------------
@@ -334,15 +345,8 @@ class ResponseBuilder:
             return {}
         return {"metrics": {"speculative_decoding": speculation_metrics(self._states[0].stats)}}
 
-    def _chunk(
-        self,
-        index: int,
-        fields: Json,
-        logprobs: Json | None = None,
-        stats: Json | None = None,
-        finish_reason: str | None = None,
-    ) -> Json:
-        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index: int, fields: Json, logprobs: Json | None = None, stats: Json | None = None) -> Json:
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": None}
         if stats is not None:
             choice["x_paceline"] = stats
         usage = {"usage": self.usage() if self._task.continuous_usage else None} if self._task.include_usage else {}

@@ -1,24 +1,26 @@
-"""OpenAI's routes, and /tokenize, /health and /metrics."""
+"""OpenAI's completions and models, and /health and /metrics."""
 
 from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from paceline.serve.access_log import LOG_FIELDS
+from paceline.serve.api_shape import ApiShape, Document
 from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.extra_fields import add_header
 from paceline.serve.limits import limited_route
-from paceline.serve.requests import CompletionTask
+from paceline.serve.requests import COMPLETION_MAX_TOKENS, CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from paceline.serve.rounding import near_tie_logprob
-from paceline.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from paceline.serve.schema import ChatRequest, CompletionRequest
 from paceline.serve.streaming import EventStream, while_connected
 
 ERROR_DESCRIPTIONS = {
@@ -54,22 +56,21 @@ def router(context: ServerContext) -> APIRouter:
 
 def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/v1/chat/completions", responses=ERROR_RESPONSES, response_model=None)
+    @routes.post("/chat/completions", include_in_schema=False, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
-        ignored = context.extra_fields.ignored(body)
-        task = await context.tokenized(context.requests.chat, body)
-        return add_header(await respond(context, request, task, ChatFormat(context.formatter)), ignored)
+        return await chat_response(context, request, body)
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
+    @routes.post("/completions", include_in_schema=False, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """The continuation of a prompt."""
-        ignored = context.extra_fields.ignored(body)
-        task = await context.tokenized(context.requests.completion, body)
-        return add_header(await respond(context, request, task, CompletionFormat(context.formatter)), ignored)
+        return await completion_response(context, request, body)
 
 
 def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.get("/v1/models")
+    @routes.get("/models", include_in_schema=False)
     async def models() -> Json:
         """The model that is served, once for each of its names."""
         return {"object": "list", "data": [model_entry(context, name) for name in context.config.served_model_names]}
@@ -79,13 +80,6 @@ def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
         """One model."""
         context.requests.check_model(name)
         return model_entry(context, name)
-
-    @routes.post("/tokenize", responses=ERROR_RESPONSES)
-    async def tokenize(body: TokenizeRequest) -> Json:
-        """Token ids of a prompt, or of chat messages through the model's template."""
-        context.requests.check_model(body.model)
-        tokens = await context.tokenized(context.requests.tokenize, body)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": context.requests.max_model_len}
 
 
 def _add_monitoring_routes(routes: APIRouter, context: ServerContext) -> None:
@@ -118,11 +112,37 @@ def model_entry(context: ServerContext, name: str) -> Json:
     return {**entry, "max_model_len": context.requests.max_model_len, "x_paceline": details}
 
 
+async def chat_response(
+    context: ServerContext, request: Request, body: ChatRequest, shape: ApiShape | None = None
+) -> Response:
+    """The answer to chat messages. shape: that of another API, whose body was translated into this one."""
+    ignored = context.extra_fields.ignored(body)
+    task = await context.tokenized(context.requests.chat, body)
+    response_format = ChatFormat(context.formatter)
+    return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
+
+
+async def completion_response(
+    context: ServerContext,
+    request: Request,
+    body: CompletionRequest,
+    shape: ApiShape | None = None,
+    default_tokens: int = COMPLETION_MAX_TOKENS,
+) -> Response:
+    """The continuation of a prompt. shape: as of a chat. default_tokens: max_tokens of a body that gives none."""
+    ignored = context.extra_fields.ignored(body)
+    build = partial(context.requests.completion, default_tokens=default_tokens)
+    task = await context.tokenized(build, body)
+    response_format = CompletionFormat(context.formatter)
+    return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
+
+
 async def respond(
-    context: ServerContext, request: Request, task: CompletionTask, response_format: ResponseFormat
+    context: ServerContext, request: Request, task: CompletionTask, response_format: ResponseFormat, shape: ApiShape
 ) -> Response:
     """The response to one request, whole or as a stream. Its admission ends with the last byte."""
     response = ResponseBuilder(response_format, task, task.model or context.config.served_model_names[0])
+    shape.prompt_tokens = task.prompt_tokens
     log_fields = request.scope[LOG_FIELDS]
     log_fields |= _request_fields(context, task, response)
     with ExitStack() as admission:
@@ -131,8 +151,8 @@ async def respond(
         if not task.stream:
             document = await while_connected(request, response.whole(deltas))
             log_fields |= response.log_fields()
-            return JSONResponse(document)
-        chunks = response.chunks(deltas)
+            return Document(shape.whole(document))
+        chunks = shape.chunks(response.chunks(deltas))
         first = await while_connected(request, anext(chunks))
         stream_admission = admission.pop_all()
 
@@ -140,7 +160,7 @@ async def respond(
         stream_admission.close()
         log_fields.update(response.log_fields(), **({"status": error.status} if error else {}))
 
-    return EventStream(first, chunks, context.config.limits.stall_timeout, on_finish)
+    return EventStream(first, chunks, shape, context.config.limits.stall_timeout, on_finish)
 
 
 def _request_fields(context: ServerContext, task: CompletionTask, response: ResponseBuilder) -> Json:

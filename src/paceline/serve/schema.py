@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from paceline.config import MAX_DRAFT_TOKENS
+from paceline.serve.chat_schema import MAX_CALLS, ChatTemplateParams, ToolCallParam
 from paceline.serve.output_schema import OutputParams, ResponseFormatParam
 from paceline.serve.schema_models import LenientModel, StrictModel
 
@@ -33,10 +34,14 @@ Content = str | list[ContentPart]
 class ChatMessage(LenientModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class SpeculativeParams(StrictModel):
@@ -113,14 +118,13 @@ class CommonParams(OutputParams):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-class ChatRequest(CommonParams):
+class ChatRequest(CommonParams, ChatTemplateParams):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    parallel_tool_calls: bool | None = None
 
     @property
     def asked_tokens(self) -> int | None:
@@ -136,6 +140,7 @@ class CompletionRequest(CommonParams):
         | Annotated[list[str], Field(min_length=1, max_length=2048)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=2048)]
     )
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -145,11 +150,3 @@ class CompletionRequest(CommonParams):
     @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-
-class TokenizeRequest(StrictModel):
-    """Body of /tokenize: prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None

@@ -59,7 +59,7 @@ class TokenPlacer:
         start, self.length = self.length, self.length + len(piece)
         return _PlacedToken(ShownToken(token, entry, text, start, is_piece=is_whole), self.length)
 
-    def end_token(self, token: int, entry: TokenLogprob | None) -> ShownToken:
+    def final_token(self, token: int, entry: TokenLogprob | None) -> ShownToken:
         """The token that ended the sequence."""
         return ShownToken(token, entry, self._token_text.spelling(token), self.length, is_end=True)
 
@@ -78,15 +78,15 @@ class TokenAligner:
         """The tokens whose characters are now part of the text; with the last output, all that remain of it."""
         self._length += len(output.text)
         entries = output.logprobs or ()
-        end = self._end_token(output)
+        end = self._final_token(output)
         for index, entry in enumerate(entries[:-1] if end else entries):
             last = output.finish_reason is not None and index == len(entries) - (2 if end else 1)
             self._waiting.append(self._placer.place(entry.token, entry, last=last))
         if output.finish_reason is None:
             return self._settled()
-        return self._remaining() + ([self._placer.end_token(end.token, end)] if end else [])
+        return self._remaining() + ([self._placer.final_token(end.token, end)] if end else [])
 
-    def _end_token(self, output: RequestOutput) -> TokenLogprob | None:
+    def _final_token(self, output: RequestOutput) -> TokenLogprob | None:
         ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         if not ended_by_token or self._include_stop or not output.logprobs:
             return None
@@ -114,12 +114,21 @@ class TokenAligner:
 def prompt_tokens(
     token_text: TokenText, request: Request, entries: tuple[TokenLogprob, ...], echo: int
 ) -> list[ShownToken]:
-    """The tokens of an echoed prompt. entries: of all but the first; echo: the length of the text that is shown."""
-    placer = TokenPlacer(token_text, skip_special_tokens=True)
-    tokens = request.prompt
-    known: list[TokenLogprob | None] = [None, *entries]
-    placed = [
-        placer.place(token, entry, last=index == len(tokens) - 1)
-        for index, (token, entry) in enumerate(zip(tokens, known))
-    ]
+    """The tokens of an echoed prompt. entries: of all but the first; echo: the length of the text that is shown.
+
+    A prompt of token ids is shown with its special tokens, a string without those that the tokenizer has added.
+    """
+    placed = _placed_prompt(token_text, request, entries, skip_special_tokens=True)
+    if placed[-1].end != echo:
+        placed = _placed_prompt(token_text, request, entries, skip_special_tokens=False)
     return [replace(token.shown, offset=min(token.shown.offset, echo)) for token in placed]
+
+
+def _placed_prompt(
+    token_text: TokenText, request: Request, entries: tuple[TokenLogprob, ...], *, skip_special_tokens: bool
+) -> list[_PlacedToken]:
+    placer = TokenPlacer(token_text, skip_special_tokens=skip_special_tokens)
+    last = len(request.prompt) - 1
+    known: list[TokenLogprob | None] = [None, *entries]
+    pairs = enumerate(zip(request.prompt, known))
+    return [placer.place(token, entry, last=index == last) for index, (token, entry) in pairs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -13,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.types import RequestOutput
+from paceline.serve.api_shape import ApiShape
 from paceline.serve.errors import CLIENT_GONE, ApiError, as_api_error, log_failure
 from paceline.serve.responses import ChoiceDelta
 
-DONE = "[DONE]"
 Result = TypeVar("Result")
 Observer = Callable[[RequestOutput], None]
 Event = ChoiceDelta | Exception | None  # None: one stream has ended
@@ -89,25 +88,26 @@ def _client_gone() -> ApiError:
 
 
 class EventStream(Response):
-    """Server-sent events. The generation is aborted when the client disconnects or stalls.
+    """The events of a stream. The generation is aborted when the client disconnects or stalls.
 
-    first      the first chunk, awaited before the status is sent
+    first      the first event, awaited before the status is sent
     chunks     those that follow
+    shape      how an event is written
     on_finish  called once at the end, with the error that cut the stream short or None
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         first: Any,
         chunks: AsyncGenerator[Any, None],
+        shape: ApiShape,
         stall_timeout: float,
         on_finish: Callable[[ApiError | None], None],
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=shape.media_type)
         del self.headers["content-length"]
-        self._first, self._chunks = first, chunks
+        self._first, self._chunks, self._shape = first, chunks, shape
         self._stall_timeout, self._on_finish = stall_timeout, on_finish
         self._error: ApiError | None = None
 
@@ -136,18 +136,18 @@ class EventStream(Response):
             self._error = _client_gone()
 
     async def _events(self) -> AsyncGenerator[str, None]:
-        """The data of each event. An error on the way is the last event."""
+        """Each event as it is sent. An error on the way is the last event."""
         try:
-            yield json.dumps(self._first, ensure_ascii=False)
+            yield self._shape.frame(self._first)
             async for chunk in self._chunks:
-                yield json.dumps(chunk, ensure_ascii=False)
-            yield DONE
+                yield self._shape.frame(chunk)
+            yield self._shape.last_frame()
         except Exception as error:  # the status has been sent, so the client gets the error as an event
             self._error = as_api_error(error)
             log_failure(self._error, error)
-            yield json.dumps(self._error.body, ensure_ascii=False)
+            yield self._shape.frame(self._shape.error(self._error))
 
-    async def _send(self, send: Send, data: str) -> None:
-        body = f"data: {data}\n\n".encode("utf-8", "replace")
+    async def _send(self, send: Send, event: str) -> None:
+        body = event.encode("utf-8", "replace")
         async with asyncio.timeout(self._stall_timeout):
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -32,6 +32,21 @@ class TokenText:
         """The bytes a token adds to the output; None for a special token, which adds nothing."""
         return list(self.decode([token]).encode("utf-8", "replace")) or None
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template; empty: it is not known."""
+        return ""
+
+    @property
+    def added_tokens(self) -> dict[str, int]:
+        """Texts that are tokens of their own, such as <tool_call>, whatever stands around them."""
+        return {}
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Those of them that the text of an output leaves out."""
+        return frozenset()
+
     def stream(self, *, skip_special_tokens: bool = True) -> StreamDetokenizer:
         """Makes text of tokens that come one by one."""
         return StreamDetokenizer(self._tokenizer.decode)
@@ -55,6 +70,7 @@ class VocabularyTokenText(TokenText):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._hf_tokenizer, self._streams = tokenizer.hf_tokenizer, tokenizer.stream
+        self._chat_template = tokenizer.chat_template
         self._special = frozenset(tokenizer.hf_tokenizer.all_special_ids)
 
     def encode(self, text: str) -> list[int]:
@@ -74,6 +90,18 @@ class VocabularyTokenText(TokenText):
 
     def is_special(self, token: int) -> bool:
         return token in self._special
+
+    @property
+    def chat_template(self) -> str:
+        return self._chat_template
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:  # type: ignore[override]
+        return {str(text): int(token) for text, token in self._hf_tokenizer.get_added_vocab().items()}
+
+    @cached_property
+    def special_tokens(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(text for text, token in self.added_tokens.items() if token in self._special)
 
     @cached_property
     def _bytes_by_token(self) -> dict[int, bytes]:

@@ -68,6 +68,10 @@ def test_after_an_excluded_draft_token_any_row_will_do(compiler: GrammarCompiler
         (StructuredOutput("json_schema", '{"type": "teapot"}'), "JSON schema|json_schema"),
         (StructuredOutput("regex", "(unclosed"), "regex"),
         (StructuredOutput("grammar", "no grammar at all"), "grammar"),
+        (StructuredOutput("grammar", "root ::= root"), "no output can match the grammar"),
+        (StructuredOutput("choice", "[]"), "list of strings"),
+        (StructuredOutput("structural_tag", '{"format": {"type": "poem"}}'), "not 'poem'"),
+        (StructuredOutput("structural_tag", '{"structures": [{"begin": "x"}], "triggers": ["y"]}'), "no trigger"),
         (StructuredOutput("haiku", ""), "json_schema, json_object, regex, choice, grammar or structural_tag"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
@@ -107,3 +111,62 @@ def test_any_object_is_an_object(tiny_folder: Path) -> None:
     engine = tiny_engine(tiny_folder, num_draft_tokens=2)
     [seq] = engine.run([Request(ids("x"), SamplingParams(), 12, structured_output=StructuredOutput("json_object"))])
     assert engine.tokenizer.decode(seq.generated).startswith("{")
+
+
+def test_after_an_end_token_that_is_ignored_only_end_tokens_follow(compiler: GrammarCompiler) -> None:
+    constraint = compiler.compile(StructuredOutput("regex", "ab*"))
+    assert constraint.allowed([*ids("a"), EOS, EOS]).nonzero().flatten().tolist() == [EOS]
+    constraint.advance([*ids("a"), EOS])
+    assert constraint.allowed([]).nonzero().flatten().tolist() == [EOS]
+
+
+def test_a_grammar_that_outgrows_the_limits_ends_the_output_and_says_so(
+    compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    constraint = compiler.compile(StructuredOutput("regex", "(a{1000}){1000}"))
+    constraint.advance(ids("a"))
+    assert constraint.allowed([]).nonzero().flatten().tolist() == [EOS]
+    assert "ends before it is complete" in caplog.text
+
+
+TAGGED = {"type": "json_schema", "json_schema": {"type": "integer"}}
+FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"structures": [{"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f="]},
+        ["free", "x <f=a>12</f> y <f=a>3</f>"],
+        ["x <f=b>", "<f=a>x</f>", "<f=a>1"],
+    ),
+    (
+        {"format": {"type": "sequence", "elements": [
+            {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
+            {"type": "or", "elements": [
+                {"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "n/?o+"}
+            ]},
+        ]}},
+        ["<t>a<b</t>yes", "<t></t>n/oo"],
+        ["yes", "<t>a</t>maybe"],
+    ),
+    (
+        {"format": {"type": "triggered_tags", "triggers": ["<"], "at_least_one": True, "stop_after_first": True,
+                    "tags": [{"begin": "<a>", "content": TAGGED, "end": "."}]}},
+        ["x <a>3."],
+        ["x", "<a>3. more", "<b>"],
+    ),
+    (
+        {"format": {"type": "tags_with_separator", "separator": ",",
+                    "tags": [{"begin": "a", "content": TAGGED, "end": "b"}]}},
+        ["", "a1b", "a1b,a2b"],
+        ["a1b,", "ab"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tags", "right", "wrong"), FORMATS, ids=["structures", "sequence", "triggered", "separated"])
+def test_structural_tags(compiler: GrammarCompiler, tags: Any, right: list[str], wrong: list[str]) -> None:
+    def matches(text: str) -> bool:
+        """Whether every token is allowed where it stands, and then the end."""
+        constraint = compiler.compile(StructuredOutput("structural_tag", json.dumps(tags)))
+        tokens = [*ids(text), EOS] if text else [EOS]
+        return all(bool(constraint.allowed(tokens[:place])[token]) for place, token in enumerate(tokens))
+
+    assert all(map(matches, right)) and not any(map(matches, wrong))

@@ -48,7 +48,10 @@ def _sound(check: Check, exchange: Exchange, index: int, choice: TokenChoice) ->
     total = sum(math.exp(value) for value in choice.top.values())
     best = max(choice.top.values(), default=choice.logprob)
     token = choice.data.decode(errors="replace")
-    if abs(choice.top.get(choice.data, choice.logprob) - choice.logprob) > SLACK:
+    if not choice.top and any(other.top for other in exchange.answer.tokens):
+        message = f"token {index + 1}, {token!r}, has log-probability {choice.logprob:.3g} and no alternatives"
+        check.fault(message + ", unlike others", [exchange])
+    elif abs(choice.top.get(choice.data, choice.logprob) - choice.logprob) > SLACK:
         listed = choice.top[choice.data]
         message = (
             f"token {index + 1}, {token!r}, is given {choice.logprob:.3f}, and {listed:.3f} among its alternatives"

@@ -32,19 +32,21 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 async def run(exam: Examination) -> None:
     forced = exam.check("a tool that must be called is called with valid arguments")
-    turns = exam.check("conversations with tool results: cold, warm and streamed")
+    turns = exam.check("conversations with tool results, cold and warm")
+    streams = exam.check("conversations with tool results, whole and streamed")
     variants = exam.check("conversations with tools, with and without speculation")
     if not exam.server.has_chat:
-        for check in (forced, turns, variants):
+        for check in (forced, turns, streams, variants):
             check.missing("the server has no chat completions")
         return
     await exam.guarded(forced, _forced(exam, forced))
     queries = [query for _ in range(max(1, exam.effort.prompts // 2)) for query in _conversation(exam)]
-    await exam.guarded(turns, _turns(exam, turns, queries))
+    await exam.guarded(turns, _turns(exam, turns, streams, queries))
     if turns.compared:
         await exam.guarded(variants, _variants(exam, variants, queries))
     else:
-        variants.missing("the server takes no tools")
+        for check in (streams, variants):
+            check.missing("the server takes no tools")
 
 
 def _conversation(exam: Examination) -> list[Query]:
@@ -111,11 +113,11 @@ def problem_of(answer: Answer) -> str | None:
     return None if call.name == "get_weather" else f"there is no tool {call.name!r}"
 
 
-async def _turns(exam: Examination, check: Check, queries: list[Query]) -> None:
+async def _turns(exam: Examination, check: Check, streams: Check, queries: list[Query]) -> None:
     first: list[Exchange] = []
     for query in queries:
         first.append(await exam.ask(query))
-        await check.same(await exam.ask(query, stream=True), first[-1], first[:-1])
+        await streams.same(await exam.ask(query, stream=True), first[-1], first[:-1])
     for query, cold in zip(queries, first):
         await check.same(await exam.ask(query), cold)
     calls = sum(bool(exchange.answer.tool_calls) for exchange in first)

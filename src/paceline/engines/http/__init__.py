@@ -10,6 +10,7 @@ from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
 if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
     from paceline.core.protocols import Engine
 
+METHODS = ("none", "ngram", "suffix", "lookahead", "layerskip", "prediction")  # of a request to paceline's own server
 OPTIONS = (
     EngineOption("url", "address of the server, such as http://localhost:8000"),
     EngineOption("api_key", "default: the environment variable OPENAI_API_KEY"),
@@ -26,6 +27,11 @@ def _open(config: EngineConfig, build: BuildLocal) -> Engine:
     return open_http(config)
 
 
+def _model_for(name: str) -> str | None:
+    """Which model a server has is not known before it is asked, so none is taken to be the same."""
+    return None
+
+
 SPEC = EngineSpec(
     "http",
     "a running server with OpenAI's API: vLLM, SGLang, llama-server, TGI, Ollama, paceline",
@@ -33,4 +39,6 @@ SPEC = EngineSpec(
     options=OPTIONS,
     packages=("httpx",),
     reads_files=False,
+    model_for=_model_for,
+    methods=METHODS,
 )

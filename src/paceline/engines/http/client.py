@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ContextLengthExceeded, EngineClosed, MissingExtra, OptionError, PacelineError, StepFailed
+from paceline.errors import ContextLengthExceeded, EngineFailed, MissingExtra, OptionError, PacelineError, StepFailed
 
 if TYPE_CHECKING:
     import httpx
@@ -25,10 +25,21 @@ DONE = "[DONE]"
 
 
 class HttpClient:
-    """One server. `subject` names it in errors; read_timeout: seconds without a byte before a server counts as lost."""
+    """One server.
+
+    subject       names it in errors
+    read_timeout  seconds without a byte before the server counts as lost
+    use_proxy     whether the proxies of the environment apply; never for a server of our own on this machine
+    """
 
     def __init__(
-        self, url: str, api_key: str | None = None, *, subject: str | None = None, read_timeout: float | None = None
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        subject: str | None = None,
+        read_timeout: float | None = None,
+        use_proxy: bool = True,
     ) -> None:
         httpx = _httpx()
         self.url, self.subject = url, subject or f"the server at {url}"
@@ -38,15 +49,14 @@ class HttpClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS, read=read_timeout)
         verify = url.startswith("https")  # reading the certificates takes a while
-        self._headers, self._verify = headers, verify
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout, verify=verify)
+        shared: dict[str, Any] = {"headers": headers, "verify": verify, "trust_env": use_proxy}
+        self._shared = shared
+        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, **shared)
 
     def get(self, path: str) -> str:
-        """The document of a path, before there is an event loop. Raises EngineClosed or OptionError."""
+        """The document of a path, before there is an event loop. Raises EngineFailed or OptionError."""
         with self._explained():
-            response = _httpx().get(
-                self.url + path, headers=self._headers, timeout=OPEN_SECONDS, verify=self._verify
-            )
+            response = _httpx().get(self.url + path, timeout=OPEN_SECONDS, **self._shared)
             self._check(response.status_code, response.text)
             return str(response.text)
 
@@ -56,7 +66,7 @@ class HttpClient:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise EngineClosed(f"{self.subject} answered {path} with something other than JSON") from error
+            raise EngineFailed(f"{self.subject} answered {path} with something other than JSON") from error
 
     async def text(self, path: str) -> str:
         """The document of a path."""
@@ -83,7 +93,7 @@ class HttpClient:
         """One event. An error that the server sends inside a stream is raised."""
         event = json.loads(data)
         if not isinstance(event, dict):
-            raise EngineClosed(f"{self.subject} sent an event that is no JSON object")
+            raise EngineFailed(f"{self.subject} sent an event that is no JSON object")
         if error := event.get("error"):
             raise self._failure(_code(error), _message(error))
         return event
@@ -104,23 +114,23 @@ class HttpClient:
             return OptionError(f"{self.subject} wants an API key (engine option api_key, or OPENAI_API_KEY): {message}")
         if status == 400 and any(words in message for words in TOO_LONG):
             return ContextLengthExceeded(f"{self.subject}: {message}")
-        if status == 503:
-            return EngineClosed(f"{self.subject} takes no requests now: {message}")
+        if status in (429, 503):
+            return StepFailed(f"{self.subject} takes no requests now: {message}")
         kind = OptionError if 400 <= status < 500 else StepFailed
         return kind(f"{self.subject} answered {status}: {message}")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """A connection that cannot be made, or is lost, as EngineClosed."""
+        """A connection that cannot be made, or is lost, as EngineFailed."""
         httpx = _httpx()
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineClosed(f"{self.subject} cannot be reached: {_reason(error)}; is it running?") from error
+            raise EngineFailed(f"{self.subject} cannot be reached: {_reason(error)}; is it running?") from error
         except (httpx.TransportError, httpx.StreamError, httpx.InvalidURL) as error:
-            raise EngineClosed(f"the connection to {self.subject} was lost: {_reason(error)}") from error
+            raise EngineFailed(f"the connection to {self.subject} was lost: {_reason(error)}") from error
         except json.JSONDecodeError as error:
-            raise EngineClosed(f"{self.subject} sent an event that is not JSON") from error
+            raise EngineFailed(f"{self.subject} sent an event that is not JSON") from error
 
 
 def server_url(url: Any) -> str:

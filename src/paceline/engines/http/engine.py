@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.protocols import NoEmbeddings
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
 from paceline.engines.http.acceptance import DraftCounts, counts_in_metrics
@@ -15,7 +16,7 @@ from paceline.engines.http.client import HttpClient
 from paceline.engines.http.request_checks import RequestChecks
 from paceline.engines.http.request_tracker import RequestTracker, TrackedRequest
 from paceline.engines.http.wire import ResponseReader, Wire
-from paceline.errors import EngineClosed, OptionError, PacelineError
+from paceline.errors import EngineClosed, EngineFailed, OptionError, PacelineError
 from paceline.hub.tokenizer import Tokenizer
 
 METRICS = "/metrics"
@@ -37,6 +38,7 @@ class RemoteParts:
     max_num_seqs   sequences that the server runs at a time, where that is known
     reads_metrics  answers do not tell their draft tokens, but the server's counters do
     explain        says why a request failed
+    check_health   raises EngineFailed where it is known that no request can succeed any more
     on_close       gives back what the engine has opened
     """
 
@@ -49,10 +51,11 @@ class RemoteParts:
     max_num_seqs: int | None = None
     reads_metrics: bool = False
     explain: Explain = _as_it_is
+    check_health: Callable[[], None] = _nothing
     on_close: Callable[[], None] = _nothing
 
 
-class RemoteEngine:
+class RemoteEngine(NoEmbeddings):
     """The Engine protocol over a server's completion route."""
 
     def __init__(self, parts: RemoteParts) -> None:
@@ -65,12 +68,17 @@ class RemoteEngine:
         """Raises OptionError, PromptError or EngineClosed at once."""
         if self._tracker.closed:
             raise EngineClosed("the engine has been closed")
+        self._parts.check_health()
         self._parts.checks.check(request)
         self._wire.check(request)
         return self._stream(request)
 
     def stats(self) -> EngineStats:
         return self._tracker.snapshot()
+
+    def check_health(self) -> None:
+        """Raise EngineFailed where the process behind the engine has ended. Cheap; from any thread."""
+        self._parts.check_health()
 
     async def close(self) -> None:
         """Sequences in progress end with finish_reason "abort"."""
@@ -99,7 +107,13 @@ class RemoteEngine:
             rest = reader.end()
             self._count(request, reader, time.perf_counter() - started)
             self._tracker.end(tracked)
-        yield RequestOutput(rest, finish_reason=reader.finish_reason or "abort", stats=reader.stats)
+        yield RequestOutput(
+            rest,
+            finish_reason=reader.finish_reason or "abort",
+            stats=reader.stats,
+            stop_reason=reader.stop_reason,
+            num_cached_tokens=reader.num_cached_tokens,
+        )
 
     async def _counters(self) -> DraftCounts | None:
         """The server's counters of draft tokens, where they are needed and only one request can have moved them."""
@@ -113,7 +127,7 @@ class RemoteEngine:
 
     def _check_complete(self, reader: ResponseReader, tracked: TrackedRequest) -> None:
         if reader.finish_reason is None and not tracked.closed:
-            raise EngineClosed(f"the connection to {self._client.subject} was lost: the answer ended too early")
+            raise EngineFailed(f"the connection to {self._client.subject} was lost: the answer ended too early")
 
     def _count(self, request: Request, reader: ResponseReader, seconds: float) -> None:
         reader.stats.seconds = seconds

@@ -9,6 +9,8 @@ character is complete are found again with the tokenizer, those after the last c
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +22,14 @@ from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
 from paceline.engines.http.request_checks import stop_strings
 from paceline.engines.http.wire import Call, StepCounter
+from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import OptionError
 from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
 
 PATH = "/completion"
 RANDOM_SEED = (1 << 32) - 1
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
-# Free whitespace would let a small model write blanks until its length ends.
-SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+BARE_SLASH, ESCAPED_SLASH = re.compile(r"(?<!\\)/"), r"\\/"  # a slash ends an expression in Lark
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class LlamaCppWire:
         return Call(PATH, body)
 
     def reader(self, request: Request) -> LlamaCppReader:
-        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(tuple(stop_strings(request.stop)))
+        stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
+        detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
         return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
 
     def _sampling(self, sampling: SamplingParams) -> Json:
@@ -105,14 +108,33 @@ class LlamaCppWire:
 
 def lark_grammar(output: StructuredOutput) -> str:
     """A constraint in the language of llguidance, which llama.cpp is built with."""
-    if output.kind == "grammar":
-        rules = output.value
-    elif output.kind == "regex":
-        rules = f"start: /{output.value.replace('/', chr(92) + '/')}/"
-    else:
-        schema: Any = json.loads(output.value) if output.value else {"type": "object"}
-        rules = f"start: %json {json.dumps({**schema, **SPACING} if isinstance(schema, dict) else schema)}"
-    return f"%llguidance {{}}\n{rules}"
+    return f"%llguidance {{}}\n{LARK_RULES[output.kind](output.value)}"
+
+
+def _json_rules(value: str) -> str:
+    schema: Any = json.loads(value) if value else {"type": "object"}
+    guided = {**schema, "x-guidance": SPACING} if isinstance(schema, dict) else schema
+    return f"start: %json {json.dumps(guided)}"
+
+
+def _choice_rules(value: str) -> str:
+    return "start: " + " | ".join(json.dumps(choice) for choice in json.loads(value))
+
+
+def _grammar_rules(value: str) -> str:
+    from llguidance import gbnf_to_lark
+
+    return str(gbnf_to_lark.any_to_lark(value))
+
+
+LARK_RULES: dict[str, Callable[[str], str]] = {
+    "json_schema": _json_rules,
+    "json_object": _json_rules,
+    "regex": lambda value: f"start: /{BARE_SLASH.sub(ESCAPED_SLASH, value)}/",
+    "choice": _choice_rules,
+    "grammar": _grammar_rules,
+    "structural_tag": structural_tag_grammar,
+}
 
 
 @dataclass(slots=True)
@@ -126,6 +148,8 @@ class LlamaCppReader:
     finish_reason: str | None = None
     prompt_tokens: int | None = None
     counts: DraftCounts | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
     _reported: int = 0  # tokens that the server has counted
 
     @property
@@ -146,6 +170,7 @@ class LlamaCppReader:
         self.prompt_tokens = event.get("tokens_evaluated", self.prompt_tokens)
         if event.get("stop"):
             self.finish_reason = FINISH_REASONS.get(str(event.get("stop_type")), "stop")
+            self.stop_reason, self.num_cached_tokens = event.get("stopping_word") or None, timings.get("cache_n")
             return []
         tokens = self._tokens(event)
         logprobs = self._logprobs(event, len(tokens))

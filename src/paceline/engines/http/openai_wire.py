@@ -7,7 +7,7 @@ text alone, tokens are counted from the server's usage, and log-probabilities ar
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from paceline.core.sampling import SamplingParams
@@ -17,7 +17,7 @@ from paceline.engines.http.acceptance import DraftCounts, counts_in_event
 from paceline.engines.http.client import Json
 from paceline.engines.http.openai_logprobs import TokenIds, logprobs_of
 from paceline.engines.http.request_checks import stop_strings
-from paceline.engines.http.server_kinds import ServerKind
+from paceline.engines.http.server_kinds import REQUEST_FIELDS, ServerKind
 from paceline.engines.http.step_marks import StepMarks
 from paceline.engines.http.text_tokenizer import messages_of, text_of
 from paceline.engines.http.wire import Call
@@ -69,6 +69,7 @@ class OpenAIWire:
             **self._sampling(request),
             **self._structured_output(request.structured_output),
             **self._speculation(request),
+            **self._more_fields(request),
             **self.kind.always,
         }
         if stop := stop_strings(request.stop):
@@ -100,6 +101,8 @@ class OpenAIWire:
             body["ignore_eos"] = True
         if request.min_new_tokens:
             body["min_tokens"] = request.min_new_tokens
+        if not request.skip_special_tokens:
+            body["skip_special_tokens"] = False
         return body
 
     def _speculation(self, request: Request) -> Json:
@@ -109,6 +112,12 @@ class OpenAIWire:
         }
         chosen = {name: value for name, value in chosen.items() if value is not None}
         return {"speculative": chosen} if chosen and self.kind.takes_method else {}
+
+    def _more_fields(self, request: Request) -> Json:
+        """Fields that few servers have, where a request uses them; others are refused before."""
+        own = {item.name: item.default for item in fields(request) if item.name in self.kind.request_fields}
+        values = {name: getattr(request, name) for name in own if getattr(request, name) != own[name]}
+        return {REQUEST_FIELDS[name]: value for name, value in values.items()}
 
     def _structured_output(self, output: StructuredOutput | None) -> Json:
         if output is None:
@@ -133,7 +142,9 @@ class OpenAIReader:
     ids: TokenIds | None
     logprobs: int | None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     prompt_tokens: int | None = None
+    num_cached_tokens: int | None = None
     marks: StepMarks = field(default_factory=StepMarks)
     counts: DraftCounts | None = None
     _stats: SpecStats = field(default_factory=SpecStats)
@@ -156,6 +167,7 @@ class OpenAIReader:
         self.counts = counts_in_event(event) or self.counts
         if isinstance(usage := event.get("usage"), dict):
             self._usage, self.prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            self.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return [output for choice in event.get("choices") or () for output in self._choice(choice)]
 
     def end(self) -> str:
@@ -171,6 +183,7 @@ class OpenAIReader:
 
     def _choice(self, choice: Json) -> list[RequestOutput]:
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.stop_reason = choice.get("stop_reason", self.stop_reason)
         text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         mark = self.marks.read(choice.get("x_paceline"))
         tokens = self._tokens(choice, text)

@@ -14,7 +14,7 @@ from paceline.engines.http.client import HttpClient, Json, server_url
 from paceline.engines.http.engine import METRICS, RemoteEngine, RemoteParts
 from paceline.engines.http.llama_cpp_wire import LlamaCppWire
 from paceline.engines.http.openai_wire import OpenAIWire
-from paceline.engines.http.request_checks import RequestChecks
+from paceline.engines.http.request_checks import TAKEN, RequestChecks
 from paceline.engines.http.server_kinds import KINDS, LLAMA_CPP, PACELINE, ServerKind, kind_of_owner
 from paceline.engines.http.text_tokenizer import TextTokenizer
 from paceline.engines.http.wire import Wire
@@ -63,7 +63,7 @@ class ServedModel:
 
 
 def open_http(config: EngineConfig) -> RemoteEngine:
-    """Raises OptionError, or EngineClosed where the server cannot be reached."""
+    """Raises OptionError, or EngineFailed where the server cannot be reached."""
     options = config.engine_options
     if "url" not in options:
         raise OptionError("the engine http needs the address of a server: --engine-option url=http://localhost:8000")
@@ -87,7 +87,7 @@ def _parts(config: EngineConfig, client: HttpClient, model: ServedModel) -> Remo
         methods, wire = (method,), LlamaCppWire(info.max_seq_len, method, tokenizer=tokenizer)
     else:
         wire = _openai_wire(config, model, tokenizer, knows_tokens)
-    checks = RequestChecks(info, methods, MAX_LOGPROBS)
+    checks = RequestChecks(info, methods, MAX_LOGPROBS, TAKEN | model.kind.request_fields)
     return RemoteParts(info, tokenizer, methods, client, wire, checks, reads_metrics=_reads_metrics(client, model.kind))
 
 

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import as_int, checked_k
+from paceline.core.request_fields import refuse_fields
 from paceline.core.types import ModelInfo, Request, StructuredOutput
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 
 MAX_LOGPROBS = 1024
-STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex", "grammar")
+TAKEN = frozenset(  # fields of a request that every server understands, or that change nothing where it does not
+    {
+        "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
+        "structured_output", "skip_special_tokens", "priority", "reasoning",
+    }
+)  # fmt: skip
+STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex")
 
 
 def stop_strings(stop: Any) -> list[str]:
@@ -38,6 +45,7 @@ def check_structured_output(output: StructuredOutput) -> None:
 class RequestChecks:
     """Checks against one model.
 
+    takes          fields of a request that the engine knows; any other that asks for something is refused
     max_logprobs   alternatives that the engine reports for a token
     check_grammar  raises OptionError for a schema or grammar that the engine cannot keep to
     """
@@ -45,10 +53,12 @@ class RequestChecks:
     info: ModelInfo
     methods: tuple[str, ...]
     max_logprobs: int = MAX_LOGPROBS
+    takes: frozenset[str] = TAKEN
     check_grammar: Callable[[StructuredOutput], None] = check_structured_output
 
     def check(self, request: Request) -> None:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
+        refuse_fields(request, self.takes, "this engine")
         self._check_prompt(request.prompt)
         self._check_numbers(request)
         if request.method is not None and request.method not in self.methods:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.engines.http.client import Json
-from paceline.errors import EngineClosed, PacelineError
+from paceline.errors import EngineClosed, EngineFailed, PacelineError
 
 Item = Json | PacelineError | None  # None: the answer is over
 
@@ -53,7 +53,7 @@ class TrackedRequest:
         except PacelineError as error:
             self.items.put_nowait(error)
         except Exception as error:  # the reader must never wait in vain
-            self.items.put_nowait(EngineClosed(f"the connection failed: {error!r}"))
+            self.items.put_nowait(EngineFailed(f"the connection failed: {error!r}"))
 
 
 class RequestTracker:

@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from paceline.engines.http.client import Json
 
 MORE_SAMPLING = frozenset({"top_k", "min_p", "repetition_penalty", "ignore_eos"})
+REQUEST_FIELDS = {  # of a Request, with the names that vLLM and paceline have for them
+    "stop_token_ids": "stop_token_ids",
+    "include_stop": "include_stop_str_in_output",
+    "skip_special_tokens": "skip_special_tokens",
+    "bad_words": "bad_words",
+    "allowed_token_ids": "allowed_token_ids",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +26,7 @@ class ServerKind:
     with_logprobs    what a request for log-probabilities asks for besides
     regex_field      where a regular expression goes, by path; None: it takes none
     takes_method     a request may choose how to draft
+    request_fields   names of REQUEST_FIELDS that it takes
     """
 
     name: str
@@ -28,12 +36,15 @@ class ServerKind:
     with_logprobs: Json = field(default_factory=dict)
     regex_field: tuple[str, ...] | None = None
     takes_method: bool = False
+    request_fields: frozenset[str] = frozenset()
 
 
 TOKEN_ID_NAMES: Json = {"return_tokens_as_token_ids": True}
+ALL_FIELDS = frozenset(REQUEST_FIELDS)
 PACELINE = ServerKind(
-    "paceline", True, MORE_SAMPLING, {"x_paceline": True, "return_token_ids": True}, TOKEN_ID_NAMES, takes_method=True
-)
+    "paceline", True, MORE_SAMPLING | {"min_tokens"}, {"x_paceline": True, "return_token_ids": True}, TOKEN_ID_NAMES,
+    ("structured_outputs", "regex"), takes_method=True, request_fields=ALL_FIELDS,
+)  # fmt: skip
 LLAMA_CPP = ServerKind("llama.cpp", True, MORE_SAMPLING)
 KINDS = {
     kind.name: kind
@@ -42,7 +53,7 @@ KINDS = {
         LLAMA_CPP,
         ServerKind(
             "vllm", True, MORE_SAMPLING | {"min_tokens"}, {"return_token_ids": True}, TOKEN_ID_NAMES,
-            ("structured_outputs", "regex"),
+            ("structured_outputs", "regex"), request_fields=ALL_FIELDS,
         ),
         ServerKind(
             "sglang", True, MORE_SAMPLING | {"min_tokens"}, {"return_spec_tokens_details": True}, {}, ("regex",)

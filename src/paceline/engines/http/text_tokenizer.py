@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from paceline.errors import PromptError
-from paceline.hub.tokenizer import Message, Tokenizer
+from paceline.hub.tokenizer import ChatPrompt, Message, Tokenizer
 
 NUM_BYTES = 256
 MESSAGES = "<|messages|>"  # in front of chat messages; the token after the bytes
@@ -31,7 +31,8 @@ class TextTokenizer(Tokenizer):
             raise PromptError("the prompt is empty; there is nothing to continue")
         return _bytes(prompt)
 
-    def _chat_ids(self, messages: list[Message]) -> list[int]:
+    def _chat_ids(self, prompt: ChatPrompt) -> list[int]:
+        messages = prompt.messages
         if not all("role" in message for message in messages):
             raise PromptError('a chat message is a dictionary such as {"role": "user", "content": "…"}')
         return [NUM_BYTES, *_bytes(json.dumps(messages, ensure_ascii=False))]

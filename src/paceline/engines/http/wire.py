@@ -24,12 +24,15 @@ class ResponseReader(Protocol):
     """Turns the events of one answer into outputs, and counts.
 
     finish_reason  None until the server says that the answer is complete
-    prompt_tokens  that the server counted; None: it has not said
+    stop_reason    the stop string or stop token that ended the answer; None: another reason, or it has not said
+    prompt_tokens  that the server counted, num_cached_tokens of them from its prefix cache; None: it has not said
     knows_drafts   whether the answer says how many draft tokens there were; else `counts` may be set
     """
 
     finish_reason: str | None
+    stop_reason: int | str | None
     prompt_tokens: int | None
+    num_cached_tokens: int | None
     counts: DraftCounts | None
 
     @property

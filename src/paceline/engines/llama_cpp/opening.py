@@ -17,12 +17,13 @@ from paceline.engines.http.request_checks import RequestChecks
 from paceline.engines.llama_cpp.options import LlamaCppOptions, check_supported
 from paceline.engines.llama_cpp.process import LlamaCppProcess
 from paceline.engines.local.structured_output import GrammarCompiler
-from paceline.errors import EngineClosed, MissingExtra, OptionError, PacelineError
+from paceline.errors import EngineFailed, MissingExtra, OptionError, OutOfMemory, PacelineError, StepFailed
 from paceline.hub.gguf_model import GgufModel, gguf_path, locate_gguf
 from paceline.hub.locate import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 
 SUBJECT = "llama.cpp"
+CACHE_FULL = "Context size has been exceeded"  # llama.cpp's words where sequences together have filled it
 
 
 def open_llama_cpp(config: EngineConfig) -> RemoteEngine:
@@ -39,7 +40,7 @@ def open_llama_cpp(config: EngineConfig) -> RemoteEngine:
     tokenizer = _tokenizer(config.model, gguf)
     process = LlamaCppProcess(settings, gguf.name, show_log=options.log)
     try:
-        client = HttpClient(process.url, api_key, subject=SUBJECT)
+        client = HttpClient(process.url, api_key, subject=SUBJECT, use_proxy=False)
         return RemoteEngine(_parts(config, options, gguf, tokenizer, process, client))
     except BaseException:
         process.close()
@@ -65,8 +66,18 @@ def _parts(
     )
     methods = (options.method,)
     checks = RequestChecks(info, methods, check_grammar=GrammarCheck(tokenizer, info))
-    ends: dict[str, Any] = {"explain": _explained(process), "on_close": process.close}
-    return RemoteParts(info, tokenizer, methods, client, wire, checks, options.max_num_seqs, **ends)
+    return RemoteParts(
+        info,
+        tokenizer,
+        methods,
+        client,
+        wire,
+        checks,
+        options.max_num_seqs,
+        explain=_explained(process),
+        check_health=process.check_health,
+        on_close=process.close,
+    )
 
 
 class GrammarCheck:
@@ -97,12 +108,16 @@ def _info(gguf: GgufModel, meta: dict[str, Any], process: LlamaCppProcess) -> Mo
 
 
 def _explained(process: LlamaCppProcess) -> Explain:
-    """A lost connection to a process that has ended is told as its end."""
+    """A lost connection to a process that has ended is told as its end, and a full KV cache with what helps."""
 
     def explain(error: PacelineError) -> PacelineError:
-        if isinstance(error, EngineClosed):
-            process.wait_if_ending()
-            return process.failure() or error
+        if isinstance(error, StepFailed) and CACHE_FULL in str(error):
+            return OutOfMemory("llama.cpp's KV cache is full; raise --kv-cache-tokens or lower --max-num-seqs")
+        if isinstance(error, EngineFailed):
+            try:
+                process.check_after_failure()
+            except EngineFailed as reason:
+                return reason
         return error
 
     return explain

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from paceline.errors import EngineClosed, ModelError
+from paceline.errors import EngineFailed, ModelError
 
 WORKER = Path(__file__).with_name("worker.py")
 END_SECONDS = 10.0
@@ -65,19 +65,19 @@ class LlamaCppProcess:
         errors = [line for line in lines if "error" in line.lower() or "failed" in line.lower()]
         return f" ({errors[-1][:MAX_REASON]})" if errors else ""
 
-    def failure(self) -> EngineClosed | None:
-        """Why requests fail, where the process has ended; None: it runs."""
+    def check_health(self) -> None:
+        """Raise EngineFailed where the process has ended."""
         code = self._process.poll()
-        if code is None:
-            return None
-        return EngineClosed(f"llama.cpp's process has ended ({_ended(code)}){self._reason()}; open the engine again")
+        if code is not None:
+            raise EngineFailed(f"llama.cpp's process has ended ({_ended(code)}){self._reason()}; open the engine again")
 
-    def wait_if_ending(self) -> None:
-        """Give a process whose connection has just broken the moment it needs to be gone."""
+    def check_after_failure(self) -> None:
+        """The same; a process whose connection has just broken is given the moment it needs to be gone."""
         try:
             self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             return
+        self.check_health()
 
     def close(self) -> None:
         """End the process. Closing twice is harmless."""

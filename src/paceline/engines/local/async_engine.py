@@ -13,10 +13,12 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.core.protocols import Tokenizer
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
+from paceline.core.stopping import StopRules
 from paceline.core.types import Request, RequestOutput
 from paceline.engines.local.engine import LocalEngine
 from paceline.engines.local.request_state import RequestState
@@ -30,8 +32,17 @@ LOG = logging.getLogger(__name__)
 class _Command:
     """What the worker should do before its next step."""
 
-    run: Callable[[RequestState], None]
-    request: RequestState
+    run: Callable[[Any], None]
+    request: RequestState | _Embedding
+
+
+@dataclass(frozen=True, slots=True)
+class _Embedding:
+    """A prompt to embed, and where the vector goes."""
+
+    token_ids: list[int]
+    pooling: str
+    deliver: Callable[[list[float] | Exception], None]
 
 
 class AsyncEngine:
@@ -52,6 +63,24 @@ class AsyncEngine:
         if self._closing.is_set():
             raise EngineClosed("the engine has been closed")
         return self._stream(self.engine.sequence(request))
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        loop = asyncio.get_running_loop()
+        vectors: asyncio.Queue[list[float] | Exception] = asyncio.Queue()
+
+        def deliver(vector: list[float] | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(vectors.put_nowait, vector)
+            except RuntimeError:  # the reader's loop has closed
+                LOG.debug("an embedding ended after its reader")
+
+        self._commands.put(_Command(self._embed, _Embedding(token_ids, pooling, deliver)))
+        if self._closing.is_set():  # the worker may have taken its last command
+            raise EngineClosed("the engine has been closed")
+        vector = await vectors.get()
+        if isinstance(vector, Exception):
+            raise vector
+        return vector
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -88,7 +117,7 @@ class AsyncEngine:
                 output = await outputs.get()
                 if isinstance(output, PacelineError):
                     raise output
-                yield _with_text(output, detokenizer, stopping.include_stop)
+                yield _with_text(output, detokenizer, stopping)
                 if output.finish_reason is not None:
                     return
         finally:
@@ -108,6 +137,12 @@ class AsyncEngine:
             self._take_commands(wait=False)
             self.engine.abort_all()
 
+    def _embed(self, embedding: _Embedding) -> None:
+        try:
+            embedding.deliver(self.engine.embed(embedding.token_ids, embedding.pooling))
+        except Exception as error:  # a model or a driver may raise anything at all
+            embedding.deliver(error)
+
     def _take_commands(self, wait: bool) -> None:
         """Run the commands since the last step; without work, sleep until one comes."""
         while wait or not self._commands.empty():
@@ -117,14 +152,9 @@ class AsyncEngine:
                 command.run(command.request)
 
 
-def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, include_stop: bool) -> RequestOutput:
-    """The characters that the tokens complete; on the last output also those held back.
-
-    An end token or stop token is no part of the text, even where special tokens are shown, unless include_stop.
-    """
-    ended_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-    tokens = output.token_ids[:-1] if ended_by_token and not include_stop else output.token_ids
-    text = detokenizer.feed(list(tokens))
+def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, stopping: StopRules) -> RequestOutput:
+    """The characters that the tokens complete; on the last output also those held back."""
+    text = detokenizer.feed(stopping.text_tokens(list(output.token_ids), output.finish_reason))
     if output.finish_reason is not None:
         text += detokenizer.flush()
     return replace(output, text=text)

@@ -27,6 +27,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import Capability, ModelOutput, Request, RowOutput, StepResult, VerifyResult
 from paceline.device.graphs import num_one_off_works
+from paceline.engines.local.embedding import Embedder
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
 from paceline.engines.local.prefill import step_row
@@ -75,6 +76,7 @@ class LocalEngine:
         kv = KVManager(parts.target, parts.prefix_cache)
         self._sequences = SequenceBuilder(self.info, tokenizer, config, methods, kv.capacity)
         self._scheduler = Scheduler(kv, self._drafter, parts.draft_length, config)
+        self._embedder = Embedder(parts.target, kv, config.prefill_chunk)
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -99,6 +101,10 @@ class LocalEngine:
     def abort_all(self) -> None:
         """End every sequence where it is, and free everything."""
         self._scheduler.abort_all()
+
+    def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        """The pooled hidden states of a prompt, computed between two steps."""
+        return self._embedder.embed(token_ids, pooling)
 
     @property
     def has_work(self) -> bool:

@@ -10,6 +10,7 @@ from paceline.core.sequence import Constraint, MinNewTokens, Sequence, SequenceP
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request
 from paceline.core.verify import RULES, AcceptanceRule
+from paceline.engines.local.reasoning import ReasoningConstraint
 from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.hub.tokenizer import Tokenizer
@@ -79,7 +80,7 @@ class SequenceBuilder:
     def _constraint(self, request: Request) -> Constraint | None:
         """All that the request says about it, the strongest rule first: a grammar also says where the output ends."""
         rules = [
-            self._grammar(request),
+            self._after_reasoning(request, self._grammar(request)),
             self._allowed_tokens(request),
             self._banned_words(request),
             self._min_new_tokens(request),
@@ -93,6 +94,13 @@ class SequenceBuilder:
         if self._grammars is None:
             self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
         return self._grammars.compile(request.structured_output)
+
+    def _after_reasoning(self, request: Request, answer: Constraint | None) -> Constraint | None:
+        """What holds for the answer begins after the reasoning, and the reasoning may have a longest length."""
+        span = request.reasoning
+        if span is None or (answer is None and span.max_tokens is None):
+            return answer
+        return ReasoningConstraint(span, answer, self._info, self._tokenizer.decode_with_special)
 
     def _allowed_tokens(self, request: Request) -> Constraint | None:
         if request.allowed_token_ids is None:
@@ -164,5 +172,5 @@ def text_list(name: str, value: Any) -> tuple[str, ...]:
 
 def word_token_ids(hf_tokenizer: Any, word: str) -> set[tuple[int, ...]]:
     """The token ids of a word at the start of a text and after a space."""
-    texts = (word, " " + word.lstrip())
-    return {tuple(hf_tokenizer(text, add_special_tokens=False).input_ids) for text in texts} - {()}
+    strings = (word, " " + word.lstrip())
+    return {tuple(hf_tokenizer(string, add_special_tokens=False).input_ids) for string in strings} - {()}

@@ -7,6 +7,8 @@ never keeps a token that was only drafted.
 from __future__ import annotations
 
 import json
+import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,10 @@ from paceline.errors import MissingExtra, OptionError
 if TYPE_CHECKING:
     import llguidance
 
+LOG = logging.getLogger(__name__)
+
 ANY_OBJECT = json.dumps({"type": "object"})
+MAX_COMPILED = 64  # grammars that are kept: choices of one request, and requests after it, mostly have the same
 
 
 class GrammarCompiler:
@@ -35,9 +40,18 @@ class GrammarCompiler:
         self._info = info
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
         self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
+        self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()  # at their start
 
     def compile(self, output: StructuredOutput) -> GrammarConstraint:
         """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
+        if output not in self._compiled:
+            self._compiled[output] = self._matcher(output)
+        self._compiled.move_to_end(output)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return GrammarConstraint(self._compiled[output].deep_copy(), self._info)
+
+    def _matcher(self, output: StructuredOutput) -> llguidance.LLMatcher:
         import llguidance
 
         try:
@@ -50,7 +64,10 @@ class GrammarCompiler:
         if matcher.is_error():
             name = "JSON schema" if output.kind.startswith("json") else output.kind
             raise OptionError(f"the {name} is not supported: {matcher.get_error().splitlines()[0]}")
-        return GrammarConstraint(matcher, self._info)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise OptionError(f"no output can match the {output.kind}")
+        return matcher
 
 
 def _grammar(output: StructuredOutput) -> str:
@@ -89,8 +106,11 @@ class GrammarConstraint:
     def __init__(self, matcher: llguidance.LLMatcher, info: ModelInfo) -> None:
         self._matcher, self._vocab_size = matcher, info.vocab_size
         self._eos = info.eos_token_ids
+        self._has_ended = False  # an end token may be ignored: then nothing but more of them follows
 
     def allowed(self, path: list[int]) -> Tensor:
+        if self._has_ended or not self._eos.isdisjoint(path):
+            return self._only_eos()
         consumed = self._matcher.try_consume_tokens(path) if path else 0
         if consumed < len(path):  # no row after a draft token that the grammar excludes is ever sampled from
             self._matcher.rollback(consumed)
@@ -102,7 +122,9 @@ class GrammarConstraint:
 
     def advance(self, tokens: list[int]) -> None:
         for token in tokens:
-            if token in self._eos or not self._matcher.try_consume_tokens([token]):
+            if token in self._eos:
+                self._has_ended = True
+            if self._has_ended or not self._matcher.try_consume_tokens([token]):
                 return
 
     def _mask(self) -> Tensor:
@@ -112,5 +134,14 @@ class GrammarConstraint:
         else:
             bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
             mask = torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool))
+        if self._matcher.is_error():  # the grammar has grown beyond llguidance's limits on the way
+            LOG.warning("an output ends before it is complete: %s", self._matcher.get_error().splitlines()[0])
+            self._has_ended = True
+            return self._only_eos()
         mask[sorted(self._eos)] = self._matcher.is_accepting()
+        return mask
+
+    def _only_eos(self) -> Tensor:
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        mask[sorted(self._eos)] = True
         return mask

@@ -6,6 +6,7 @@ requests.py     a request -> vLLM's sampling parameters, or the error that says 
 steps.py        vLLM's outputs and metrics -> steps, SpecStats, EngineStats
 engine.py       AsyncLLM in this process behind `Engine`
 proposer.py     suffix lookup and the draft-length policy inside vLLM (method auto)
+server_command.py  the line that starts vLLM's own server with the same configuration
 worker.py       kernels.py inside vLLM on a CPU, where its own verify draft tokens wrongly
 """
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # --help reads the SPEC and must not wait for torch
 
 MAX_GPUS = 1024
 METHODS = (
-    "none", "ngram", "suffix", "draft_model", "cross_vocab", "medusa", "eagle", "eagle3", "mtp", "dflash", "ngram_gpu",
+    "none", "ngram", "ngram_gpu", "suffix", "draft_model", "cross_vocab", "medusa", "eagle", "eagle3", "dflash", "mtp",
     "auto",
 )  # fmt: skip
 
@@ -33,7 +34,7 @@ def _open(config: EngineConfig, build: BuildLocal) -> Engine:
 
 
 def _server_command(config: EngineConfig) -> str:
-    from paceline.engines.vllm.arguments import server_command
+    from paceline.engines.vllm.server_command import server_command
 
     return server_command(config)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import NONE, EngineConfig
+from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
@@ -118,7 +119,7 @@ class _RunningRequest:
     ended: bool = False
 
 
-class VllmEngine:
+class VllmEngine(NoEmbeddings):
     """Generates with vLLM. Its method and number of draft tokens are those it was started with."""
 
     def __init__(
@@ -206,9 +207,9 @@ class VllmEngine:
                 LOG.debug("a sequence ended after its reader")
 
         request = _RunningRequest(f"paceline-{next(self._ids)}", seq.params.logprobs, deliver)
-        stopping, skip_special_tokens = seq.params.stopping, seq.params.skip_special_tokens
+        stopping, skips = seq.params.stopping, seq.params.skip_special_tokens
         detokenizer = self.tokenizer.stream(
-            stopping.stop_strings, skip_special_tokens=skip_special_tokens, include_stop=stopping.include_stop
+            stopping.stop_strings, skip_special_tokens=skips, include_stop=stopping.include_stop
         )
         reader = SequenceReader(seq, detokenizer)
         self._begin(request, seq.ids, params)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import NONE, as_int, checked_k
+from paceline.core.request_fields import refuse_fields
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request, StructuredOutput
@@ -19,7 +20,12 @@ from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.hub.tokenizer import Tokenizer
 
 SEED_RANGE = 1 << 63
-LOCAL_ONLY = ("prompt_logprobs", "bad_words", "allowed_token_ids")  # fields that are not passed on
+TAKEN = frozenset(
+    {
+        "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
+        "structured_output", "stop_token_ids", "include_stop", "skip_special_tokens", "priority", "reasoning",
+    }
+)  # fmt: skip
 STRUCTURED = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
 
@@ -45,8 +51,8 @@ class RequestTranslator:
 
     def translate(self, request: Request) -> VllmRequest:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
+        refuse_fields(request, TAKEN, "the engine vllm")
         self._check_speculation(request)
-        _check_fields(request)
         stopping = self._stop_rules(request)
         params = SequenceParams(
             request.sampling,
@@ -164,11 +170,6 @@ class RequestTranslator:
             raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
         return info.max_seq_len - length
 
-
-def _check_fields(request: Request) -> None:
-    for name in LOCAL_ONLY:
-        if getattr(request, name) not in (None, ()):
-            raise OptionError(f"the engine vllm does not take {name}; use engine local, or leave it out")
 
 
 def _structured(output: StructuredOutput | None) -> dict[str, Any]:

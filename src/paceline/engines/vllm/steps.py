@@ -119,26 +119,19 @@ class SequenceReader:
     def _output(self, step: Step, emitted: list[int], run: slice, from_draft: bool, *, last: bool) -> RequestOutput:
         seq = self._seq
         finished = last and seq.finished
-        reason = seq.params.stopping.stop_reason(seq.generated) if finished and seq.finish_reason == "stop" else None
+        reason = seq.finish_reason if last else None
+        text = self._detokenizer.feed(seq.params.stopping.text_tokens(emitted[run], reason))
         return RequestOutput(
-            self._text(emitted[run], reason, finished=finished),
+            text + self._detokenizer.flush() if finished else text,
             tuple(emitted[run]),
             from_draft,
             None if step.logprobs is None else step.logprobs[run],
-            seq.finish_reason if last else None,
+            reason,
             seq.stats if finished else None,
             step.drafted if last else None,
-            reason,
+            seq.stop_reason if finished else None,
             step.num_cached_tokens if finished else None,
         )
-
-    def _text(self, tokens: list[int], reason: int | str | None, *, finished: bool) -> str:
-        """The characters that tokens complete. A token that ended the sequence is none of them, unless asked for."""
-        seq = self._seq
-        by_token = finished and seq.finish_reason == "stop" and not isinstance(reason, str)
-        shown = tokens[:-1] if by_token and not seq.params.stopping.include_stop else tokens
-        text = self._detokenizer.feed(shown)
-        return text + self._detokenizer.flush() if finished else text
 
 
 def sequence_stats(records: list[_StepRecord], metrics: Any) -> SpecStats:

@@ -204,6 +204,14 @@ class NativeRunner(PagedRunner):
         self.options.want_hidden = self.options.want_hidden or hidden
         self.options.feature_layers = features or self.options.feature_layers
 
+    def hidden_view(self) -> NativeRunner:
+        """Eager passes only: the view reads a prompt now and then, and graphs would hold memory."""
+        view = copy.copy(self)
+        view.options = OutputOptions(self.model.config.num_layers, want_hidden=True)
+        view.eager = EagerPasses(self.model, self.kv, self._rope_cache, view.options)
+        view.prefill_graphs = view.decode_graphs = None
+        return view
+
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(hidden)
 

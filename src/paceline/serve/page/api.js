@@ -22,7 +22,8 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
-/* Yields {tokens: [{bytes, logprob}], fromDraft, numDraftTokens, finishReason} for each chunk. */
+/* Yields {tokens: [{bytes, logprob}], content, reasoning, toolCalls, fromDraft, numDraftTokens, finishReason} for each
+   chunk. */
 export async function* streamChat(params, key, signal) {
   const body = { ...params, stream: true, logprobs: true, x_paceline: true };
   const response = await fetch("/v1/chat/completions", {
@@ -37,6 +38,9 @@ export async function* streamChat(params, key, signal) {
     if (!choice) continue;
     yield {
       tokens: choice.logprobs?.content ?? [],
+      content: choice.delta?.content ?? "",
+      reasoning: choice.delta?.reasoning_content ?? "",
+      toolCalls: choice.delta?.tool_calls ?? [],
       fromDraft: choice.x_paceline?.from_draft === true,
       numDraftTokens: choice.x_paceline?.num_draft_tokens ?? null,
       finishReason: choice.finish_reason,

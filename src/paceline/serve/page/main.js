@@ -1,7 +1,8 @@
 // The page: a chat that shows which tokens come from the draft, and a race of one prompt without and with speculation.
 
 import { listModels } from "./api.js";
-import { generate, requestParams } from "./generation.js";
+import { generate, offeredTools, requestParams } from "./generation.js";
+import { Message } from "./message.js";
 import { race } from "./race.js";
 import { addTokenListeners } from "./tokens.js";
 
@@ -32,38 +33,59 @@ function errorText(error) {
   return error.message || "the connection was lost";
 }
 
-function addMessages(prompt) {
-  const message = createElement("div", "message assistant");
+function addMessage() {
+  const container = createElement("div", "message assistant");
   const element = createElement("div", "answer");
   element.tabIndex = 0;
   element.setAttribute("aria-label", "Answer; the arrow keys describe each token");
-  message.append(element);
-  byId("log").append(createElement("div", "message user", prompt), message);
-  return { message, element };
+  container.append(element);
+  byId("log").append(container);
+  return { container, message: new Message(container, element) };
+}
+
+function scrollToEnd() {
+  byId("log").scrollTop = byId("log").scrollHeight;
+}
+
+/* What the tools have returned goes back once every call has a result. */
+function askForResults(messages, calls) {
+  const submit = () => {
+    const results = calls.map((call) => call.result.value);
+    if (messages !== conversation || abortController || results.some((text) => !text.trim())) return;
+    const documents = calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: results[index] }));
+    for (const call of calls) call.showResult();
+    run((signal) => respond(documents, signal));
+  };
+  for (const call of calls) call.askForResult(submit);
 }
 
 async function chat(prompt, signal) {
-  const messages = conversation;
-  const log = byId("log");
   byId("hint").hidden = true;
-  const { message, element } = addMessages(prompt);
-  const scrollToEnd = () => { log.scrollTop = log.scrollHeight; };
+  byId("log").append(createElement("div", "message user", prompt));
+  await respond([{ role: "user", content: prompt }], signal);
+}
+
+/* Sends new messages of the conversation and shows the answer. */
+async function respond(added, signal) {
+  const messages = conversation;
+  const { container, message } = addMessage();
   scrollToEnd();
-  messages.push({ role: "user", content: prompt });
+  messages.push(...added);
   try {
     const temperature = Number(byId("temperature").value) || 0;
     const params = requestParams(model, messages, byId("speculation").checked, temperature);
-    const { answer, gauges } = await generate(params, signal, element, scrollToEnd);
-    message.append(createElement("p", "summary", gauges.summary));
-    byId("announcement").textContent = `Answer: ${answer.text}`;
+    const { gauges } = await generate({ ...params, ...offeredTools() }, signal, message, scrollToEnd);
+    container.append(createElement("p", "summary", gauges.summary));
+    byId("announcement").textContent = `Answer: ${message.text || message.calls.map((call) => call.name).join(", ")}`;
+    if (message.calls.length) askForResults(messages, message.calls);
   } catch (error) {
     const stopped = error.name === "AbortError";
-    message.append(createElement("p", stopped ? "summary" : "summary error", errorText(error)));
+    container.append(createElement("p", stopped ? "summary" : "summary error", errorText(error)));
     byId("announcement").textContent = errorText(error);
   }
   // A question without an answer is not part of the next request: it may be what the server refused.
-  if (element.textContent) messages.push({ role: "assistant", content: element.textContent });
-  else messages.pop();
+  if (message.isEmpty) messages.splice(-added.length);
+  else messages.push(message.document);
   scrollToEnd();
 }
 
@@ -79,9 +101,13 @@ async function submit(event) {
   event?.preventDefault();
   const prompt = byId("prompt").value.trim();
   if (!prompt || abortController) return;
-  setRunning(true);
   if (view === "chat") byId("prompt").value = "";
-  await (view === "chat" ? chat : runRace)(prompt, abortController.signal);
+  await run((signal) => (view === "chat" ? chat : runRace)(prompt, signal));
+}
+
+async function run(work) {
+  setRunning(true);
+  await work(abortController.signal);
   setRunning(false);
 }
 

@@ -6,6 +6,7 @@
 import { compareOutputs, describeRace } from "./compare.js";
 import { generate, requestParams } from "./generation.js";
 import { streamChat } from "./api.js";
+import { Answer } from "./tokens.js";
 
 const TURNS = ["off", "on", "on", "off"];
 const byId = (id) => document.getElementById(id);
@@ -27,7 +28,7 @@ async function readPrompt(params, signal) {
 async function runLane(name, params, signal, isFirst) {
   const bar = byId(`lane-${name}-bar`);
   const element = isFirst ? byId(`lane-${name}`) : document.createElement("div");
-  const result = await generate(params, signal, element, (answer, gauges) => {
+  const result = await generate(params, signal, new Answer(element), (answer, gauges) => {
     bar.value = (isFirst ? 0 : 0.5) + answer.count / params.max_tokens / 2;
     const run = isFirst ? "first" : "second";
     byId(`lane-${name}-summary`).textContent = `${run} run: ${answer.count} tokens, ${gauges.steps} steps`;

@@ -15,6 +15,16 @@ export class Answer {
     return this.tokens.length;
   }
 
+  addChunk(chunk) {
+    for (const token of chunk.tokens) this.add(token, chunk.fromDraft);
+  }
+
+  /* Text whose tokens are not known. */
+  addText(text) {
+    this.text += text;
+    this.element.append(text);
+  }
+
   add(token, fromDraft) {
     // A character can be spread over several tokens: it is shown with the last of them.
     const text = this.decoder.decode(new Uint8Array(token.bytes ?? []), { stream: true });

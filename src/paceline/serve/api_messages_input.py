@@ -1,0 +1,172 @@
+"""The body of /v1/messages to a chat request: content blocks to messages, tools to their chat spelling."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from paceline.serve.api_chat import given, part_text, string_of, text_of, tool_call
+from paceline.serve.api_shape import Json, as_text
+from paceline.serve.errors import ApiError
+from paceline.serve.schema import Count, LenientModel
+
+Blocks = Annotated[list[dict[str, Any]], Field(max_length=4096)]
+# Fields that are read here, and those that change nothing; all others go on to the chat request as they are.
+OWN_FIELDS = frozenset(
+    {
+        "model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice", "thinking",
+        "output_config", "output_format", "metadata", "service_tier", "container", "context_management", "betas",
+        "cache_control", "inference_geo", "mcp_servers",
+    }
+)  # fmt: skip
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+UNREAD_BLOCKS = ("redacted_thinking",)  # only its author can read them
+
+
+class MessageParam(LenientModel):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Blocks
+
+
+class CountTokensRequest(LenientModel):
+    """Body of /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=4096)]
+    system: str | Blocks | None = None
+    tools: Blocks | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of /v1/messages."""
+
+    max_tokens: Count
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    output_config: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def prompt_document(body: CountTokensRequest) -> Json:
+    """What the chat template reads: messages, tools and the choice of one."""
+    system = [{"role": "system", "content": text_of(body.system, "system")}] if body.system else []
+    messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
+    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
+    document = given(model=body.model, tools=tools or None, thinking=body.thinking)
+    return {**document, **_tool_choice(body.tool_choice or {}), "messages": [*system, *messages]}
+
+
+def chat_document(body: MessagesRequest) -> Json:
+    """The chat request of a message."""
+    fields = body.model_dump(exclude_unset=True, exclude_none=True)
+    if fields.get("mcp_servers"):
+        raise ApiError(400, "mcp_servers are not reached from this server; leave them out", param="mcp_servers")
+    document = {name: value for name, value in fields.items() if name not in OWN_FIELDS}
+    document |= prompt_document(body) | _output_config(fields)
+    document |= given(max_tokens=body.max_tokens, stop=body.stop_sequences)
+    if body.stream:
+        document |= {"stream": True, "stream_options": {"include_usage": True}}
+    return document
+
+
+# --- content blocks ---------------------------------------------------------------------------------------------------
+
+
+def _messages(turn: MessageParam, index: int) -> list[Json]:
+    """The chat messages of one turn. Tool results are messages of their own, before the text of the turn."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    if turn.role == "assistant":
+        return [_assistant(turn.content, f"messages.{index}.content")]
+    return _user(turn.role, turn.content, f"messages.{index}.content")
+
+
+def _user(role: str, blocks: list[Json], param: str) -> list[Json]:
+    messages: list[Json] = []
+    text = ""
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            messages.append(_tool_result(block, param))
+        else:
+            text += _block_text(block, param)
+    return [*messages, {"role": role, "content": text}] if text or not messages else messages
+
+
+def _tool_result(block: Json, param: str) -> Json:
+    content = text_of(block.get("content"), f"{param}.content")
+    if block.get("is_error"):
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": string_of(block, "tool_use_id", param), "content": content}
+
+
+def _assistant(blocks: list[Json], param: str) -> Json:
+    message: Json = {"role": "assistant", "content": ""}
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_use":
+            arguments = as_text(block.get("input") or {})
+            call = tool_call(string_of(block, "id", param), string_of(block, "name", param), arguments)
+            message["tool_calls"] = [*message.get("tool_calls", ()), call]
+        elif kind == "thinking":
+            message["reasoning_content"] = message.get("reasoning_content", "") + string_of(block, "thinking", param)
+        elif kind not in UNREAD_BLOCKS:
+            message["content"] += part_text(block, param)
+    return message
+
+
+def _block_text(block: Json, param: str) -> str:
+    """The text of a block; a document is text where it brings its text along."""
+    source = block.get("source")
+    if block.get("type") == "document" and isinstance(source, dict):
+        if source.get("type") == "text" and isinstance(source.get("data"), str):
+            return str(source["data"])
+        if source.get("type") == "content":
+            return text_of(source.get("content"), f"{param}.source.content")
+    return part_text(block, param)
+
+
+# --- tools, formats ---------------------------------------------------------------------------------------------------
+
+
+def _tool(tool: Json, param: str) -> Json:
+    if tool.get("type", "custom") != "custom":
+        message = f"{param} is a tool of type {str(tool['type'])[:40]!r}; this server has the client's own tools only"
+        raise ApiError(400, message, param=param)
+    function = {"name": string_of(tool, "name", param), "parameters": tool.get("input_schema") or {"type": "object"}}
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Json) -> Json:
+    kind = choice.get("type")
+    if kind is None:
+        return {}
+    if kind == "tool":
+        name = string_of(choice, "name", "tool_choice")
+        chosen: Any = {"type": "function", "function": {"name": name}}
+    elif kind in TOOL_CHOICES:
+        chosen = TOOL_CHOICES[kind]
+    else:
+        raise ApiError(400, "tool_choice.type is auto, any, tool or none", param="tool_choice.type")
+    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": chosen, **parallel}
+
+
+def _output_config(fields: Json) -> Json:
+    config = fields.get("output_config") or {}
+    chosen = config.get("format") or fields.get("output_format") or {}
+    if not isinstance(chosen, dict):
+        raise ApiError(400, "output_config.format must be an object", param="output_config.format")
+    schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": chosen.get("schema")}}
+    return given(
+        response_format=schema if chosen.get("type") == "json_schema" else None,
+        reasoning_effort=config.get("effort"),
+    )

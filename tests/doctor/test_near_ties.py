@@ -1,0 +1,76 @@
+"""The statistics of near-ties and of sampled tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paceline.doctor.answer import Answer, TokenChoice
+from paceline.doctor.near_ties import binomial_tail, drift, parting, plausible
+from paceline.doctor.scenarios.sampling import rank_counts
+
+
+def token(text: str, **top: float) -> TokenChoice:
+    alternatives = {name.encode(): value for name, value in top.items()}
+    return TokenChoice(text.encode(), alternatives.get(text.encode(), -0.1), alternatives)
+
+
+def answer(*tokens: TokenChoice) -> Answer:
+    return Answer("".join(item.data.decode() for item in tokens), "length", list(tokens))
+
+
+def test_answers_part_at_the_token_that_holds_the_first_other_byte() -> None:
+    reference = answer(token("ab", ab=-0.1), token("cd", cd=-0.7, ce=-0.8))
+    place = parting(Answer("abce"), reference, reference)
+    assert place.offset == 3 and place.gap == pytest.approx(0.1)
+
+
+def test_a_way_that_is_not_listed_is_no_near_tie() -> None:
+    reference = answer(token("ab", ab=-0.1), token("cd", cd=-0.7, ce=-0.8))
+    assert not parting(Answer("abxx"), reference, reference).is_near_tie(0.25)
+
+
+def test_characters_that_are_cut_into_tokens_are_compared_as_bytes() -> None:
+    euro, first, second = "€".encode(), TokenChoice(b"\xe2\x82", -0.1, {b"\xe2\x82": -0.1}), b"\xac"
+    last = TokenChoice(second, -0.6, {second: -0.6, b"\xa3": -0.7})
+    reference = Answer(euro.decode(), "length", [first, last])
+    place = parting(Answer("₣"), reference, reference)
+    assert place.offset == 2 and place.gap == pytest.approx(0.1)
+
+
+def test_so_many_differences_are_plausible_only_with_near_ties_to_differ_at() -> None:
+    assert plausible(0, [0, 0, 0]) == 1
+    assert plausible(1, [0, 0, 0]) == 0
+    assert plausible(3, [1, 1, 1]) == pytest.approx(1 / 8)
+    assert plausible(2, [1, 1, 1]) == pytest.approx(1 / 2)
+    assert binomial_tail(3, 3, 0.5) == pytest.approx(1 / 8)
+
+
+def test_drift_is_the_largest_change_of_a_likely_token() -> None:
+    first = [token("a", a=-0.1, b=-3.0), token("c", c=-0.2, d=-9.0)]
+    second = [token("a", a=-0.1, b=-3.4), token("c", c=-0.2, d=-7.0)]
+    change = drift(first, second)
+    assert change.largest == pytest.approx(0.4) and change.token == b"b"
+
+
+def test_draws_by_their_log_probabilities_raise_no_alarm_and_others_do() -> None:
+    """2,000 draws; the probability of a false alarm is below 4e-6, of a miss below 1e-9."""
+    rng, shares = random.Random(0), {"a": 0.5, "b": 0.3, "c": 0.15}
+    top = {name.encode(): math.log(share) for name, share in shares.items()}
+
+    def draws(weights: list[float]) -> list[TokenChoice]:
+        names = rng.choices(["a", "b", "c", "z"], weights, k=2000)
+        return [TokenChoice(name.encode(), -1.0, top) for name in names]
+
+    right, wrong = draws([0.5, 0.3, 0.15, 0.05]), draws([0.65, 0.2, 0.1, 0.05])
+    assert min(count.p_value for count in rank_counts(right, 3)) > 1e-6
+    assert rank_counts(wrong, 3)[0].p_value < 1e-6
+
+
+def test_a_token_that_a_server_adds_because_it_was_drawn_counts_as_not_listed() -> None:
+    top = {b"a": math.log(0.6), b"b": math.log(0.3), b"rare": math.log(0.01)}
+    counts = rank_counts([TokenChoice(b"rare", math.log(0.01), top)], 2)
+    assert [count.observed for count in counts] == [0, 0, 0, 1]
+    assert counts[3].expected == pytest.approx(0.1)

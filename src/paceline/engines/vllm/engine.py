@@ -29,7 +29,15 @@ from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
-from paceline.errors import EngineClosed, MissingExtra, ModelError, OptionError, PacelineError, StepFailed
+from paceline.errors import (
+    EngineClosed,
+    EngineFailed,
+    MissingExtra,
+    ModelError,
+    OptionError,
+    PacelineError,
+    StepFailed,
+)
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.runners.native.loading import eos_token_ids_in
 
@@ -153,9 +161,9 @@ class VllmEngine(NoEmbeddings):
         return self._recorder.snapshot(self.methods[0], len(self._running), num_blocks)
 
     def check_health(self) -> None:
-        """Raise StepFailed where one of vLLM's processes has died: no request can succeed any more."""
+        """Raise EngineFailed where one of vLLM's processes has died: no request can succeed any more."""
         if self._has_died:
-            raise StepFailed(DIED)
+            raise EngineFailed(DIED)
 
     async def close(self) -> None:
         if self._closing.is_set():
@@ -271,7 +279,7 @@ class VllmEngine(NoEmbeddings):
         request.ended = True
         self._recorder.failed()
         if self._has_died:
-            request.deliver(StepFailed(DIED))
+            request.deliver(EngineFailed(DIED))
         else:
             request.deliver(StepFailed(f"vLLM failed this request: {_first_line(error)} ({SHOW_LOG})"))
 

@@ -232,13 +232,14 @@ def test_a_draft_model_changes_no_distribution(decoder: SpeculativeDecoder, mode
 
     from paceline.core.sampling import SamplingParams, distribution
 
-    count, sampling = 1500, SamplingParams(**{"temperature": 1.0, **settings})
+    settings = {"temperature": 1.0, **settings}
+    count, sampling = 1500, SamplingParams(**settings)
     prompt = decoder.tokenizer.encode(PROMPT)
     with torch.no_grad():
         first = distribution(model(torch.tensor([prompt])).logits[0, -1], sampling)
         rows = torch.tensor([[*prompt, token] for token in range(len(first))])
         second = first.double() @ distribution(model(rows).logits[:, -1], sampling).double()
-    results = decoder.generate([PROMPT] * count, max_new_tokens=2, ignore_eos=True, temperature=1.0, **settings)
+    results = decoder.generate([PROMPT] * count, max_new_tokens=2, ignore_eos=True, **settings)
     observed = Counter(result.token_ids[1] for result in results)
     assert not [token for token in observed if second[token] == 0]
     likely = [token for token in range(len(second)) if count * float(second[token]) >= 5]

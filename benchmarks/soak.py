@@ -119,22 +119,27 @@ async def soak(running: Server, clients: int, seconds: float, max_tokens: int) -
         "seconds": seconds,
         "kv_blocks_before": kv_blocks(before),
         "kv_blocks_after": kv_blocks(after),
-        "preemptions": after["paceline_preemptions_total"],
-        "prefix_cache_hits": after["paceline_prefix_cache_hits_total"],
-        "failed_steps": after["paceline_failed_steps_total"],
+        "preemptions": total(after, "paceline_preemptions_total"),
+        "prefix_cache_hits": total(after, "paceline_prefix_cache_hits_total"),
+        "failed_steps": total(after, "paceline_failed_steps_total"),
         "megabytes": {"first": memory[0], "after_a_third": settled[0], "last": settled[-1], "max": max(memory)},
     }
 
 
 def kv_blocks(metrics: dict[str, float]) -> dict[str, float]:
-    return {state: metrics[f'paceline_kv_blocks{{state="{state}"}}'] for state in ("used", "cached", "free")}
+    return {state: total(metrics, "paceline_kv_blocks", f'state="{state}"') for state in ("used", "cached", "free")}
+
+
+def total(metrics: dict[str, float], name: str, label: str = "") -> float:
+    """The sum of a metric over its labels."""
+    return sum(value for key, value in metrics.items() if key.partition("{")[0] == name and label in key)
 
 
 async def idle_metrics(running: Server) -> dict[str, float]:
     """The metrics once no request is in progress."""
     for _ in range(200):
         metrics = running.metrics()
-        if not metrics["paceline_requests_running"] and not metrics["paceline_requests_waiting"]:
+        if not total(metrics, "paceline_requests_running") and not total(metrics, "paceline_requests_waiting"):
             break
         await asyncio.sleep(0.1)
     return metrics

@@ -35,13 +35,14 @@ from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
-from paceline.kv.prefix_cache import TARGET, PrefixCache
+from paceline.kv.prefix_cache import PrefixCache, target_owner
 from paceline.quantization import registry as formats
 from paceline.runners.loading import DTYPES, dtype_named
 from paceline.tuned import TunedProfile
 
 if TYPE_CHECKING:
     from paceline.hub.locate import ModelFiles
+    from paceline.runners.native import NativeRunner
 
 LOG = logging.getLogger(__name__)
 AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
@@ -114,17 +115,19 @@ def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = 
     runner = _load(config, device, kv_cache_tokens) if isinstance(config.model, str) else _wrap(config, kv_cache_tokens)
     if config.batch_invariant and Capability.BATCH_INVARIANT not in runner.capabilities:
         raise OptionError("batch_invariant needs a model that the native runner runs on a CUDA device")
+    if config.lora:
+        runner.read_adapters(config.lora)
     return runner
 
 
 def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runner:
     from paceline.runners.loading import load_model
-    from paceline.runners.native import NativeRunner
 
     dtype = dtype_named(config.dtype, device)
     files = locate(config.model)
     if config.runner != "hf" and _is_native(files, config):
-        return NativeRunner.load(
+        runner_class = _native_class(config)
+        return runner_class.load(
             files.folder, files.name, dtype, device, kv_cache_tokens, batch_invariant=config.batch_invariant
         )
     if config.runner == "native" or dtype not in DTYPES:
@@ -157,7 +160,7 @@ def _is_native(files: ModelFiles, config: ModelConfig) -> bool:
 
 def _wrap(config: ModelConfig, kv_cache_tokens: int | None) -> Runner:
     """A loaded model runs as it is; runner="native" copies its weights into our own layout."""
-    from paceline.runners.native import NativeRunner, is_native
+    from paceline.runners.native import is_native
 
     model = config.model
     if not hasattr(model, "config") or not hasattr(model, "parameters"):
@@ -167,7 +170,15 @@ def _wrap(config: ModelConfig, kv_cache_tokens: int | None) -> Runner:
         return _hugging_face(model, name, kv_cache_tokens)
     if not is_native(model.config):
         raise OptionError(f"runner native needs an architecture that paceline runs itself; {name} has none")
-    return NativeRunner.of_model(model, name, kv_cache_tokens, batch_invariant=config.batch_invariant)
+    return _native_class(config).of_model(model, name, kv_cache_tokens, batch_invariant=config.batch_invariant)
+
+
+def _native_class(config: ModelConfig) -> type[NativeRunner]:
+    """The native runner, or the one that reads adapters."""
+    from paceline.runners.native import NativeRunner
+    from paceline.runners.native.lora_runner import LoraRunner
+
+    return LoraRunner if config.lora else NativeRunner
 
 
 def open_tokenizer(config: ModelConfig) -> Tokenizer:
@@ -196,7 +207,7 @@ def _prefix_limits(config: EngineConfig) -> dict[str, int]:
     tokens = config.cache.prefix_cache_tokens
     if tokens is None and not config.per_request:
         tokens = LIBRARY_PREFIX_TOKENS
-    return {} if tokens is None else {TARGET: tokens}
+    return {} if tokens is None else {target_owner(lora): tokens for lora in (None, *config.model.lora)}
 
 
 # --- drafters ---------------------------------------------------------------------------------------------------------
@@ -211,7 +222,7 @@ def drafter_context(
     def draft_config(model: Any) -> ModelConfig:
         dtype = speculative.draft_dtype or config.model.dtype
         # What a draft rounds to costs acceptance, never output: it need not be batch-invariant.
-        return replace(config.model, model=model, dtype=dtype, tokenizer=None, batch_invariant=False)
+        return replace(config.model, model=model, dtype=dtype, tokenizer=None, batch_invariant=False, lora={})
 
     return DrafterContext(
         target=target,

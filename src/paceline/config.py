@@ -60,12 +60,14 @@ class ModelConfig:
         False, "on cuda: a batch computes bit for bit what its sequences compute alone; slower", action="store_true"
     )
     trust_remote_code: bool = option(False, "run code that comes with the model", action="store_true")
+    lora: dict[str, str] = field(default_factory=dict)  # directories of LoRA adapters by name; a request names one
 
     def __post_init__(self) -> None:
         if self.model is None:
             raise OptionError("model must be a name, a directory, a .gguf file or a loaded model, not None")
         _set(self, model=_path_or_model(self.model), device=_device_name(self.device), dtype=_dtype_name(self.dtype))
         _one_of("runner", self.runner, RUNNERS)
+        _set(self, lora=_lora_folders(self.lora))
         _set(self, max_model_len=_at_least("max_model_len", self.max_model_len, 2))
 
 
@@ -314,6 +316,16 @@ def _path_or_model(model: Any) -> Any:
     if isinstance(model, bool | int | float | bytes | list | dict) or model == "":
         raise OptionError(f"a model is a name, a directory, a .gguf file or a loaded model, not {model!r}")
     return model
+
+
+def _lora_folders(folders: Any) -> dict[str, str]:
+    """Adapters by name, as `base:name` is written in the API."""
+    if not isinstance(folders, Mapping) or not all(isinstance(name, str) for name in folders):
+        raise OptionError(f"lora must be a dictionary of directories by name, not {folders!r}")
+    for name in folders:
+        if not name or ":" in name:
+            raise OptionError(f"a LoRA adapter needs a name without a colon, not {name!r}")
+    return {name: os.fspath(folder) for name, folder in folders.items()}
 
 
 def _device_name(device: Any) -> str | None:

@@ -34,6 +34,7 @@ REQUEST_NAMES = (
     "ignore_eos",
     "logprobs",
     "num_draft_tokens",
+    "lora",
     "method",
     "prediction",
     "prompt_logprobs",

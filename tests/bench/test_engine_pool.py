@@ -141,3 +141,40 @@ def test_what_an_engine_does_not_have_is_said_before_it_is_opened(
     assert main([arguments[0], str(tiny_folder), *arguments[1:]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and not OPENED
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_that_drafts_as_it_was_started_is_one_setting_without_a_speedup(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(tiny_folder, "--engine", "running", "--report", "none") == 0
+    [setting] = document_of(capsys)["settings"]
+    assert (setting["name"], setting["speedup"], setting["outcome"]) == ("server k=auto", None, "not shown")
+    assert len(OPENED) == 1
+    assert main(["audit", str(tiny_folder), "--engine", "running", *AUDIT]) == 2
+    assert "--endpoint URL --against URL" in capsys.readouterr().err
+    assert main(["tune", str(tiny_folder), "--engines", f"running={tiny_folder}", *SMALL, "--json"]) == 0
+    assert document_of(capsys)["sentence"].startswith("running with server k=auto is fastest on this machine")
+
+
+@pytest.mark.slow
+def test_a_paceline_server_is_benched_and_audited_over_http(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real socket; the server takes the method with the request, so plain decoding and n-grams take turns."""
+    from paceline.serve.config import ServerConfig
+    from tests.serve.running import serving_model
+    from tests.support.tiny import byte_tokenizer, tiny_llama
+
+    with serving_model(tiny_llama(), byte_tokenizer(), ServerConfig(("tiny",)), num_draft_tokens=3) as running:
+        engine = ["--engine", "http", "--engine-option", f"url={running.url}"]
+        engine += ["--engine-option", f"tokenizer={tiny_folder}", "--methods", "ngram"]
+        assert main(["bench", "tiny", *SMALL, *engine, "-k", "3", "--report", "none"]) == 0
+        plain, drafted = document_of(capsys)["settings"]
+        assert (plain["name"], drafted["name"], drafted["lossless"]) == ("plain", "ngram k=3", True)
+        assert plain["tokens_per_step"] == 1
+        assert main(["audit", "tiny", *engine, *AUDIT, "--temperatures", "0"]) == 0
+        assert document_of(capsys)["checks"][0]["name"] == "greedy ngram k=2 = plain"

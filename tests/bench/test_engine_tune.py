@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.engines import registry
 from paceline.engines.registry import EngineSpec
 from paceline.tuned import read_profile
-from tests.support.foreign_engine import register_foreign
+from tests.support.foreign_engine import clock, register_foreign
 
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu"]
 
@@ -70,10 +71,11 @@ def tune(*arguments: str) -> int:
 
 @pytest.mark.slow
 def test_tune_names_the_fastest_engine_and_the_lines_that_start_it(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`foreign` waits before each sequence, so the other engine wins on any machine."""
-    engines = ["--engines", "foreign,roaming", "--engine-option", "delay=0.3", "--methods", "ngram"]
+    """By the clock `foreign` takes minutes for each sequence, so the other engine wins on any machine."""
+    monkeypatch.setattr("paceline.bench.engine_pool.time", SimpleNamespace(perf_counter=clock))
+    engines = ["--engines", "foreign,roaming", "--engine-option", "delay=600", "--methods", "ngram"]
     assert tune(str(tiny_folder), *engines, "--json") == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert document["engine"] == "roaming" and document["sentence"].startswith("roaming with")

@@ -27,7 +27,7 @@ from tests.serve.running import RunningServer, serving_model
 from tests.support.tiny import byte_tokenizer, tiny_llama
 from tests.support.wrong_rules import wrong_rule
 
-CONTEXT = 4096
+CONTEXT = 1024
 DRAFT_TOKENS = 3
 STALE_TOKENS = 8
 SHARPER = 1.7

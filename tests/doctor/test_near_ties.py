@@ -29,7 +29,7 @@ def test_answers_part_at_the_token_that_holds_the_first_other_byte() -> None:
 
 def test_a_way_that_is_not_listed_is_no_near_tie() -> None:
     reference = answer(token("ab", ab=-0.1), token("cd", cd=-0.7, ce=-0.8))
-    assert not parting(Answer("abxx"), reference, reference).is_near_tie(0.25)
+    assert parting(Answer("abxx"), reference, reference).gap is None
 
 
 def test_characters_that_are_cut_into_tokens_are_compared_as_bytes() -> None:

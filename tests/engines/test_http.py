@@ -146,7 +146,7 @@ def test_fields_of_paceline_and_vllm_reach_the_server(decoder: SpeculativeDecode
     assert set(result.text) <= set("abcd") and "aa" not in result.text and len(result.token_ids) == 12
     outputs = list(decoder.stream(PROMPT, max_new_tokens=12, stop_token_ids=result.token_ids[:1]))
     assert outputs[-1].finish_reason in ("stop", "length")
-    with pytest.raises(OptionError, match="does not take prompt_logprobs"):
+    with pytest.raises(OptionError, match="takes no prompt_logprobs"):
         decoder.generate(PROMPT, prompt_logprobs=1)
 
 
@@ -266,6 +266,16 @@ def test_serve_puts_the_api_in_front_of_another_server(
         )
     assert whole.choices[0].text == decoder.generate(PROMPT, max_new_tokens=12, ignore_eos=True).text
     assert whole.usage is not None and whole.usage.completion_tokens == 12
+
+
+def test_the_default_model_is_served_with_its_own_tokenizer(default_model: Any, default_tokenizer: Any) -> None:
+    serving = serving_model(default_model, default_tokenizer, ServerConfig(("default",)))
+    with serving as running, opened(running.url) as decoder:
+        result = decoder.generate([{"role": "user", "content": "Say hello."}], max_new_tokens=8)
+        assert decoder.info.vocab_size == 49152 and result.token_ids
+        assert decoder.tokenizer.decode(result.token_ids) == result.text
+        counts = running.wait_until_idle(60).spec
+        assert (counts.steps, counts.drafted) == (result.stats.steps, result.stats.drafted)
 
 
 # --- llama.cpp's server -----------------------------------------------------------------------------------------------

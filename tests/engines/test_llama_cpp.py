@@ -167,8 +167,11 @@ def test_a_stop_string_ends_a_sequence_and_is_not_shown(ngram: SpeculativeDecode
 
 
 def test_an_end_token_ends_a_sequence(plain: SpeculativeDecoder) -> None:
-    result = plain.generate(PROMPT, max_new_tokens=24, logit_bias={258: 100.0})
-    assert (result.token_ids, result.text, result.finish_reason) == ([258], "", "stop")
+    for skips in (True, False):
+        result = plain.generate(PROMPT, max_new_tokens=24, logit_bias={258: 100.0}, skip_special_tokens=skips)
+        assert (result.token_ids, result.text, result.finish_reason) == ([258], "", "stop")
+    shown = plain.generate(PROMPT, max_new_tokens=1, logit_bias={257: 100.0}, skip_special_tokens=False)
+    assert shown.text == plain.tokenizer.decode_with_special([257]) != ""
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
@@ -473,3 +476,22 @@ def test_tokens_inside_a_character_are_found_again(default_gguf: SpeculativeDeco
     result = default_gguf.generate("Repeat: 🦜🦜🦜🦜🦜🦜🦜🦜", max_new_tokens=6)
     assert result.text == "🦜🦜" and len(result.token_ids) == 6
     assert default_gguf.tokenizer.decode(result.token_ids) == result.text
+
+
+@pytest.mark.model
+def test_the_default_model_does_what_the_tiny_one_does(default_gguf: SpeculativeDecoder) -> None:
+    prompts = ["One, two, three,", "The capital of France is"]
+    alone = [default_gguf.generate(prompt, max_new_tokens=6) for prompt in prompts]
+    together = default_gguf.generate(prompts, max_new_tokens=6, logprobs=2)
+    assert [result.text for result in together] == [result.text for result in alone]
+    for result in together:
+        assert result.logprobs is not None and [entry.token for entry in result.logprobs] == result.token_ids
+        assert all(entry.logprob == entry.top[0][1] <= 0 for entry in result.logprobs)
+    stop = alone[0].text[3:6]
+    outputs = list(default_gguf.stream(prompts[0], max_new_tokens=6, stop=[stop]))
+    assert "".join(output.text for output in outputs) == alone[0].text[: alone[0].text.index(stop)]
+    sampled = [default_gguf.generate(prompts[1], max_new_tokens=6, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    assert sampled[0].token_ids == sampled[1].token_ids != sampled[2].token_ids
+    schema = StructuredOutput("json_schema", json.dumps(SCHEMA))
+    answer = default_gguf.generate(prompts[0], max_new_tokens=24, structured_output=schema)
+    jsonschema.validate(json.loads(answer.text), SCHEMA)

@@ -56,10 +56,10 @@ class RunningServer:
 
 
 @contextmanager
-def serving(engine: Engine, config: ServerConfig, model: Any = None) -> Iterator[RunningServer]:
-    """Serve any engine."""
+def serving(engine: Engine, config: ServerConfig, model: Any = None, **more: Any) -> Iterator[RunningServer]:
+    """Serve any engine. more: further arguments of create_app."""
     bound_socket = bind_socket("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn_config(create_app(engine, config), config.limits))
+    server = uvicorn.Server(uvicorn_config(create_app(engine, config, **more), config.limits))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound_socket]}, daemon=True)
     thread.start()
     while not server.started:

@@ -58,6 +58,7 @@ def test_a_stream_adds_up_to_the_whole(tiny_server: RunningServer) -> None:
     whole = post(tiny_server, "/completion", prompt="abc", n_predict=8, **GREEDY).json()
     *parts, last = events(post(tiny_server, "/completion", prompt="abc", n_predict=8, stream=True, **GREEDY))
     assert "".join(part["content"] for part in parts) == whole["content"]
+    assert sum(len(part["tokens"]) for part in parts) == 8
     assert not any(part["stop"] for part in parts) and last["stop"] and last["timings"]["predicted_n"] == 8
 
 

@@ -115,6 +115,21 @@ def test_errors_have_anthropics_shape(server: RunningServer) -> None:
     assert response.status_code == 400 and "reads text" in response.json()["error"]["message"]
 
 
+def test_a_conversation_that_is_too_long_is_said_in_anthropics_words(server: RunningServer) -> None:
+    response = post(server, messages=[{"role": "user", "content": "x" * 100}])
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_an_answer_goes_on_from_the_last_message(tiny_server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be or"}]
+    document = chat_document(MessagesRequest.model_validate({**BODY, "messages": messages}))
+    body = {"messages": document["messages"], "continue_final_message": True, "add_generation_prompt": False}
+    expected = tiny_server.http().post("/tokenize", json=body).json()["count"]
+    assert post(tiny_server, messages=messages).json()["usage"]["input_tokens"] == expected
+    turns = tiny_server.http().post("/tokenize", json={"messages": document["messages"]}).json()["count"]
+    assert expected < turns, "it does not start a turn of its own"
+
+
 def test_a_bearer_key_still_works(server: RunningServer) -> None:
     assert server.http(authorization=f"Bearer {KEY}").post("/v1/messages", json=BODY).status_code == 200
 

@@ -56,6 +56,7 @@ def test_a_chat_is_streamed_as_lines(server: RunningServer) -> None:
 def test_a_chat_without_a_stream_is_one_document(server: RunningServer) -> None:
     document = post(server, "/api/chat", messages=MESSAGES, stream=False).json()
     assert document["message"] == {"role": "assistant", "content": "fedcba"} and document["done"]
+    assert document["eval_duration"] > 0, "clients divide by it"
 
 
 def test_a_generation_uses_the_system_prompt_or_the_raw_prompt(server: RunningServer) -> None:

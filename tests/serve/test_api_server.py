@@ -57,7 +57,7 @@ def test_an_upload_is_told_the_same(tiny_server: RunningServer) -> None:
 def test_every_route_but_the_open_ones_needs_the_key() -> None:
     with serving(ReversingEngine(), ServerConfig((NAME,), network=NetworkConfig(api_keys=(KEY,)))) as server:
         paths = httpx.get(f"{server.url}/openapi.json", headers={"x-api-key": KEY}).json()["paths"]
-        open_paths = {"/health", "/ping"}
+        open_paths = {"/health", "/health/live", "/health/ready", "/ping"}
         with server.http() as client:
             for path, operations in paths.items():
                 for method in operations:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI
 
@@ -60,9 +61,9 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(folder: Path) -> Iterator[ServerProcess]:
+def server_process(*arguments: str) -> Iterator[ServerProcess]:
     flags = ["--method", "ngram", "--port", "0", "--drain-timeout", "30"]
-    command = [sys.executable, "-m", "paceline", "serve", str(folder), *flags]
+    command = [sys.executable, "-m", "paceline", "serve", *arguments, *flags]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -115,7 +116,7 @@ def deep_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_first_signal_lets_requests_finish(deep_folder: Path) -> None:
-    with server_process(deep_folder) as server:
+    with server_process(str(deep_folder)) as server:
         client = stream_client(server.url)
         server.popen.send_signal(signal.SIGTERM)
         client.thread.join(60)
@@ -129,7 +130,7 @@ def test_the_first_signal_lets_requests_finish(deep_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_second_signal_aborts_requests(deep_folder: Path) -> None:
-    with server_process(deep_folder) as server:
+    with server_process(str(deep_folder)) as server:
         client = stream_client(server.url)
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.stderr is not None
@@ -138,6 +139,30 @@ def test_the_second_signal_aborts_requests(deep_folder: Path) -> None:
         server.popen.communicate(timeout=20)
         client.thread.join(20)
         assert "data: [DONE]" not in client.lines
+
+
+@pytest.mark.slow
+def test_one_process_serves_the_models_of_a_file(deep_folder: Path, tmp_path: Path) -> None:
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f"[server]\nlog-level = 'error'\n"
+        f"[[models]]\nmodel = '{deep_folder}'\nnames = ['deep']\nmax-model-len = 64\n"
+        f"[[models]]\nmodel = '{other}'\nnames = ['flat', 'alias']\nmethod = 'none'\n"
+    )
+    with server_process("--config", str(file)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        assert [model.id for model in client.models.list()] == ["deep", "flat", "alias"]
+        texts = {
+            name: client.completions.create(model=name, prompt="to be or", max_tokens=16, temperature=0).choices[0].text
+            for name in ("deep", "flat", "alias")
+        }
+        assert texts["flat"] == texts["alias"] != texts["deep"]
+        entries = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert entries[0]["x_paceline"]["max_model_len"] == 64 and entries[1]["x_paceline"]["methods"][0] == "none"
+        server.popen.send_signal(signal.SIGTERM)
+        server.popen.communicate(timeout=60)
+        assert server.popen.returncode in (0, -signal.SIGTERM)
 
 
 def test_a_second_signal_inside_the_handler_of_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +270,7 @@ def test_help_groups_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
         "model",
         "speculation",
         "engine",
+        "distributed",
         "sampling",
         "server",
     ]

@@ -71,7 +71,7 @@ def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> N
     }
     assert server.http().get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
     server.http().post(COMPLETIONS, json={"prompt": "abcdef"})
-    assert 'paceline_spec_accepted_tokens_total{method="reverse"}' in server.http().get("/metrics").text
+    assert 'paceline_spec_accepted_tokens_total{method="reverse",model="model"}' in server.http().get("/metrics").text
     assert server.http().post("/tokenize", json={"prompt": "ab"}).json()["tokens"] == [97, 98]
 
 

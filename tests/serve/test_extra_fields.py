@@ -96,9 +96,9 @@ def test_such_a_field_is_ignored_where_it_asks_for_nothing(client: TestClient) -
 def test_the_log_names_a_field_once(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline.serve"):
         for _ in range(3):
-            client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "x", "priority": 1})
+            client.post(COMPLETIONS, json={"prompt": "abc", "cache_salt": "x", "request_tag": 1})
     fields = [record.__dict__["fields"]["field"] for record in caplog.records if "ignored" in record.getMessage()]
-    assert fields == ["cache_salt", "priority"]
+    assert fields == ["cache_salt", "request_tag"]
 
 
 @lenient
@@ -108,6 +108,11 @@ def test_names_that_a_client_invents_break_neither_the_header_nor_the_log(client
     assert response.status_code == 200 and "x-evil" not in response.headers
     assert response.headers[HEADER].startswith(f"new??x-evil??1, ?n?, {'x' * 64}, field0,")
     assert response.headers[HEADER].endswith(", ...") and len(response.headers[HEADER]) < 1200
+
+
+def test_a_field_without_a_name_leaves_the_header_valid(tiny_server: RunningServer) -> None:
+    response = tiny_server.http().post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 1, "x": 1, "": 1})
+    assert response.status_code == 200 and response.headers[HEADER] == "x, ?"
 
 
 def test_our_own_objects_have_no_unknown_fields(client: TestClient) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.protocols import Engine
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.types import RequestOutput
-from paceline.serve.metrics import Metrics, TokenTimer
+from paceline.serve.fair_queue import FairQueue
+from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
 from tests.serve.toy_engine import ReversingEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,9 +41,16 @@ class CountingEngine(ReversingEngine):
         )
 
 
+def metrics_of(*engines: Engine) -> Metrics:
+    metrics = Metrics()
+    for index, engine in enumerate(engines):
+        metrics.add_engine(EngineSource(f"model-{index}", engine, FairQueue(1)))
+    return metrics
+
+
 @pytest.fixture(scope="module")
 def exposition() -> str:
-    metrics = Metrics(CountingEngine())
+    metrics = metrics_of(CountingEngine())
     metrics.observe_request("/v1/completions", 200, 0.2)
     return metrics.exposition().decode()
 
@@ -53,33 +62,34 @@ def exported_names(exposition: str) -> set[str]:
 
 def test_the_engine_stats_are_exported_under_their_names(exposition: str) -> None:
     for line in (
-        "paceline_requests_waiting 1.0",
-        "paceline_requests_running 2.0",
-        'paceline_kv_blocks{state="used"} 3.0',
-        'paceline_kv_blocks{state="cached"} 4.0',
-        'paceline_kv_blocks{state="free"} 5.0',
-        "paceline_prefix_cache_hits_total 6.0",
-        "paceline_prefix_cache_hit_tokens_total 7.0",
-        "paceline_preemptions_total 8.0",
-        "paceline_failed_steps_total 9.0",
-        "paceline_prompt_tokens_total 10.0",
-        'paceline_generation_tokens_total{method="ngram"} 9.0',
-        'paceline_steps_total{method="ngram"} 4.0',
-        'paceline_spec_draft_tokens_total{method="ngram"} 7.0',
-        'paceline_spec_accepted_tokens_total{method="ngram"} 5.0',
-        'paceline_spec_draft_tokens_per_position_total{method="ngram",position="2"} 3.0',
-        'paceline_spec_accepted_tokens_per_position_total{method="ngram",position="1"} 3.0',
-        'paceline_spec_num_draft_tokens_bucket{le="2"} 1.0',
-        'paceline_spec_num_draft_tokens_bucket{le="128"} 3.0',
-        "paceline_spec_num_draft_tokens_count 4.0",
-        "paceline_spec_num_draft_tokens_sum 206.0",
+        'paceline_requests_waiting{model="model-0"} 1.0',
+        'paceline_requests_running{model="model-0"} 2.0',
+        'paceline_kv_blocks{model="model-0",state="used"} 3.0',
+        'paceline_kv_blocks{model="model-0",state="cached"} 4.0',
+        'paceline_kv_blocks{model="model-0",state="free"} 5.0',
+        'paceline_prefix_cache_hits_total{model="model-0"} 6.0',
+        'paceline_prefix_cache_hit_tokens_total{model="model-0"} 7.0',
+        'paceline_preemptions_total{model="model-0"} 8.0',
+        'paceline_failed_steps_total{model="model-0"} 9.0',
+        'paceline_prompt_tokens_total{model="model-0"} 10.0',
+        'paceline_generation_tokens_total{method="ngram",model="model-0"} 9.0',
+        'paceline_steps_total{method="ngram",model="model-0"} 4.0',
+        'paceline_spec_draft_tokens_total{method="ngram",model="model-0"} 7.0',
+        'paceline_spec_accepted_tokens_total{method="ngram",model="model-0"} 5.0',
+        'paceline_spec_draft_tokens_per_position_total{method="ngram",model="model-0",position="2"} 3.0',
+        'paceline_spec_accepted_tokens_per_position_total{method="ngram",model="model-0",position="1"} 3.0',
+        'paceline_spec_num_draft_tokens_bucket{le="2",model="model-0"} 1.0',
+        'paceline_spec_num_draft_tokens_bucket{le="128",model="model-0"} 3.0',
+        'paceline_spec_num_draft_tokens_count{model="model-0"} 4.0',
+        'paceline_spec_num_draft_tokens_sum{model="model-0"} 206.0',
         'paceline_http_requests_total{route="/v1/completions",status="200"} 1.0',
     ):
         assert line in exposition.splitlines()
 
 
 def test_an_engine_without_methods_in_its_stats_is_counted_under_its_default() -> None:
-    assert 'paceline_steps_total{method="reverse"} 0.0' in Metrics(ReversingEngine()).exposition().decode()
+    text = metrics_of(ReversingEngine()).exposition().decode()
+    assert 'paceline_steps_total{method="reverse",model="model-0"} 0.0' in text
 
 
 def test_the_dashboard_uses_only_metrics_that_exist(exposition: str) -> None:
@@ -95,10 +105,10 @@ def test_the_document_names_every_metric(exposition: str) -> None:
 
 
 def test_a_token_timer_observes_the_first_token_and_the_others_each() -> None:
-    metrics = Metrics(ReversingEngine())
-    timer = TokenTimer(metrics)
+    metrics = metrics_of()
+    timer = TokenTimer(metrics, "model-0")
     for tokens in ((), (1,), (2, 3), ()):
         timer(RequestOutput("", tokens))
     text = metrics.exposition().decode()
-    assert "paceline_time_to_first_token_seconds_count 1.0" in text
-    assert "paceline_inter_token_latency_seconds_count 1.0" in text
+    assert 'paceline_time_to_first_token_seconds_count{model="model-0"} 1.0' in text
+    assert 'paceline_inter_token_latency_seconds_count{model="model-0"} 1.0' in text

@@ -19,6 +19,8 @@ ROUTES = (
     "/v1/models",
     "/v1/models/{name}",
     "/health",
+    "/health/ready",
+    "/health/live",
     "/metrics",
     "/v1/responses",
     "/v1/responses/input_tokens",

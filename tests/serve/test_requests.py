@@ -142,6 +142,7 @@ def test_a_prompt_beyond_the_context_length_is_refused_by_type() -> None:
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 from scipy.stats import chi2_contingency
 from torch import Tensor
 
+from paceline.cli import main
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import draw
 from paceline.core.types import VerifyResult
@@ -138,6 +140,16 @@ def test_the_parser_can_be_chosen_and_switched_off(engine: ScriptedEngine) -> No
             chat(server, ASK, tools=TOOLS, tool_choice="required")
     with pytest.raises(OptionError, match="--tool-parser is auto, none or one of"):
         create_app(engine, ServerConfig((NAME,), tool_parser="nonsense"))
+
+
+def test_a_wrong_parser_or_template_is_an_error_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = {"--tool-parser": "nonsense", "--reasoning-parser": "nonsense", "--chat-template": str(tmp_path / "none")}
+    for flag, value in flags.items():
+        assert main(["serve", "no-such-model", "--port", "0", flag, value]) != 0
+        error = capsys.readouterr().err
+        assert value in error and "no-such-model" not in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 """Engines that commands know only by the Engine protocol: configured when they start, or by each request.
 
-`register_foreign` adds two of them to the registry. Both run a real model, but nothing of it shows outside:
+`register_foreign` adds three of them to the registry. All run a real model, but nothing of it shows outside:
     foreign   takes its method and k when it is opened, as vLLM and llama.cpp do, and refuses others in a request
     roaming   takes them with each request
+    running   drafts with n-grams whatever it is told, as a server does that is already running
 Engine options of `foreign`, for what it gets wrong with speculation: broken=token changes one greedy token,
-broken=sampling draws at a third of the temperature. delay=SECONDS before each sequence makes it slow.
+broken=sampling draws at a third of the temperature. delay=SECONDS makes each sequence seem slow to `clock`.
 """
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from paceline.engines.registry import BuildLocal, EngineOption, EngineSpec
 from paceline.errors import OptionError
 
 OPENED: list[EngineConfig] = []  # configurations of the engines opened since `register_foreign`
+LOST: list[float] = []  # seconds of delay since `register_foreign`
 METHODS = (NONE, "ngram", "suffix", "draft_model", "auto")
 
 
@@ -52,7 +54,8 @@ class Foreign(Engine):
         if broken == "sampling":
             cold = replace(request.sampling, temperature=request.sampling.temperature / 3)
             request = replace(request, sampling=cold)
-        outputs = _delayed(self.inner.generate(request), float(self.config.engine_options.get("delay", 0)))
+        LOST.append(float(self.config.engine_options.get("delay", 0)))
+        outputs = self.inner.generate(request)
         return _changed(outputs) if broken == "token" and request.sampling.temperature == 0 else outputs
 
     def stats(self) -> EngineStats:
@@ -62,10 +65,9 @@ class Foreign(Engine):
         await self.inner.close()
 
 
-async def _delayed(outputs: AsyncIterator[RequestOutput], seconds: float) -> AsyncIterator[RequestOutput]:
-    await asyncio.sleep(seconds)
-    async for output in outputs:
-        yield output
+def clock() -> float:
+    """The time, and what delayed sequences took beyond it: for tests whose outcome must not depend on the machine."""
+    return time.perf_counter() + sum(LOST)
 
 
 async def _changed(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
@@ -93,6 +95,14 @@ def _open_roaming(config: EngineConfig, build: BuildLocal) -> Engine:
     return _inner(config, build, per_request=True)
 
 
+def _open_running(config: EngineConfig, build: BuildLocal) -> Engine:
+    if config.speculative.method != NONE:
+        raise OptionError("this server decides itself how it drafts")
+    engine = Foreign(config, _inner(config, build, method="ngram", num_draft_tokens=3))
+    engine.methods = ("server",)
+    return engine
+
+
 def server_command(config: EngineConfig) -> str:
     speculative, schedule = config.speculative, config.engine_options.get("schedule")
     return f"foreign-server --method {speculative.method} -k {speculative.num_draft_tokens} --schedule {schedule}"
@@ -116,10 +126,12 @@ def register_foreign() -> Iterator[None]:
         k_by_load=lambda schedule: {"schedule": schedule},
     )
     OPENED.clear()
+    LOST.clear()
     registry.register(foreign)
     registry.register(EngineSpec("roaming", "configured by requests", _open_roaming, methods=(NONE, "ngram")))
+    registry.register(EngineSpec("running", "a server", _open_running, model_for=lambda name: None))
     try:
         yield
     finally:
-        registry._REGISTERED.pop("foreign", None)
-        registry._REGISTERED.pop("roaming", None)
+        for name in ("foreign", "roaming", "running"):
+            registry._REGISTERED.pop(name, None)

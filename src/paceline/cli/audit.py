@@ -253,8 +253,8 @@ def _engine_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
         tokenizer = pool.decoder(DecodeSetting(NONE)).tokenizer
         if pool.fixed_method is not None:
             raise OptionError(
-                "this server drafts as it was started, so there is nothing of its own to compare with: start one without "
-                "speculation too, and use --endpoint URL --against URL"
+                "this server drafts as it was started, so there is nothing of its own to compare with: start one "
+                "without speculation too, and use --endpoint URL --against URL"
             )
         prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
         yield from audit_engine(pool, _engine_plan(args, prompts, pool.drafting_methods))

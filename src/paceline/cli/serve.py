@@ -4,29 +4,42 @@
     paceline serve MODEL --draft-model SMALL              draft tokens from a smaller model
     paceline serve MODEL --method ngram -k 4 --port 9000  four draft tokens a step, without a draft model
     PACELINE_API_KEYS=… paceline serve --host 0.0.0.0     serve other machines; this needs an API key
+    paceline serve MODEL OTHER                            several models; requests choose by `model`
+    paceline serve --config serve.toml                    … each with its own names and options
 
 Point any OpenAI client at /v1, and open / in a browser to watch draft tokens being accepted. /metrics is for
-Prometheus, /health for a load balancer. The first SIGTERM or Ctrl-C lets running requests finish, a second one aborts
-them.
+Prometheus, /health for a load balancer. Where the worker of an engine dies, the engine is restarted. The first SIGTERM
+or Ctrl-C lets running requests finish, a second one aborts them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import Field, fields, replace
+from dataclasses import Field, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import interrupt, loading
-from paceline.cli.flags import add_config_flags, config_from_args
+from paceline.cli.flags import add_config_flags, config_from_args, named_values
 from paceline.cli.generation_config import NONE as NO_DEFAULTS
 from paceline.cli.generation_config import mention_applied
+from paceline.cli.serve_config import arguments_of_models, check_names
 from paceline.config import AUTO, EngineConfig
 from paceline.errors import MissingExtra, OptionError
-from paceline.serve.config import API_KEYS_VARIABLE, FLAG_CLASSES, NetworkConfig, RequestLimits, ServerConfig
+from paceline.serve.config import (
+    API_KEYS_VARIABLE,
+    FLAG_CLASSES,
+    FailurePolicy,
+    NetworkConfig,
+    RequestLimits,
+    ServerConfig,
+)
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from paceline.core.protocols import Engine
 
 MAX_NUM_SEQS = 16
@@ -35,6 +48,10 @@ Groups = dict[str, argparse._ArgumentGroup]
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser, positional_model=True)
+    parser.add_argument("more_models", nargs="*", default=[], metavar="OTHER", help="further models")
+    lora_help = "a LoRA adapter in PEFT's layout, asked for as MODEL:NAME; repeatable"
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file: [server] settings and [[models]]")
     groups = {name: parser.add_argument_group(name) for name in ("sampling", "server")}
     for config_class in FLAG_CLASSES:
         add_flags(groups, config_class)
@@ -44,27 +61,60 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     try:
         from paceline.serve.access_log import configure_logging
-        from paceline.serve.app import create_app
+        from paceline.serve.chat_template import chat_template
         from paceline.serve.run import bind_socket, run, start_listening
     except ModuleNotFoundError as error:
         raise MissingExtra(str(error.name), "serve") from error
 
-    engine_config = engine_config_from_args(args)
-    config = server_config(args, engine_config)
+    launches = [Launch.of(model_args) for model_args in arguments_of_models(args)]
+    check_names(name for launch in launches for name in launch.server.served_model_names)
+    for launch in launches:
+        chat_template("", launch.server)  # a wrong name or file is an error before the model is loaded
+    config = launches[0].server
     with bind_socket(config.network.host, config.network.port) as bound_socket:
-        engine = open_served_engine(engine_config)
-        config = with_sampling_defaults(config, engine_config)
+        app = open_app(launches)
         configure_logging(config.log_level)
-        app = create_app(engine, config)
         url = start_listening(bound_socket)
-        print(f"paceline serves {config.served_model_names[0]} at {url}/v1", flush=True)
+        names = ", ".join(launch.server.served_model_names[0] for launch in launches)
+        print(f"paceline serves {names} at {url}/v1", flush=True)
         run(app, bound_socket, config.limits)
     return 0
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One model to serve: how its engine is opened, and how the server presents it."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Launch:
+        engine_config = engine_config_from_args(args)
+        return cls(engine_config, server_config(args, engine_config))
+
+
+def open_app(launches: list[Launch]) -> FastAPI:
+    """Open the engines, and return the application that serves them and restarts those that fail."""
+    from paceline.serve.app import create_app
+    from paceline.serve.context import ModelToServe
+    from paceline.serve.supervisor import SupervisedEngine
+
+    engines = [
+        SupervisedEngine(partial(open_served_engine, launch.engine), launch.server.failure) for launch in launches
+    ]
+    models = [
+        ModelToServe(engine, with_sampling_defaults(launch.server, launch.engine))
+        for engine, launch in zip(engines, launches)
+    ]
+    first, *others = models
+    return create_app(first.engine, first.config, others, [engine.watch for engine in engines])
+
+
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
     """The configuration of the engine: each request may choose its method and number of draft tokens."""
-    return config_from_args(args, default_method=AUTO, per_request=True)
+    lora = {name: str(folder) for name, folder in named_values("--lora", args.lora).items()}
+    return config_from_args(args, default_method=AUTO, per_request=True, lora=lora)
 
 
 def open_served_engine(config: EngineConfig) -> Engine:
@@ -89,12 +139,15 @@ def open_served_engine(config: EngineConfig) -> Engine:
 
 def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> ServerConfig:
     """The configuration of a server over an engine. Raises OptionError."""
-    choices = flag_values(args, ServerConfig)
+    choices, loras = flag_values(args, ServerConfig), tuple(engine_config.model.lora)
+    names = choices["served_model_names"] or (str(engine_config.model.model),)
     k = engine_config.speculative.num_draft_tokens
     return ServerConfig(
-        **{**choices, "served_model_names": choices["served_model_names"] or (str(engine_config.model.model),)},
+        **{**choices, "served_model_names": (*names, *(f"{name}:{lora}" for lora in loras for name in names))},
+        loras=loras,
         network=NetworkConfig(**{**flag_values(args, NetworkConfig), "api_keys": api_keys(args)}),
         limits=RequestLimits(**flag_values(args, RequestLimits)),
+        failure=FailurePolicy(**flag_values(args, FailurePolicy)),
         max_num_seqs=engine_config.max_num_seqs,
         max_model_len=engine_config.model.max_model_len,
         num_draft_tokens=k if isinstance(k, int) else None,

@@ -94,7 +94,7 @@ class ConfigPair:
 
 
 def _configs(args: argparse.Namespace) -> ConfigPair:
-    tested = base_config(args, prefix_cache_tokens=0, max_num_seqs=args.max_num_seqs)
+    tested = base_config(args, acceptance=None, prefix_cache_tokens=0, max_num_seqs=args.max_num_seqs)
     names = ("max_num_seqs", "device", "max_model_len", "trust_remote_code")
     own = {name: getattr(args, name) for name in names}
     original = EngineConfig.create(

@@ -9,7 +9,7 @@ A class that implements one of them inherits from it: what has a sensible defaul
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -102,6 +102,10 @@ class Runner(ModelStates, Protocol):
     def new_cache(self) -> SequenceCache:
         """A new, empty sequence cache."""
         raise NotImplementedError
+
+    def read_adapters(self, folders: Mapping[str, str]) -> None:
+        """Read LoRA adapters by name; the `lora` of a sequence cache chooses one. Raises ModelError."""
+        raise CapabilityError(f"LoRA adapters need a model that the native runner runs; {self.info.name} is not one")
 
     def commit(self, seq_cache: SequenceCache, nodes: list[int]) -> None:
         """Of the last row read, keep these nodes (one path from its top) and no others."""
@@ -231,7 +235,7 @@ class Engine(Protocol):
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """Generate one sequence. Closing the iterator aborts the request within one step.
 
-        Raises OptionError or PromptError at once; StepFailed or OutOfMemory on the way.
+        Raises OptionError or PromptError at once; StepFailed, OutOfMemory or EngineFailed on the way.
         """
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
@@ -243,6 +247,9 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""
+
+    def check_health(self) -> None:
+        """Raise EngineFailed where the worker has died: no request can succeed any more. Cheap; from any thread."""
 
     async def close(self) -> None:
         """Stop; sequences in progress end with finish_reason "abort"."""

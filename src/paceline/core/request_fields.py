@@ -17,3 +17,8 @@ def refuse_fields(request: Request, taken: Collection[str], engine: str) -> None
         value = getattr(request, field.name)
         if value != field.default and value not in ([], ()):
             raise OptionError(f"{engine} takes no {field.name}; leave it out, or use the engine local")
+    span = request.reasoning
+    if span is not None and span.max_tokens is not None:
+        raise OptionError(f"{engine} has no thinking budget; leave it out, or use the engine local")
+    if span is not None and span.is_open and request.structured_output is not None:
+        raise OptionError(f"{engine} keeps no grammar after reasoning; switch reasoning off, or use the engine local")

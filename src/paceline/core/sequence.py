@@ -86,6 +86,7 @@ class SequenceParams:
     num_draft_tokens: int | None = None
     prediction: list[int] | None = None
     logprobs: int | None = None
+    lora: str | None = None  # which adapter of the target
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 

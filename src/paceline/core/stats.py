@@ -116,5 +116,6 @@ class EngineStats:
     prefix_tokens: int = 0
     preemptions: int = 0
     failures: int = 0  # steps that raised
+    restarts: int = 0  # of the engine, after its worker has died
     prompt_tokens: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of one sequence, by their num_draft_tokens

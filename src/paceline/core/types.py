@@ -58,12 +58,16 @@ class WarmupPlan:
 
 
 class SequenceCache:
-    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it."""
+    """The KV cache of one sequence in one runner: `length` tokens are stored. Runners subclass it.
 
-    __slots__ = ("length",)
+    lora  the adapter that its tokens are read with; None: the model as it is
+    """
+
+    __slots__ = ("length", "lora")
 
     def __init__(self) -> None:
         self.length = 0
+        self.lora: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -261,6 +265,8 @@ class Request:
     bad_words: tuple[str, ...] = ()  # their token ids never follow one another in the output
     allowed_token_ids: tuple[int, ...] | None = None  # no others are generated; None: any
     reasoning: ReasoningSpan | None = None
+    lora: str | None = None  # which adapter of the engine; None: the model as it is
+    priority: int = 0  # among requests that wait: a lower number is first
 
 
 @dataclass(frozen=True, slots=True)

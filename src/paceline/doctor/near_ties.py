@@ -23,9 +23,6 @@ class Parting:
     offset: int  # in bytes
     gap: float | None
 
-    def is_near_tie(self, limit: float) -> bool:
-        return self.gap is not None and self.gap <= limit
-
 
 def common_bytes(first: str, second: str) -> int:
     a, b = first.encode(), second.encode()

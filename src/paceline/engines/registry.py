@@ -40,6 +40,7 @@ class EngineSpec:
     per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
     coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
     drafts_with_logprobs  log-probabilities come with speculation too; False: a request for both is refused
+    lora         it runs LoRA adapters, and requests choose one
 
     What commands ask before they open it:
 
@@ -61,6 +62,7 @@ class EngineSpec:
     per_request: bool = True
     coupled_seeds: bool = True
     drafts_with_logprobs: bool = True
+    lora: bool = False
     packages: tuple[str, ...] = ()
     reads_files: bool = True
     methods: tuple[str, ...] | None = None
@@ -104,6 +106,8 @@ def spec(name: str) -> EngineSpec:
 def open_engine(config: EngineConfig, build: BuildLocal) -> Engine:
     """The engine that the configuration names. Raises OptionError for options that it does not take."""
     chosen = spec(config.engine)
+    if config.model.lora and not chosen.lora:
+        raise OptionError(f"the engine {chosen.name} takes no LoRA adapters here; use engine local")
     _check_options(chosen, config)
     return chosen.open(config, build)
 

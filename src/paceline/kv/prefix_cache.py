@@ -20,6 +20,11 @@ from paceline.kv.block_manager import BLOCK_SIZE
 TARGET = "target"  # the owner of the target's sequence caches
 
 
+def target_owner(lora: str | None) -> str:
+    """The owner of the target's sequence caches under an adapter: keys and values of another are not its own."""
+    return TARGET if lora is None else f"{TARGET}:{lora}"
+
+
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
     """What one owner has stored for a sequence of tokens. `release` gives its memory back."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,16 @@ class DecoderLayer:
         hidden_states = ops.project_add(attended, self.output, hidden_states, self.output_bias)
         activated = ops.gated(hidden_states, self.mlp_norm, self.gate_up)
         return ops.project_add(activated, self.down, hidden_states)
+
+    def with_linears(self, wrap: Callable[[str, Linear], Linear]) -> DecoderLayer:
+        """The same layer with each linear layer wrapped, by its name here."""
+        return replace(
+            self,
+            qkv=wrap("qkv", self.qkv),
+            output=wrap("output", self.output),
+            gate_up=wrap("gate_up", self.gate_up),
+            down=wrap("down", self.down),
+        )
 
     def weights(self) -> LayerWeights:
         """Its tensors, for a kernel that runs the whole layer."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.errors import CapabilityError
 from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
@@ -28,6 +29,10 @@ class Layer(Protocol):
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""
+
+    def with_linears(self, wrap: Callable[[str, Linear], Linear]) -> Layer:
+        """The same layer with each linear layer wrapped, by its name in models/lora.py. Raises CapabilityError."""
+        raise CapabilityError("LoRA adapters are for models with the layers of Llama; this one has others")
 
     def weights(self) -> LayerWeights | None:
         """Its tensors, where it is wired like layers/decoder_layer.py; None: another kind of layer."""

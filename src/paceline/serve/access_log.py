@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.metrics import Metrics
+from paceline.serve.tracing import RequestTracer
 
 LOG = logging.getLogger("paceline.serve")
 LOG_FIELDS = "paceline_log_fields"  # where the scope of a request holds what its route adds to the log line
@@ -46,10 +47,10 @@ def configure_logging(level: str) -> None:
 
 
 class AccessLogMiddleware:
-    """Counts, times and logs every request, and gives it an id."""
+    """Counts, times, logs and traces every request, and gives it an id."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: RequestTracer) -> None:
+        self._app, self._metrics, self._tracer = app, metrics, tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,4 +79,6 @@ class AccessLogMiddleware:
         fields |= {"seconds": round(seconds, 4)}
         if scope.get(KEY_SCOPE):
             fields["key"] = scope[KEY_SCOPE]
-        LOG.info("request", extra={"fields": {**fields, **scope[LOG_FIELDS]}})
+        fields |= scope[LOG_FIELDS]
+        LOG.info("request", extra={"fields": fields})
+        self._tracer.record(scope, fields, seconds)

@@ -56,7 +56,9 @@ class LlamaParams(LenientModel):
             del fields["seed"]  # any
         if not fields.get("logprobs"):
             fields.pop("logprobs", None)
-        return fields | ({"stream_options": {"include_usage": True}} if self.stream else {})
+        if self.stream:
+            fields |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
+        return fields
 
 
 class LlamaCompletionRequest(LlamaParams):
@@ -148,7 +150,7 @@ class LlamaShape(ApiShape):
 
     def _timings(self, num_tokens: int) -> Json:
         end = time.perf_counter()
-        first = self._first_token or end
+        first = self._first_token or self._started  # a whole answer does not tell them apart
         prompt_seconds, seconds = first - self._started, end - first
         return {
             "prompt_n": self.prompt_tokens,

@@ -21,6 +21,7 @@ OWN_FIELDS = frozenset(
     }
 )  # fmt: skip
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+EFFORTS = {"max": "xhigh"}  # the highest that a chat knows
 UNREAD_BLOCKS = ("redacted_thinking",)  # only its author can read them
 
 
@@ -61,7 +62,10 @@ def prompt_document(body: CountTokensRequest) -> Json:
     messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
     document = given(model=body.model, tools=tools or None, thinking=body.thinking)
-    return {**document, **_tool_choice(body.tool_choice or {}), "messages": [*system, *messages]}
+    document |= _tool_choice(body.tool_choice or {}) | {"messages": [*system, *messages]}
+    if messages[-1]["role"] == "assistant":  # the answer goes on from it
+        document |= {"continue_final_message": True, "add_generation_prompt": False}
+    return document
 
 
 def chat_document(body: MessagesRequest) -> Json:
@@ -168,5 +172,5 @@ def _output_config(fields: Json) -> Json:
     schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": chosen.get("schema")}}
     return given(
         response_format=schema if chosen.get("type") == "json_schema" else None,
-        reasoning_effort=config.get("effort"),
+        reasoning_effort=EFFORTS.get(str(config.get("effort")), config.get("effort")),
     )

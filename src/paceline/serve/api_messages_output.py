@@ -40,8 +40,10 @@ ERROR_TYPES = {
 
 
 def error_body(error: ApiError) -> Json:
-    """Anthropic's error."""
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": error.message}}
+    """Anthropic's error. Its clients know a conversation that must be shortened by the words at the start."""
+    is_too_long = error.code == "context_length_exceeded"
+    message = f"prompt is too long: {error.message}" if is_too_long else error.message
+    return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": message}}
 
 
 ERROR_SHAPES["/v1/messages"] = error_body

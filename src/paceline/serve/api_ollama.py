@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -96,19 +95,20 @@ def _loaded(context: ServerContext, model: str, *, is_chat: bool) -> Response:
 
 
 def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
-    entry = partial(model_entry, context)
     names = context.config.served_model_names
+
+    def served() -> list[tuple[ServerContext, str]]:
+        return [(peer, name) for peer in context.peers for name in peer.config.served_model_names]
 
     @routes.get("/api/tags")
     async def ollama_tags() -> Json:
-        """The model that is served, once for each of its names."""
-        return {"models": [entry(name) for name in names]}
+        """The models that are served, once for each of their names."""
+        return {"models": [model_entry(peer, name) for peer, name in served()]}
 
     @routes.get("/api/ps")
     async def ollama_ps() -> Json:
-        """The models in memory, which is the one that is served."""
-        loaded = {"expires_at": NEVER, "size_vram": 0, "context_length": context.requests.max_model_len}
-        return {"models": [entry(name) | loaded for name in names]}
+        """The models in memory, which are those that are served."""
+        return {"models": [loaded_entry(peer, name) for peer, name in served()]}
 
     @routes.get("/api/version")
     async def ollama_version() -> Json:
@@ -140,6 +140,12 @@ def model_entry(context: ServerContext, name: str) -> Json:
     digest = hashlib.sha256(f"{context.engine.info.name}\n{name}".encode("utf-8", "replace")).hexdigest()
     names: dict[str, Any] = {"name": name, "model": name, "modified_at": timestamp(STARTED)}
     return {**names, "size": 0, "digest": digest, "details": model_details(context)}
+
+
+def loaded_entry(context: ServerContext, name: str) -> Json:
+    """A model as /api/ps lists it."""
+    limit = context.requests.max_model_len
+    return {**model_entry(context, name), "expires_at": NEVER, "size_vram": 0, "context_length": limit}
 
 
 def model_description(context: ServerContext) -> Json:

@@ -105,7 +105,7 @@ class OllamaShape(JsonLinesShape):
     def _closing(self) -> Json:
         """The fields of the last line."""
         end = time.perf_counter_ns()
-        first = self._first_token or end
+        first = self._first_token or self._started  # a whole answer does not tell them apart
         return {
             "done": True,
             "done_reason": DONE_REASONS.get(self._finish_reason, "stop"),

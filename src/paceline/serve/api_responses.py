@@ -87,7 +87,7 @@ class ResponsesApi:
         async def work() -> None:
             with held:
                 try:
-                    document = await builder.whole(context.generate(task))
+                    document = await builder.whole(context.generate(task, stored.owner))
                     ResponsesShape(response).whole(document)
                 except Exception as error:  # a client reads it from the response
                     self._fail(stored, response, error)

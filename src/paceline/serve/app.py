@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ from fastapi import FastAPI
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from paceline import __version__
 from paceline.core.protocols import Engine
+from paceline.errors import PacelineError
 from paceline.serve.access_log import AccessLogMiddleware
 from paceline.serve.api_responses_store import ResponseStore
 from paceline.serve.api_routes import api_router
 from paceline.serve.auth import AuthMiddleware
 from paceline.serve.config import ServerConfig
-from paceline.serve.context import ServerContext
+from paceline.serve.context import ModelToServe, ServerContext
 from paceline.serve.errors import install_handlers
+from paceline.serve.model_dispatch import ModelDispatch
 from paceline.serve.routes import router
+from paceline.serve.tracing import RequestTracer, open_tracer
 
+Background = Callable[[], Awaitable[None]]
 PAGE = Path(__file__).parent / "page"
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -42,35 +48,82 @@ ERROR_SCHEMA: dict[str, Any] = {
 }
 
 
-def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
-    """A server over an engine, which it closes at shutdown. `app.state.admission` decides whether it takes requests."""
-    context = ServerContext.of(engine, config)
+def create_app(
+    engine: Engine,
+    config: ServerConfig,
+    others: Sequence[ModelToServe] = (),
+    background: Sequence[Background] = (),
+) -> FastAPI:
+    """A server over an engine, which it closes at shutdown. `app.state.admission` decides whether it takes requests.
+
+    others      further models
+    background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
+    """
+    contexts = ServerContext.of_models([ModelToServe(engine, config), *others])
+    tracer, responses = open_tracer(config.otlp_traces_endpoint), ResponseStore()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(_watched(app, work)) for work in background]
         yield
-        await context.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for context in contexts:
+            await context.close()
+        await asyncio.to_thread(tracer.close)
 
     # FastAPI's own documentation loads scripts from other sites; the schema itself is at /openapi.json.
     app = FastAPI(title="paceline", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.admission = context.admission
+    app.state.admission, app.state.fatal_error = contexts[0].admission, None
     install_handlers(app)
-    app.include_router(router(context))
-    app.include_router(api_router(context, ResponseStore()))
+    responses = ResponseStore()
+    _add_routes(app, contexts[0], responses)
     _add_page(app)
     _describe_errors(app)
-    _add_middleware(app, context)
+    _add_dispatch(app, contexts, responses)
+    _add_middleware(app, contexts[0], tracer)
     return app
 
 
-def _add_middleware(app: FastAPI, context: ServerContext) -> None:
+async def _watched(app: FastAPI, work: Background) -> None:
+    try:
+        await work()
+    except PacelineError as error:
+        app.state.fatal_error = error
+
+
+def _add_routes(app: FastAPI, context: ServerContext, responses: ResponseStore) -> None:
+    app.include_router(router(context))
+    app.include_router(api_router(context, responses))
+
+
+def _add_dispatch(app: FastAPI, contexts: list[ServerContext], responses: ResponseStore) -> None:
+    """Further models have the same routes in applications of their own."""
+    default, *others = contexts
+    if others:
+        apps: dict[str, ASGIApp] = {}
+        for context in others:
+            apps |= dict.fromkeys(context.config.served_model_names, _model_app(context, responses))
+        names, limits = default.config.served_model_names, default.config.limits
+        app.add_middleware(ModelDispatch, default_names=names, apps=apps, limits=limits)
+
+
+def _model_app(context: ServerContext, responses: ResponseStore) -> FastAPI:
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    install_handlers(app)
+    _add_routes(app, context, responses)
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ServerContext, tracer: RequestTracer) -> None:
     """The last one added sees a request first."""
     network = context.config.network
     if network.cors_origins:
         origins = list(network.cors_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.add_middleware(AuthMiddleware, network=network)
-    app.add_middleware(AccessLogMiddleware, metrics=context.metrics)
+    app.add_middleware(AccessLogMiddleware, metrics=context.metrics, tracer=tracer)
 
 
 def _add_page(app: FastAPI) -> None:

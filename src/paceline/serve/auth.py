@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.serve.config import NetworkConfig
 from paceline.serve.errors import ApiError
 
-OPEN_PATHS = ("/health", "/", "/docs", "/ping")  # served without a key, as are the files of the web page
+# Served without a key, as are the files of the web page.
+OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/", "/docs", "/ping")
 PAGE_PREFIX = "/page/"
 UNSUPPORTED_PREFIXES = ("/v1/audio/", "/v1/images/", "/v1/files", "/v1/uploads")  # no text model does these
 OLLAMA_PREFIX, JSON_TYPE = "/api/", "application/json"

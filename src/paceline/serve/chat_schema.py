@@ -10,7 +10,7 @@ from paceline.serve.schema_models import LenientModel, StrictModel
 
 MAX_TOOLS, MAX_CALLS = 512, 512
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:/-]+$", max_length=128)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenCount = Annotated[int, Field(ge=0, le=1 << 31)]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import OptionError
+from paceline.serve.config import ServerConfig
 from paceline.serve.reasoning import ReasoningFormat, detect_reasoning, reasoning_format
 from paceline.serve.tools.registry import ToolFormat, detect, tool_format
 
@@ -34,14 +35,23 @@ class ChatTemplate:
         return name in self.text
 
 
-def chat_template(own: str, override: str | None, tool_parser: str, reasoning_parser: str) -> ChatTemplate:
-    """The template of a server. own: the model's; override: a file or a template. Raises OptionError."""
-    text = own if override is None else template_text(override)
-    tools = detect(text) if tool_parser == AUTO else None if tool_parser == NONE else tool_format(tool_parser)
-    reasoning = detect_reasoning(text) if reasoning_parser == AUTO else None
-    if reasoning_parser not in (AUTO, NONE):
-        reasoning = reasoning_format(reasoning_parser)
-    return ChatTemplate(text, None if override is None else text, tools, reasoning)
+def chat_template(own: str, config: ServerConfig) -> ChatTemplate:
+    """The template of a server. own: the model's. Raises OptionError."""
+    override = None if config.chat_template is None else template_text(config.chat_template)
+    text = own if override is None else override
+    return ChatTemplate(text, override, _tools(text, config.tool_parser), _reasoning(text, config.reasoning_parser))
+
+
+def _tools(text: str, name: str) -> ToolFormat | None:
+    if name == NONE:
+        return None
+    return detect(text) if name == AUTO else tool_format(name)
+
+
+def _reasoning(text: str, name: str) -> ReasoningFormat | None:
+    if name == NONE:
+        return None
+    return detect_reasoning(text) if name == AUTO else reasoning_format(name)
 
 
 def template_text(value: str) -> str:

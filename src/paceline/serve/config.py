@@ -16,6 +16,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
 MIN_API_KEY_LENGTH = 8
 MAX_PORT = 65535
+ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -88,12 +89,15 @@ class RequestLimits:
     max_choices: int = option(32, "--max-choices", "N", "choices of one request: n times the prompts")
     request_timeout: float = option(600.0, "--request-timeout", "S", "seconds for a whole request; then 408")
     stall_timeout: float = option(30.0, "--stall-timeout", "S", "seconds a client may take to send or to receive")
+    ping_interval: float = option(
+        15.0, "--ping-interval", "S", "seconds of silence after which a stream sends a comment; 0: never"
+    )
     drain_timeout: int = option(60, "--drain-timeout", "S", "seconds for running requests at shutdown")
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            zero_allowed = name in ("max_waiting", "max_requests_per_key", "default_max_tokens", "drain_timeout")
+            zero_allowed = name in ZERO_ALLOWED
             if not math.isfinite(value) or value < 0 or (value < 1e-3 and not zero_allowed):
                 raise OptionError(f"{name} must be {'0 or more' if zero_allowed else 'above 0'}, not {value}")
 
@@ -104,10 +108,35 @@ class RequestLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class FailurePolicy:
+    """What the server does when the worker of an engine dies."""
+
+    on_engine_failure: str = option(
+        "restart",
+        "--on-engine-failure",
+        "WHAT",
+        "when an engine's worker dies: restart the engine, or exit with an error",
+        choices=("restart", "exit"),
+    )
+    max_engine_restarts: int = option(
+        5, "--max-engine-restarts", "N", "restarts of an engine in a row; then the server exits with an error"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_engine_restarts < 0:
+            raise OptionError(f"max_engine_restarts must be 0 or more, not {self.max_engine_restarts}")
+
+    @property
+    def restarts(self) -> bool:
+        return self.on_engine_failure == "restart"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server presents the engine.
 
-    served_model_names  what clients call the model; responses carry the first
+    served_model_names  what clients call the model; responses carry the first. NAME:LORA is NAME with an adapter
+    loras               names of the model's adapters
     max_num_seqs        sequences the engine runs at a time; the admission control counts the others as waiting
     sampling_defaults   fields of SamplingParams for requests that do not set them, from the model's generation config
     max_model_len       prompt and output tokens of one sequence; None: the model's own limit
@@ -119,6 +148,9 @@ class ServerConfig:
     )
     log_level: str = option("info", "--log-level", "LEVEL", "debug, info, warning or error", choices=LOG_LEVELS)
     log_prompts: bool = option(False, "--log-prompts", "", "write prompts into the log")
+    otlp_traces_endpoint: str | None = option(
+        None, "--otlp-traces-endpoint", "URL", "send a trace of each request to this OpenTelemetry collector"
+    )
     strict: bool = option(False, "--strict", "", "refuse unknown fields of a request instead of ignoring them")
     generation_config: str = option(
         "model",
@@ -146,10 +178,17 @@ class ServerConfig:
     )
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
+    failure: FailurePolicy = field(default_factory=FailurePolicy)
+    loras: tuple[str, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
     max_model_len: int | None = None
     num_draft_tokens: int | None = None
+
+    def lora_of(self, name: str | None) -> str | None:
+        """The adapter that a model name asks for; None: the model as it is."""
+        lora = (name or "").rpartition(":")[2]
+        return lora if lora in self.loras and name in self.served_model_names else None
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -160,4 +199,5 @@ class ServerConfig:
             raise OptionError(f"max_model_len must be 2 or more, not {self.max_model_len}")
 
 
-FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits)  # the order of their flags in --help and in the docs
+# The order of their flags in --help and in the docs.
+FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from paceline.core.protocols import Engine
-from paceline.core.types import RequestOutput
+from paceline.core.types import Request, RequestOutput
+from paceline.serve.auth import NO_KEY
 from paceline.serve.config import ServerConfig
 from paceline.serve.extra_fields import ExtraFields
+from paceline.serve.fair_queue import FairQueue
 from paceline.serve.limits import AdmissionControl
 from paceline.serve.logprob_format import TokenFormatter
-from paceline.serve.metrics import Metrics, TokenTimer
+from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
 from paceline.serve.requests import CompletionTask, RequestBuilder
 from paceline.serve.responses import ChoiceDelta
 from paceline.serve.streaming import Observer, merge_outputs
@@ -25,8 +28,20 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
+class ModelToServe:
+    """An engine, and how the server presents it. Of several, the first one's network, limits and log settings count."""
+
+    engine: Engine
+    config: ServerConfig
+
+
+@dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The engine, and what turns HTTP requests into engine requests and outputs into responses."""
+    """One engine, and what turns HTTP requests into engine requests and outputs into responses.
+
+    admission, metrics  shared by all models of the server
+    peers               the contexts of all models, this one among them; the first is for requests that name no model
+    """
 
     engine: Engine
     config: ServerConfig
@@ -36,9 +51,35 @@ class ServerContext:
     admission: AdmissionControl
     metrics: Metrics
     tokenizer_thread: ThreadPoolExecutor  # one thread, because tokenizers are not thread-safe
+    queue: FairQueue
+    peers: list[ServerContext] = field(repr=False)
 
     @classmethod
     def of(cls, engine: Engine, config: ServerConfig) -> ServerContext:
+        """The context of a server with one model."""
+        return cls.of_models([ModelToServe(engine, config)])[0]
+
+    @classmethod
+    def of_models(cls, models: Sequence[ModelToServe]) -> list[ServerContext]:
+        """A context for each model."""
+        admission = AdmissionControl(models[0].config.limits, sum(model.config.max_num_seqs for model in models))
+        metrics, peers = Metrics(), list[ServerContext]()
+        for model in models:
+            queue = FairQueue(model.config.max_num_seqs)
+            metrics.add_engine(EngineSource(model.config.served_model_names[0], model.engine, queue))
+            peers.append(cls._of_model(model, admission, metrics, queue, peers))
+        return peers
+
+    @classmethod
+    def _of_model(
+        cls,
+        model: ModelToServe,
+        admission: AdmissionControl,
+        metrics: Metrics,
+        queue: FairQueue,
+        peers: list[ServerContext],
+    ) -> ServerContext:
+        engine, config = model.engine, model.config
         text = token_text(engine.tokenizer)
         return cls(
             engine,
@@ -46,23 +87,47 @@ class ServerContext:
             RequestBuilder(engine, text, config),
             TokenFormatter(text, engine.info.eos_token_ids),
             ExtraFields(strict=config.strict),
-            AdmissionControl(config.limits, config.max_num_seqs),
-            Metrics(engine),
+            admission,
+            metrics,
             ThreadPoolExecutor(1, "paceline-tokenizer"),
+            queue,
+            peers,
         )
+
+    @property
+    def name(self) -> str:
+        """What metrics and /health call the model."""
+        return self.config.served_model_names[0]
+
+    def named(self, name: str) -> ServerContext:
+        """The context of the model of this name. Raises ApiError 404."""
+        for peer in self.peers:
+            if name in peer.config.served_model_names:
+                return peer
+        self.requests.check_model(name)
+        return self
 
     async def tokenized(self, build: Callable[[Body], Result], body: Body) -> Result:
         """Run the chat template and the tokenizer in their thread: a long prompt does not delay other requests."""
         return await asyncio.get_running_loop().run_in_executor(self.tokenizer_thread, build, body)
 
-    def generate(self, task: CompletionTask) -> AsyncGenerator[ChoiceDelta, None]:
-        """The outputs of all choices as they arrive."""
+    def generate(self, task: CompletionTask, key: str = NO_KEY) -> AsyncGenerator[ChoiceDelta, None]:
+        """The outputs of all choices as they arrive. key: whose share of the engine they take."""
         streams = [
-            self.engine.generate(choice.request) if choice.request.max_new_tokens else _nothing()
+            self._outputs(choice.request, key) if choice.request.max_new_tokens else _nothing()
             for choice in task.choices
         ]
-        timers: list[Observer] = [TokenTimer(self.metrics) for _ in streams]
+        timers: list[Observer] = [TokenTimer(self.metrics, self.name) for _ in streams]
         return merge_outputs(streams, timers, self.config.limits.request_timeout)
+
+    async def _outputs(self, request: Request, key: str) -> AsyncIterator[RequestOutput]:
+        """The outputs of one sequence, once it is its turn."""
+        async with (
+            self.queue.turn(key, request.priority),
+            aclosing(self.engine.generate(request)) as outputs,  # type: ignore[type-var]
+        ):
+            async for output in outputs:
+                yield output
 
     async def close(self) -> None:
         self.admission.shutting_down = True

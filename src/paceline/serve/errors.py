@@ -16,6 +16,7 @@ from paceline.errors import (
     CapabilityError,
     ContextLengthExceeded,
     EngineClosed,
+    EngineFailed,
     OptionError,
     OutOfMemory,
     PacelineError,
@@ -75,6 +76,7 @@ STATUS_BY_TYPE: dict[type[PacelineError], ErrorStatus] = {
     OptionError: ErrorStatus(400),
     EngineClosed: ErrorStatus(503, "shutting_down", RETRY_SOON),
     CapabilityError: ErrorStatus(501, "not_supported"),
+    EngineFailed: ErrorStatus(503, "engine_failed", RETRY_SOON),
     OutOfMemory: ErrorStatus(500, "out_of_memory"),
     PacelineError: ErrorStatus(500, "model_failed"),
 }

@@ -25,14 +25,20 @@ ID_LENGTH = 24
 
 @dataclass(frozen=True, slots=True)
 class OpenReasoning:
-    """The reasoning of one output. is_open: the prompt has opened it. decode: tokens to text with special tokens."""
+    """The reasoning of one output.
+
+    is_open    the prompt has opened it
+    decode     tokens to text with special tokens
+    end_token  its closing mark where that is a token of its own
+    """
 
     reasoning_format: ReasoningFormat
     is_open: bool
     decode: Callable[[list[int]], str]
+    end_token: int | None = None
 
     def counter(self) -> ReasoningCounter:
-        return ReasoningCounter(self.reasoning_format, self.is_open, self.decode)
+        return ReasoningCounter(self.reasoning_format, self.is_open, self.decode, self.end_token)
 
 
 @dataclass(frozen=True, slots=True)

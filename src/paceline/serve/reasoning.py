@@ -84,10 +84,19 @@ def content_only(stream: TextStream) -> Pieces:
 
 
 class ReasoningCounter:
-    """Counts the tokens of the reasoning, its marks not among them."""
+    """Counts the tokens of the reasoning, its marks not among them.
 
-    def __init__(self, reasoning: ReasoningFormat, is_open: bool, decode: Callable[[list[int]], str]) -> None:
-        self._format, self._decode = reasoning, decode
+    end_token  the closing mark where it is a token of its own: then no text has to be looked at
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat,
+        is_open: bool,
+        decode: Callable[[list[int]], str],
+        end_token: int | None = None,
+    ) -> None:
+        self._format, self._decode, self._end_token = reasoning, decode, end_token
         self._is_open, self._is_over = is_open, False
         self._tokens: list[int] = []  # since the output began, or since the reasoning did
         self.count = 0
@@ -107,6 +116,10 @@ class ReasoningCounter:
             self._is_over = True
 
     def _add_open(self) -> None:
+        if self._end_token is not None:
+            self._is_over = self._tokens.pop() == self._end_token
+            self.count += not self._is_over
+            return
         tail = self._tokens[-(4 * len(self._format.end) + 8) :]
         self.count += 1
         if self._format.end in self._decode(tail):

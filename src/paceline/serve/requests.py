@@ -82,10 +82,7 @@ class RequestBuilder:
         self._tokenizer, self._info = engine.tokenizer, engine.info
         self._token_text, self._config = token_text, config
         self.vocabulary = vocabulary(engine.tokenizer)
-        template = chat_template(
-            token_text.chat_template, config.chat_template, config.tool_parser, config.reasoning_parser
-        )
-        self._chat = ChatPlanner(engine.tokenizer, token_text, template)
+        self._chat = ChatPlanner(engine.tokenizer, token_text, chat_template(token_text.chat_template, config))
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 
@@ -193,6 +190,9 @@ class RequestBuilder:
     def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, copies: int) -> None:
         limits, num_choices = self._config.limits, len(prompts) * copies
         self.check_model(body.model)
+        if body.min_tokens and body.asked_tokens is not None and body.min_tokens > body.asked_tokens:
+            message = f"min_tokens is {body.min_tokens}, more than max_tokens, which is {body.asked_tokens}"
+            raise ApiError(400, message, param="min_tokens")
         if body.prompt_logprobs is not None and body.stream:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:
@@ -291,6 +291,8 @@ class RequestBuilder:
             skip_special_tokens=body.skip_special_tokens is not False,
             bad_words=tuple(body.bad_words or ()),
             allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+            priority=body.priority or 0,
+            lora=self._config.lora_of(body.model),
         )
 
     def _num_draft_tokens(self, body: CommonParams) -> int | None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from paceline.serve.access_log import LOG_FIELDS
 from paceline.serve.api_shape import ApiShape, Document
@@ -16,12 +15,13 @@ from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.extra_fields import add_header
+from paceline.serve.health import add_health_routes
 from paceline.serve.limits import limited_route
 from paceline.serve.requests import COMPLETION_MAX_TOKENS, CompletionTask
 from paceline.serve.responses import ChatFormat, CompletionFormat, Json, ResponseBuilder, ResponseFormat
 from paceline.serve.rounding import near_tie_logprob
 from paceline.serve.schema import ChatRequest, CompletionRequest
-from paceline.serve.streaming import EventStream, while_connected
+from paceline.serve.streaming import EventStream, first_chunk, while_connected
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid; the message says why",
@@ -32,7 +32,7 @@ ERROR_DESCRIPTIONS = {
     415: "The body is not JSON",
     429: "Too many requests; see Retry-After",
     500: "The model failed; other requests are not affected",
-    503: "The server is shutting down",
+    503: "The server is shutting down, or an engine has failed",
 }
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {
@@ -72,24 +72,18 @@ def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.get("/v1/models")
     @routes.get("/models", include_in_schema=False)
     async def models() -> Json:
-        """The model that is served, once for each of its names."""
-        return {"object": "list", "data": [model_entry(context, name) for name in context.config.served_model_names]}
+        """The models that are served, once for each of their names."""
+        entries = [model_entry(peer, name) for peer in context.peers for name in peer.config.served_model_names]
+        return {"object": "list", "data": entries}
 
     @routes.get("/v1/models/{name:path}", responses={404: ERROR_RESPONSES[404]})
     async def model(name: str) -> Json:
         """One model."""
-        context.requests.check_model(name)
-        return model_entry(context, name)
+        return model_entry(context.named(name), name)
 
 
 def _add_monitoring_routes(routes: APIRouter, context: ServerContext) -> None:
-    @routes.get("/health", responses={503: ERROR_RESPONSES[503]})
-    async def health() -> JSONResponse:
-        """Whether the server takes requests."""
-        stats, shutting_down = context.engine.stats(), context.admission.shutting_down
-        status = "shutting_down" if shutting_down else "ok"
-        document = {"status": status, "running": stats.running, "waiting": stats.waiting}
-        return JSONResponse(document, 503 if shutting_down else 200)
+    add_health_routes(routes, context, {503: ERROR_RESPONSES[503]})
 
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -147,25 +141,27 @@ async def respond(
     log_fields |= _request_fields(context, task, response)
     with ExitStack() as admission:
         admission.enter_context(context.admission.admit(request.scope[KEY_SCOPE], len(task.choices)))
-        deltas = context.generate(task)
+        deltas = context.generate(task, request.scope[KEY_SCOPE])
         if not task.stream:
             document = await while_connected(request, response.whole(deltas))
             log_fields |= response.log_fields()
             return Document(shape.whole(document))
         chunks = shape.chunks(response.chunks(deltas))
-        first = await while_connected(request, anext(chunks))
+        first = await first_chunk(request, chunks, context.config.limits.ping_interval)
         stream_admission = admission.pop_all()
 
     def on_finish(error: ApiError | None) -> None:
         stream_admission.close()
         log_fields.update(response.log_fields(), **({"status": error.status} if error else {}))
 
-    return EventStream(first, chunks, shape, context.config.limits.stall_timeout, on_finish)
+    limits = context.config.limits
+    return EventStream(first, chunks, shape, limits.stall_timeout, on_finish, limits.ping_interval)
 
 
 def _request_fields(context: ServerContext, task: CompletionTask, response: ResponseBuilder) -> Json:
     """What the access log says of a request. Prompts only where the server was asked to log them."""
     fields: Json = {
+        "model": context.name,
         "response_id": response.id,
         "choices": len(task.choices),
         "prompt_tokens": task.prompt_tokens,

@@ -48,6 +48,11 @@ class DrainingServer(uvicorn.Server):
         fields = {"signal": signal.Signals(sig).name, "in_flight": admission.in_flight}
         LOG.info("shutting down", extra={"fields": fields})
 
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to stop: also where something that the server cannot do without is lost."""
+        fatal = self.config.app.state.fatal_error is not None  # type: ignore[union-attr]
+        return await super().on_tick(counter) or fatal
+
     def _abort_requests(self) -> None:
         """Abort the connections: from Python 3.12 on, closing a server waits for them, forced or not."""
         self.force_exit = True
@@ -101,5 +106,7 @@ def uvicorn_config(app: FastAPI, limits: RequestLimits) -> uvicorn.Config:
 
 
 def run(app: FastAPI, bound_socket: socket.socket, limits: RequestLimits) -> None:
-    """Serve until a signal."""
+    """Serve until a signal. Raises EngineFailed where an engine has failed for good."""
     DrainingServer(uvicorn_config(app, limits)).run(sockets=[bound_socket])
+    if app.state.fatal_error is not None:
+        raise app.state.fatal_error

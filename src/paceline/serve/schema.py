@@ -89,6 +89,7 @@ class CommonParams(OutputParams):
     prediction: PredictionParam | None = None
     speculative: SpeculativeParams | None = None
     response_format: ResponseFormatParam | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     x_paceline: bool | None = Field(default=None, description="add speculation statistics to the response")
     # Accepted and ignored: they do not change the output.
     user: str | None = None

@@ -87,41 +87,62 @@ def _client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "the client has disconnected", code="client_gone")
 
 
+async def first_chunk(request: Request, chunks: AsyncIterator[Any], ping_interval: float) -> asyncio.Future[Any]:
+    """The first chunk of a stream, awaited for so long: an error before it is then a response with its own status.
+
+    One that takes longer is awaited by the stream, which pings meanwhile. ping_interval 0: it is awaited here.
+    """
+    chunk = asyncio.ensure_future(anext(chunks))
+    try:
+        await while_connected(request, asyncio.wait({chunk}, timeout=ping_interval or None))
+        if chunk.done():
+            chunk.result()  # raises its error
+        return chunk
+    except BaseException:
+        chunk.cancel()
+        await asyncio.gather(chunk, return_exceptions=True)
+        raise
+
+
 class EventStream(Response):
     """The events of a stream. The generation is aborted when the client disconnects or stalls.
 
-    first      the first event, awaited before the status is sent
-    chunks     those that follow
-    shape      how an event is written
-    on_finish  called once at the end, with the error that cut the stream short or None
+    first          the first chunk; the status does not wait for it
+    chunks         those that follow
+    shape          how an event is written
+    on_finish      called once at the end, with the error that cut the stream short or None
+    ping_interval  seconds of silence after which what clients skip is sent; 0: never
     """
 
     def __init__(
         self,
-        first: Any,
+        first: asyncio.Future[Any],
         chunks: AsyncGenerator[Any, None],
         shape: ApiShape,
         stall_timeout: float,
         on_finish: Callable[[ApiError | None], None],
+        ping_interval: float = 0.0,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=shape.media_type)
         del self.headers["content-length"]
         self._first, self._chunks, self._shape = first, chunks, shape
         self._stall_timeout, self._on_finish = stall_timeout, on_finish
+        self._ping_interval, self._num_sent = ping_interval, 0
         self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._write(send))
         disconnect = asyncio.create_task(_disconnected(receive))
+        pinger = asyncio.create_task(self._ping(send))
         try:
             await asyncio.wait({writer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not writer.done():
                 self._error = _client_gone()
-            for task in (writer, disconnect):
+            for task in (writer, disconnect, pinger):
                 task.cancel()
-            await asyncio.gather(writer, disconnect, return_exceptions=True)
+            await asyncio.gather(writer, disconnect, pinger, return_exceptions=True)
             self._on_finish(self._error)
 
     async def _write(self, send: Send) -> None:
@@ -129,16 +150,25 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks), aclosing(self._events()) as events:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                self._num_sent = 1
                 async for event in events:
                     await self._send(send, event)
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
             self._error = _client_gone()
 
+    async def _ping(self, send: Send) -> None:
+        """Send a ping after every interval in which nothing was sent, so that no proxy cuts the stream."""
+        while self._ping_interval and self._shape.ping:
+            num_sent = self._num_sent
+            await asyncio.sleep(self._ping_interval)
+            if num_sent and num_sent == self._num_sent:
+                await self._send(send, self._shape.ping)
+
     async def _events(self) -> AsyncGenerator[str, None]:
         """Each event as it is sent. An error on the way is the last event."""
         try:
-            yield self._shape.frame(self._first)
+            yield self._shape.frame(await self._first)
             async for chunk in self._chunks:
                 yield self._shape.frame(chunk)
             yield self._shape.last_frame()
@@ -148,6 +178,6 @@ class EventStream(Response):
             yield self._shape.frame(self._shape.error(self._error))
 
     async def _send(self, send: Send, event: str) -> None:
-        body = event.encode("utf-8", "replace")
+        self._num_sent += 1
         async with asyncio.timeout(self._stall_timeout):
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": event.encode("utf-8", "replace"), "more_body": True})

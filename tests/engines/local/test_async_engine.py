@@ -15,7 +15,7 @@ from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request
 from paceline.engines.local.async_engine import AsyncEngine
-from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, PromptError, StepFailed
+from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, PromptError, StepFailed
 from tests.support.build import collect, ids_of, text_request, toy_engine, with_engine
 from tests.support.toy import ToyRunner
 
@@ -187,22 +187,41 @@ def test_a_request_opened_before_the_close_and_read_after_it_does_not_wait_for_e
     asyncio.run(work())
 
 
-def test_a_worker_that_dies_ends_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_fails_its_readers_and_the_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug of ours in the scheduler, say: no reader waits for ever, and new requests are refused."""
-    monkeypatch.setattr("threading.excepthook", lambda args: None)
 
     async def work() -> None:
         local = toy_engine()
         engine = AsyncEngine(local)
+        engine.check_health()
 
         def raise_a_bug() -> None:
             raise ZeroDivisionError("a bug")
 
         monkeypatch.setattr(local._scheduler, "schedule", raise_a_bug)
-        outputs = await asyncio.wait_for(collect(engine.generate(toy_request())), 10)
-        assert outputs[-1].finish_reason == "abort"
-        with pytest.raises(EngineClosed):
-            engine.generate(toy_request())
+        readers = [collect(engine.generate(toy_request())) for _ in range(3)]
+        for outcome in await asyncio.wait_for(asyncio.gather(*readers, return_exceptions=True), 60):
+            assert isinstance(outcome, EngineFailed) and "ZeroDivisionError: a bug" in str(outcome)
+        for refused in (engine.check_health, lambda: engine.generate(toy_request())):
+            with pytest.raises(EngineFailed, match="worker has died"):
+                refused()
+        await engine.close()
+
+    asyncio.run(work())
+
+
+def test_an_embedding_does_not_wait_for_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        local = toy_engine()
+        engine = AsyncEngine(local)
+        assert len(await engine.embed([1, 2, 3], "mean")) == local.info.hidden_size
+
+        def end_the_thread(token_ids: list[int], pooling: str) -> list[float]:
+            raise SystemExit
+
+        monkeypatch.setattr(local, "embed", end_the_thread)
+        with pytest.raises(EngineFailed, match="worker has died"):
+            await asyncio.wait_for(engine.embed([1, 2, 3], "mean"), 60)
         await engine.close()
 
     asyncio.run(work())

@@ -39,6 +39,6 @@ SPEC = EngineSpec(
     options=OPTIONS,
     packages=("httpx",),
     reads_files=False,
-    model_for=_model_for,
     methods=METHODS,
+    model_for=_model_for,
 )

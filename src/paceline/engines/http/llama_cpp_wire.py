@@ -20,13 +20,14 @@ from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, StructuredOutput, TokenLogprob
 from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
-from paceline.engines.http.request_checks import stop_strings
+from paceline.engines.http.request_checks import TAKEN, stop_strings
 from paceline.engines.http.wire import Call, StepCounter
 from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import OptionError
 from paceline.hub.tokenizer import StreamDetokenizer, Tokenizer
 
 PATH = "/completion"
+TAKEN_BY_LLAMA_CPP = TAKEN | {"skip_special_tokens"}  # the characters are made here
 RANDOM_SEED = (1 << 32) - 1
 FINISH_REASONS = {"eos": "stop", "word": "stop", "limit": "length"}
 BARE_SLASH, ESCAPED_SLASH = re.compile(r"(?<!\\)/"), r"\\/"  # a slash ends an expression in Lark
@@ -38,6 +39,7 @@ class LlamaCppWire:
 
     tokenizer     makes the characters; None: the server's own are taken
     cache_prompt  whether prompts may go on from what the server has kept of earlier ones
+    end_tokens    that end a sequence: they are no part of its text
     """
 
     max_seq_len: int
@@ -45,6 +47,7 @@ class LlamaCppWire:
     num_draft_tokens: int | str = 0
     tokenizer: Tokenizer | None = None
     cache_prompt: bool = True
+    end_tokens: frozenset[int] = frozenset()
 
     def check(self, request: Request) -> None:
         sampling = request.sampling
@@ -88,7 +91,8 @@ class LlamaCppWire:
     def reader(self, request: Request) -> LlamaCppReader:
         stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
         detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
-        return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer)
+        ends = frozenset() if request.ignore_eos else self.end_tokens
+        return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer, ends)
 
     def _sampling(self, sampling: SamplingParams) -> Json:
         """In paceline's order: penalties, temperature, then the cuts of the tempered distribution."""
@@ -144,6 +148,7 @@ class LlamaCppReader:
     logprobs: int | None
     tokenizer: Tokenizer | None
     detokenizer: StreamDetokenizer | None
+    end_tokens: frozenset[int]
     steps: StepCounter = field(default_factory=StepCounter)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -193,7 +198,8 @@ class LlamaCppReader:
 
     def _output(self, token: int, event: Json, logprobs: dict[int, TokenLogprob]) -> RequestOutput:
         from_draft = self.steps.token()
-        text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed([token])
+        characters = [] if token in self.end_tokens else [token]
+        text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed(characters)
         entries = None if self.logprobs is None else tuple(filter(None, [logprobs.get(token)]))
         return RequestOutput(text, (token,), from_draft, entries, num_drafted=self.steps.num_drafted)
 

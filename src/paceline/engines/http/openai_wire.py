@@ -101,8 +101,6 @@ class OpenAIWire:
             body["ignore_eos"] = True
         if request.min_new_tokens:
             body["min_tokens"] = request.min_new_tokens
-        if not request.skip_special_tokens:
-            body["skip_special_tokens"] = False
         return body
 
     def _speculation(self, request: Request) -> Json:

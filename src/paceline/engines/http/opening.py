@@ -12,7 +12,7 @@ from paceline.core.types import ModelInfo
 from paceline.engines.http.acceptance import counts_in_metrics
 from paceline.engines.http.client import HttpClient, Json, server_url
 from paceline.engines.http.engine import METRICS, RemoteEngine, RemoteParts
-from paceline.engines.http.llama_cpp_wire import LlamaCppWire
+from paceline.engines.http.llama_cpp_wire import TAKEN_BY_LLAMA_CPP, LlamaCppWire
 from paceline.engines.http.openai_wire import OpenAIWire
 from paceline.engines.http.request_checks import TAKEN, RequestChecks
 from paceline.engines.http.server_kinds import KINDS, LLAMA_CPP, PACELINE, ServerKind, kind_of_owner
@@ -82,12 +82,16 @@ def _parts(config: EngineConfig, client: HttpClient, model: ServedModel) -> Remo
     info = _info(model, tokenizer, longest)
     methods = _methods(config, model)
     wire: Wire
+    takes = TAKEN | model.kind.request_fields
     if model.kind is LLAMA_CPP and knows_tokens:
         method = SERVER if _speculates(client) else NONE
-        methods, wire = (method,), LlamaCppWire(info.max_seq_len, method, tokenizer=tokenizer)
+        methods, wire = (method,), LlamaCppWire(
+            info.max_seq_len, method, tokenizer=tokenizer, end_tokens=info.eos_token_ids
+        )
+        takes = TAKEN_BY_LLAMA_CPP
     else:
         wire = _openai_wire(config, model, tokenizer, knows_tokens)
-    checks = RequestChecks(info, methods, MAX_LOGPROBS, TAKEN | model.kind.request_fields)
+    checks = RequestChecks(info, methods, MAX_LOGPROBS, takes)
     return RemoteParts(info, tokenizer, methods, client, wire, checks, reads_metrics=_reads_metrics(client, model.kind))
 
 

@@ -16,7 +16,7 @@ MAX_LOGPROBS = 1024
 TAKEN = frozenset(  # fields of a request that every server understands, or that change nothing where it does not
     {
         "stop", "ignore_eos", "min_new_tokens", "method", "num_draft_tokens", "prediction", "logprobs",
-        "structured_output", "skip_special_tokens", "priority", "reasoning",
+        "structured_output", "priority", "reasoning",
     }
 )  # fmt: skip
 STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex")

@@ -12,7 +12,7 @@ from paceline.config import NONE, EngineConfig, ModelConfig
 from paceline.core.types import ModelInfo, StructuredOutput
 from paceline.engines.http.client import HttpClient
 from paceline.engines.http.engine import Explain, RemoteEngine, RemoteParts
-from paceline.engines.http.llama_cpp_wire import LlamaCppWire
+from paceline.engines.http.llama_cpp_wire import TAKEN_BY_LLAMA_CPP, LlamaCppWire
 from paceline.engines.http.request_checks import RequestChecks
 from paceline.engines.llama_cpp.options import LlamaCppOptions, check_supported
 from paceline.engines.llama_cpp.process import LlamaCppProcess
@@ -63,9 +63,10 @@ def _parts(
         config.speculative.num_draft_tokens,
         tokenizer,
         cache_prompt=options.cache_prompt,
+        end_tokens=info.eos_token_ids,
     )
     methods = (options.method,)
-    checks = RequestChecks(info, methods, check_grammar=GrammarCheck(tokenizer, info))
+    checks = RequestChecks(info, methods, takes=TAKEN_BY_LLAMA_CPP, check_grammar=GrammarCheck(tokenizer, info))
     return RemoteParts(
         info,
         tokenizer,

@@ -22,10 +22,11 @@ from paceline.core.stopping import StopRules
 from paceline.core.types import Request, RequestOutput
 from paceline.engines.local.engine import LocalEngine
 from paceline.engines.local.request_state import RequestState
-from paceline.errors import EngineClosed, PacelineError
+from paceline.errors import EngineClosed, EngineFailed, PacelineError
 from paceline.hub.tokenizer import StreamDetokenizer
 
 LOG = logging.getLogger(__name__)
+CHECK_SECONDS = 1.0  # how long an embedding waits before it asks whether the worker lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,15 @@ class AsyncEngine:
         self.tokenizer: Tokenizer = engine.tokenizer
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._failure: EngineFailed | None = None  # why the worker died
+        self._requests: set[RequestState] = set()  # requests that have a reader
         self._thread = threading.Thread(target=self._work, name="paceline-worker", daemon=True)
         self._thread.start()
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        if self._closing.is_set():
-            raise EngineClosed("the engine has been closed")
+        self._check_open()
         return self._stream(self.engine.sequence(request))
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
@@ -75,20 +77,33 @@ class AsyncEngine:
                 LOG.debug("an embedding ended after its reader")
 
         self._commands.put(_Command(self._embed, _Embedding(token_ids, pooling, deliver)))
-        if self._closing.is_set():  # the worker may have taken its last command
-            raise EngineClosed("the engine has been closed")
-        vector = await vectors.get()
-        if isinstance(vector, Exception):
-            raise vector
-        return vector
+        while True:
+            self._check_open()  # the worker may have taken its last command, or have died
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    vector = await vectors.get()
+            except TimeoutError:
+                continue
+            if isinstance(vector, Exception):
+                raise vector
+            return vector
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def check_health(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(str(self._failure))
 
     async def close(self) -> None:
         self._closing.set()
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self) -> None:
+        self.check_health()
+        if self._closing.is_set():
+            raise EngineClosed("the engine has been closed")
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 
@@ -109,10 +124,10 @@ class AsyncEngine:
             skip_special_tokens=seq.params.skip_special_tokens,
             include_stop=stopping.include_stop,
         )
+        self._requests.add(state)
         self._commands.put(_Command(self.engine.enqueue, state))
         try:
-            if self._closing.is_set():  # the worker may have taken its last command
-                raise EngineClosed("the engine has been closed")
+            self._check_open()  # the worker may have taken its last command
             while True:
                 output = await outputs.get()
                 if isinstance(output, PacelineError):
@@ -121,6 +136,7 @@ class AsyncEngine:
                 if output.finish_reason is not None:
                     return
         finally:
+            self._requests.discard(state)
             self._commands.put(_Command(self.engine.abort, state))
 
     # --- the worker's side --------------------------------------------------------------------------------------------
@@ -132,10 +148,18 @@ class AsyncEngine:
                 self._take_commands(wait=not self.engine.has_work)
                 if self.engine.has_work:
                     self.engine.step()
-        finally:
-            self._closing.set()
             self._take_commands(wait=False)
             self.engine.abort_all()
+        except BaseException as error:  # nothing above catches it: the thread ends here
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """Fail every request. Nothing of the engine is called: its state is unknown."""
+        LOG.error("the worker has died", exc_info=error)
+        self._failure = EngineFailed(f"the engine's worker has died ({type(error).__name__}: {error})")
+        self._closing.set()
+        for state in tuple(self._requests):
+            state.fail(self._failure)
 
     def _embed(self, embedding: _Embedding) -> None:
         try:

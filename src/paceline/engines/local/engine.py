@@ -73,7 +73,7 @@ class LocalEngine:
         self.config, self.parts = config, parts
         self._target, self._draft_length, self._verifier = parts.target, parts.draft_length, parts.verifier
         self._drafter = GuardedDrafter(parts.drafter, self.info.vocab_size)
-        kv = KVManager(parts.target, parts.prefix_cache)
+        kv = KVManager(parts.target, parts.prefix_cache, config.model.lora)
         self._sequences = SequenceBuilder(self.info, tokenizer, config, methods, kv.capacity)
         self._scheduler = Scheduler(kv, self._drafter, parts.draft_length, config)
         self._embedder = Embedder(parts.target, kv, config.prefill_chunk)

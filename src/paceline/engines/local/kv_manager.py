@@ -7,18 +7,22 @@ recently used first, as soon as their blocks are needed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paceline.core.protocols import BlockPool, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import SequenceCache
 from paceline.errors import OutOfMemory
-from paceline.kv.prefix_cache import TARGET, PrefixCache, PrefixEntry, PrefixMatch
+from paceline.kv.prefix_cache import TARGET, PrefixCache, PrefixEntry, PrefixMatch, target_owner
 
 
 class KVManager:
     """Opens, grows, shares and frees the sequence caches of one runner."""
 
-    def __init__(self, target: Runner, prefix_cache: PrefixCache) -> None:
+    def __init__(self, target: Runner, prefix_cache: PrefixCache, loras: Iterable[str] = ()) -> None:
+        """loras: names of the target's adapters."""
         self._target, self._prefix_cache = target, prefix_cache
+        self._owners = [target_owner(lora) for lora in (None, *loras)]
         self.blocks: BlockPool = target.blocks
         self._running: dict[int, SequenceCache] = {}  # by seq_id
         self._entries: dict[int, PrefixEntry] = {}  # of running sequences, by seq_id
@@ -51,7 +55,7 @@ class KVManager:
         if not self._has_room(len(seq.ids), match):
             return False
         try:
-            seq_cache = self._open(match)
+            seq_cache = self._open(match, seq.params.lora)
         except OutOfMemory:  # a runner that copies forks needs blocks of its own for them
             return self.evict() and self.admit(seq)
         if not self.reserve(seq_cache, len(seq.ids)):
@@ -87,13 +91,14 @@ class KVManager:
 
     def evict(self) -> bool:
         """Give up the least recently used finished sequence; False if there is none."""
-        return self._prefix_cache.evict(TARGET)
+        return any(self._prefix_cache.evict(owner) for owner in self._owners)
 
     def publish(self, seq: Sequence) -> None:
         """The cache of a running sequence now holds its prompt: others may fork from it."""
         if self.keeps_finished and seq.seq_cache is not None:
             tokens = seq.ids[: seq.seq_cache.length]
-            entry = PrefixEntry(TARGET, tokens, seq.seq_cache, release=_nothing, pinned=True)
+            owner = target_owner(seq.params.lora)
+            entry = PrefixEntry(owner, tokens, seq.seq_cache, release=_nothing, pinned=True)
             self._entries[seq.seq_id] = entry
             self._prefix_cache.add(entry)
 
@@ -113,7 +118,8 @@ class KVManager:
 
     def clear(self) -> None:
         """Give back everything that no running sequence needs."""
-        self._prefix_cache.clear(TARGET)
+        for owner in self._owners:
+            self._prefix_cache.clear(owner)
 
     # --- prefixes -----------------------------------------------------------------------------------------------------
 
@@ -124,11 +130,13 @@ class KVManager:
         """
         if not self.keeps_finished or seq.params.prompt_logprobs is not None:
             return None
-        return self._prefix_cache.longest(TARGET, seq.ids[:-1])
+        return self._prefix_cache.longest(target_owner(seq.params.lora), seq.ids[:-1])
 
-    def _open(self, match: PrefixMatch | None) -> SequenceCache:
+    def _open(self, match: PrefixMatch | None, lora: str | None) -> SequenceCache:
         if match is None:
-            return self._target.new_cache()
+            new_cache = self._target.new_cache()
+            new_cache.lora = lora
+            return new_cache
         self._prefix_cache.use(match)
         seq_cache: SequenceCache = match.entry.payload
         if match.entry.pinned or match.lost >= self.blocks.block_size:
@@ -144,7 +152,8 @@ class KVManager:
             self._free(seq_cache)
             return
         self.blocks.shrink(seq_cache, len(tokens))
-        self._prefix_cache.add(PrefixEntry(TARGET, tokens, seq_cache, release=lambda: self._free(seq_cache)))
+        owner = target_owner(seq_cache.lora)
+        self._prefix_cache.add(PrefixEntry(owner, tokens, seq_cache, release=lambda: self._free(seq_cache)))
 
     def _free(self, seq_cache: SequenceCache) -> None:
         self._target.free(seq_cache)

@@ -6,7 +6,7 @@ Every node of a draft has the mask of its own path, so drafting stays on and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -28,10 +28,15 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A sequence after some tokens. tokens: those since the phase began."""
+    """A sequence after some tokens.
+
+    count   tokens of the reasoning so far
+    tokens  since the phase began; of the reasoning only the last, enough to see its closing mark
+    """
 
     phase: Phase
-    tokens: list[int]
+    count: int = 0
+    tokens: list[int] = field(default_factory=list)
 
 
 class ReasoningConstraint(Constraint):
@@ -47,7 +52,7 @@ class ReasoningConstraint(Constraint):
         self._span, self._answer, self._decode = span, answer, decode
         self._vocab_size, self._eos = info.vocab_size, sorted(info.eos_token_ids)
         self._window = BYTES_A_CHARACTER * max(len(span.begin), len(span.end)) + 8
-        self._progress = Progress(Phase.REASONING if span.is_open else Phase.BEFORE, [])
+        self._progress = Progress(Phase.REASONING if span.is_open else Phase.BEFORE)
 
     def allowed(self, path: list[int]) -> Tensor:
         progress = self._after(path)
@@ -60,7 +65,7 @@ class ReasoningConstraint(Constraint):
         if self._progress.phase is Phase.ANSWER:
             if self._answer is not None:
                 self._answer.advance(self._progress.tokens)
-            self._progress = Progress(Phase.ANSWER, [])
+            self._progress = Progress(Phase.ANSWER)
 
     # --- masks --------------------------------------------------------------------------------------------------------
 
@@ -79,7 +84,7 @@ class ReasoningConstraint(Constraint):
 
     def _in_reasoning(self, progress: Progress) -> Tensor:
         """Any token, then those that close it. Where the answer has a constraint, the sequence cannot end here."""
-        excess = len(progress.tokens) - (self._span.max_tokens or 0)
+        excess = progress.count - (self._span.max_tokens or 0)
         if self._span.max_tokens is not None and excess >= 0:
             mask = torch.zeros(self._vocab_size, dtype=torch.bool)
             mask[self._span.end_tokens[min(excess, len(self._span.end_tokens) - 1)]] = True
@@ -95,22 +100,24 @@ class ReasoningConstraint(Constraint):
         progress = self._progress
         for index, token in enumerate(path):
             if progress.phase is Phase.ANSWER:
-                return Progress(Phase.ANSWER, progress.tokens + path[index:])
+                return Progress(Phase.ANSWER, tokens=progress.tokens + path[index:])
             progress = self._step(progress, token)
         return progress
 
     def _step(self, progress: Progress, token: int) -> Progress:
         tokens = [*progress.tokens, token]
-        if progress.phase is Phase.REASONING:
-            return Progress(Phase.ANSWER, []) if self._closes(tokens) else Progress(Phase.REASONING, tokens)
+        if progress.phase is Phase.BEFORE:
+            return self._step_before(tokens)
+        if self._span.end in self._decode(tokens):
+            return Progress(Phase.ANSWER)
+        return Progress(Phase.REASONING, progress.count + 1, tokens[-self._window :])
+
+    def _step_before(self, tokens: list[int]) -> Progress:
         if tokens == list(self._span.begin_tokens):
-            return Progress(Phase.REASONING, [])
+            return Progress(Phase.REASONING)
         if self._answer is not None and len(self._span.begin_tokens) > 1:
-            return Progress(Phase.ANSWER, tokens)
+            return Progress(Phase.ANSWER, tokens=tokens)
         text = self._decode(tokens).lstrip()
         if text.startswith(self._span.begin):
-            return Progress(Phase.REASONING, [])
-        return Progress(Phase.BEFORE if self._span.begin.startswith(text) else Phase.ANSWER, tokens)
-
-    def _closes(self, tokens: list[int]) -> bool:
-        return self._span.end in self._decode(tokens[-self._window :])
+            return Progress(Phase.REASONING)
+        return Progress(Phase.BEFORE if self._span.begin.startswith(text) else Phase.ANSWER, tokens=tokens)

@@ -131,7 +131,9 @@ class Scheduler:
         if not self.kv.keeps_finished or not self._prefilling or _is_scored(request):
             return False
         enough = self.kv.cached_prefix(request.seq) + WORTH_WAITING
-        return any(common_prefix_length(other.seq.ids, request.seq.ids) >= enough for other in self._prefilling)
+        lora = request.seq.params.lora
+        alike = [other.seq for other in self._prefilling if other.seq.params.lora == lora]
+        return any(common_prefix_length(seq.ids, request.seq.ids) >= enough for seq in alike)
 
     def prefill_batch(self) -> PrefillBatch | None:
         """The next tokens of prompts, about a chunk of them shared out evenly; None if no prompt is unread.

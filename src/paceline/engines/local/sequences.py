@@ -45,6 +45,7 @@ class SequenceBuilder:
             logprobs=self._logprobs("logprobs", request.logprobs),
             prompt_logprobs=self._logprobs("prompt_logprobs", request.prompt_logprobs),
             skip_special_tokens=bool(request.skip_special_tokens),
+            lora=self._lora(request.lora),
         )
         return Sequence(request.prompt, params)
 
@@ -63,6 +64,13 @@ class SequenceBuilder:
         if request.method not in self._methods:
             raise OptionError(f"method must be one of {', '.join(self._methods)}; not {request.method!r}")
         return request.method
+
+    def _lora(self, name: str | None) -> str | None:
+        known = self._config.model.lora
+        if name is not None and name not in known:
+            hint = f"there is {', '.join(known)}" if known else "none was loaded (lora={name: directory})"
+            raise OptionError(f"there is no LoRA adapter {name!r}; {hint}")
+        return name
 
     def _num_draft_tokens(self, request: Request) -> int | None:
         return None if request.num_draft_tokens is None else checked_k(request.num_draft_tokens)

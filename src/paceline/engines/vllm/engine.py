@@ -29,15 +29,7 @@ from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
-from paceline.errors import (
-    EngineClosed,
-    EngineFailed,
-    MissingExtra,
-    ModelError,
-    OptionError,
-    PacelineError,
-    StepFailed,
-)
+from paceline.errors import EngineClosed, EngineFailed, MissingExtra, ModelError, OptionError, PacelineError, StepFailed
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.runners.native.loading import eos_token_ids_in
 
@@ -51,7 +43,8 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",  # of vLLM's own processes: this one has read its setting already
 }
 SHUTDOWN_SECONDS = 20.0  # for vLLM's processes to end by themselves; then they are killed
-DIED = "the vLLM engine has died with one of its processes; its requests are lost: start paceline again"
+DEATH = "the vLLM engine has died with one of its processes"
+DIED = f"{DEATH}; its requests are lost: start paceline again"
 
 
 def open_vllm(config: EngineConfig) -> VllmEngine:

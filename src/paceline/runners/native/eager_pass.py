@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.core.types import ModelOutput, Row
 from paceline.device.properties import on_host
 from paceline.layers.attention import AttentionSizes, EagerAttention
+from paceline.layers.lora import LoraRows
 from paceline.layers.ops import EagerOps
 from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.runners.native.attention_metadata import BatchBuilder
@@ -25,7 +26,17 @@ def attention_sizes(model: DecoderModel, kv: KVCache) -> AttentionSizes:
 class EagerPasses:
     """Passes of one model through eager operations."""
 
-    def __init__(self, model: DecoderModel, kv: KVCache, rope_cache: Tensor, options: OutputOptions) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        kv: KVCache,
+        rope_cache: Tensor,
+        options: OutputOptions,
+        *,
+        lora_rows: LoraRows | None = None,
+    ) -> None:
+        """lora_rows: where the layers of the model look which rows have an adapter."""
+        self._lora_rows = lora_rows
         self._model, self._options, self._device = model, options, kv.device
         by_node = model.quantizes_input
         attention = EagerAttention(attention_sizes(model, kv), kv.keys, kv.values, node_by_node=by_node)
@@ -67,7 +78,11 @@ class EagerPasses:
         prefill: bool = False,
     ) -> LayerOutput:
         """Layers over the rows, but for the `skips` nodes at the start of each: compiled where they are."""
-        if self._compiled is not None:
+        if self._lora_rows is not None:
+            skipped = skips or [0] * len(rows)
+            counts = [len(row.parents) - skip for row, skip in zip(rows, skipped)]
+            self._lora_rows.begin([row.seq_cache.lora for row in rows], counts)
+        elif self._compiled is not None:
             return self._compiled.run(hidden_states, rows, span, skips or [0] * len(rows))
         batch = self._builder.batch(rows, skips, prefill=prefill)
         return self._model.run_layers(

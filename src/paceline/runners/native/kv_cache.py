@@ -137,7 +137,7 @@ class PagedRunner(Runner):
     def fork(self, seq_cache: SequenceCache, length: int) -> NativeSequenceCache:
         twin = NativeSequenceCache()
         self.kv.blocks.share(own(seq_cache), twin, length)
-        twin.length = length
+        twin.length, twin.lora = length, seq_cache.lora
         return twin
 
     def free_tokens(self) -> int:

@@ -22,8 +22,8 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
-/* Yields {tokens: [{bytes, logprob}], content, reasoning, toolCalls, fromDraft, numDraftTokens, finishReason} for each
-   chunk. */
+/* Yields {tokens: [{bytes, logprob}], content, reasoning, toolCalls, numTokens, fromDraft, numDraftTokens, finishReason}
+   for each chunk. tokens: those whose characters are complete; numTokens: those that the engine has generated. */
 export async function* streamChat(params, key, signal) {
   const body = { ...params, stream: true, logprobs: true, x_paceline: true };
   const response = await fetch("/v1/chat/completions", {
@@ -41,6 +41,7 @@ export async function* streamChat(params, key, signal) {
       content: choice.delta?.content ?? "",
       reasoning: choice.delta?.reasoning_content ?? "",
       toolCalls: choice.delta?.tool_calls ?? [],
+      numTokens: choice.x_paceline?.num_tokens ?? choice.logprobs?.content?.length ?? 0,
       fromDraft: choice.x_paceline?.from_draft === true,
       numDraftTokens: choice.x_paceline?.num_draft_tokens ?? null,
       finishReason: choice.finish_reason,

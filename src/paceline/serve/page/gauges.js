@@ -16,7 +16,7 @@ export class Gauges {
 
   add(chunk) {
     const now = performance.now();
-    const count = chunk.tokens.length;
+    const count = chunk.numTokens;
     if (this.firstTime === null) {
       this.firstTime = now;
       this.firstTokens = count;

@@ -35,7 +35,7 @@ export async function generate(params, signal, answer, onChunk = () => {}) {
   for await (const chunk of streamChat(params, byId("key").value, signal)) {
     signal.throwIfAborted();
     answer.addChunk(chunk);
-    if (chunk.tokens.length) gauges.add(chunk);
+    if (chunk.numTokens) gauges.add(chunk);
     onChunk(answer, gauges);
   }
   signal.throwIfAborted();

@@ -189,8 +189,9 @@ def running(server: Server) -> float:
 
 
 @needs_vllm
-def test_a_dead_worker_fails_its_request_and_later_ones_with_a_clear_error(server: Server) -> None:
-    """The last test of the server: it does not survive."""
+def test_a_dead_worker_fails_its_requests_shows_in_health_and_is_restarted(
+    server: Server, one_process: dict[str, Any]
+) -> None:
     import psutil
 
     settings: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0}
@@ -203,6 +204,12 @@ def test_a_dead_worker_fails_its_request_and_later_ones_with_a_clear_error(serve
         list(chunks)
     with pytest.raises(openai.APIError, match="died"):
         server.client().completions.create(**settings)
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 503
+    deadline = time.monotonic() + START_SECONDS
+    while httpx.get(f"{server.url}/health", timeout=60).status_code != 200 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    again = server.client().completions.create(**{**settings, "max_tokens": 32}, extra_body={"ignore_eos": True})
+    assert again.choices[0].text == one_process["text"]
 
 
 # --- the library ------------------------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ def test_the_end_is_passed_on_and_stop_strings_stay_here() -> None:
     [
         (StructuredOutput("json_schema", "{}"), {"json": "{}"}),
         (StructuredOutput("json_object"), {"json_object": True}),
+        (StructuredOutput("choice", '["a", "b"]'), {"choice": ["a", "b"]}),
         (StructuredOutput("regex", "a+"), {"regex": "a+"}),
         (StructuredOutput("grammar", "start: x"), {"grammar": "start: x"}),
     ],
@@ -69,7 +70,7 @@ def test_the_method_and_k_it_was_started_with_may_be_named() -> None:
         ({"sampling": SamplingParams(1.0, min_p=0.1)}, OptionError, "under min_p; start it with --method none"),
         ({"sampling": SamplingParams(logit_bias={1: 2.0})}, OptionError, "under logit_bias"),
         ({"structured_output": StructuredOutput("json_schema", "{")}, OptionError, "not JSON"),
-        ({"structured_output": StructuredOutput("poem")}, OptionError, "structured output is one of"),
+        ({"structured_output": StructuredOutput("poem")}, OptionError, "of the engine vllm is one of"),
         ({"structured_output": StructuredOutput("json_object"), "min_new_tokens": 2}, OptionError, "exclude"),
         ({"min_new_tokens": -1}, OptionError, "min_new_tokens"),
         ({"max_new_tokens": 0}, OptionError, "max_new_tokens"),

@@ -44,7 +44,7 @@ ENVIRONMENT = {
 }
 SHUTDOWN_SECONDS = 20.0  # for vLLM's processes to end by themselves; then they are killed
 DEATH = "the vLLM engine has died with one of its processes"
-DIED = f"{DEATH}; its requests are lost: start paceline again"
+DIED = "one of vLLM's processes has died, and the requests under way are lost"
 
 
 def open_vllm(config: EngineConfig) -> VllmEngine:
@@ -272,7 +272,7 @@ class VllmEngine(NoEmbeddings):
         request.ended = True
         self._recorder.failed()
         if self._has_died:
-            request.deliver(StepFailed(DIED))
+            request.deliver(EngineFailed(DIED))
         else:
             request.deliver(StepFailed(f"vLLM failed this request: {_first_line(error)} ({SHOW_LOG})"))
 

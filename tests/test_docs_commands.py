@@ -66,7 +66,7 @@ def test_manifests_start_a_server_that_takes_their_arguments() -> None:
     by_kind = {document["kind"]: document for document in manifests() if document["metadata"]["name"] == "paceline"}
     [container] = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
     parse(container["args"])
-    for probe in ("startupProbe", "readinessProbe"):
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in OPEN_PATHS
     [port] = by_kind["Service"]["spec"]["ports"]
     assert port["targetPort"] == container["ports"][0]["containerPort"] == int(container["args"][-1])

@@ -15,7 +15,7 @@ from tests.bench.test_results import SCHEMA
 from tests.support.foreign_engine import OPENED, register_foreign
 
 SMALL = ["--limit", "2", "--max-new-tokens", "12", "--repeats", "1", "--device", "cpu"]
-AUDIT = ["--quick", "--draws", "200", "--seconds", "300", "--device", "cpu", "--distance", "0.3", "--json"]
+AUDIT = ["--quick", "--draws", "200", "--seconds", "3000", "--device", "cpu", "--distance", "0.3", "--json"]
 
 
 @pytest.fixture(autouse=True)

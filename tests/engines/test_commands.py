@@ -17,7 +17,7 @@ from tests.support.tiny import write_tiny_model
 pytestmark = pytest.mark.slow
 SMALL = ["--limit", "2", "--max-new-tokens", "8", "--repeats", "1", "--device", "cpu", "--json"]
 ONE_THREAD = ["--engine-option", "threads=1"]
-AUDIT = ["--quick", "--draws", "200", "--seconds", "600", "--distance", "0.5", "--device", "cpu", "--json"]
+AUDIT = ["--quick", "--draws", "200", "--seconds", "6000", "--distance", "0.5", "--device", "cpu", "--json"]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ VLLM = ["--engine", "vllm", "--engine-option", "enforce_eager=true", "--engine-o
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: make test-engines")
 def test_vllm_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A false alarm has probability 0.001. The model is its own draft model, so that every step verifies draft tokens."""
+    """A false alarm has probability 0.001. The model drafts for itself, so that every step verifies draft tokens."""
     folder = str(write_tiny_model(tmp_path / "wide", hidden_size=128))
     command = ["audit", folder, *VLLM, "--methods", "draft_model", "--draft-model", folder, *AUDIT]
     assert main([*command, "--temperatures", "0.5"]) == 0

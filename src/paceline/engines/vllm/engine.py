@@ -25,7 +25,7 @@ from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
-from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
+from paceline.engines.vllm.arguments import VllmArguments, thread_binding, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
@@ -51,7 +51,11 @@ def open_vllm(config: EngineConfig) -> VllmEngine:
     """Start vLLM. Raises MissingExtra, OptionError or ModelError before any request."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    chosen = vllm_arguments(config, _platform())
+    platform = _platform()
+    chosen = vllm_arguments(config, platform)
+    binding = thread_binding(config, platform, os.sched_getaffinity(0))
+    if binding is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
     thread = _LoopThread()
     recorder = StepRecorder()
     try:

@@ -72,8 +72,8 @@ def _changed_hits(change: Callable[[HuggingFaceRunner, SequenceCache, int], None
     """The KV of every cache hit is changed."""
     right = KVManager._open
 
-    def opened(manager: KVManager, match: PrefixMatch | None) -> SequenceCache:
-        seq_cache = right(manager, match)
+    def opened(manager: KVManager, match: PrefixMatch | None, lora: str | None) -> SequenceCache:
+        seq_cache = right(manager, match, lora)
         if match is not None:
             with torch.inference_mode():
                 change(manager._target, seq_cache, match.length)  # type: ignore[arg-type]

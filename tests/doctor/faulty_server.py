@@ -24,10 +24,11 @@ from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.responses import ChoiceDelta, Json, ResponseBuilder
 from tests.serve.running import RunningServer, serving_model
+from tests.serve.scripted import TOOL_TEMPLATE, tokenizer_with
 from tests.support.tiny import byte_tokenizer, tiny_llama
 from tests.support.wrong_rules import wrong_rule
 
-CONTEXT = 1024
+CONTEXT = 1280
 DRAFT_TOKENS = 3
 STALE_TOKENS = 8
 SHARPER = 1.7
@@ -40,7 +41,7 @@ def tiny_server() -> Iterator[RunningServer]:
     limits = RequestLimits(max_choices=8, stall_timeout=60, request_timeout=120, drain_timeout=5)
     config = ServerConfig(("tiny",), limits=limits, num_draft_tokens=DRAFT_TOKENS, max_num_seqs=16)
     options = {"method": "draft_model", "draft_model": draft_llama(), "kv_cache_tokens": 16 * 1024}
-    with serving_model(printable_llama(), byte_tokenizer(), config, **options) as server:
+    with serving_model(printable_llama(), tokenizer_with(TOOL_TEMPLATE), config, **options) as server:
         yield server
 
 
@@ -71,8 +72,8 @@ def _changed_hits(change: Callable[[HuggingFaceRunner, SequenceCache, int], None
     """The KV of every cache hit is changed."""
     right = KVManager._open
 
-    def opened(manager: KVManager, match: PrefixMatch | None) -> SequenceCache:
-        seq_cache = right(manager, match)
+    def opened(manager: KVManager, match: PrefixMatch | None, lora: str | None) -> SequenceCache:
+        seq_cache = right(manager, match, lora)
         if match is not None:
             with torch.inference_mode():
                 change(manager._target, seq_cache, match.length)  # type: ignore[arg-type]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -316,10 +319,14 @@ def test_llama_server_is_read_with_its_draft_counts(llama_server: Any, server: R
 @needs_llama_cpp
 def test_a_server_that_is_killed_fails_its_requests(llama_server: Any) -> None:
     with opened(llama_server.url, engine_options={"api_key": "secret"}) as decoder:
-        outputs = decoder.stream(PROMPT, max_new_tokens=450, ignore_eos=True)
-        next(outputs)
-        llama_server._process.kill()
-        with pytest.raises(EngineFailed, match="was lost"):
-            list(outputs)
+        llama_server._process.send_signal(signal.SIGSTOP)  # so that the request is under way
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(decoder.generate, PROMPT)
+            while not decoder.stats().running and not running.done():
+                time.sleep(0.01)
+            llama_server._process.kill()
+            with pytest.raises(EngineFailed, match="was lost"):
+                running.result(120)
+        llama_server._process.wait(60)
         with pytest.raises(EngineFailed, match="cannot be reached"):
             decoder.generate(PROMPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from paceline.serve.output_pieces import (
 )
 from paceline.serve.reasoning import FORMATS as REASONING_FORMATS
 from paceline.serve.reasoning import content_only, detect_reasoning, reasoning_format
-from paceline.serve.tools import registry
+from paceline.serve.tools import families, registry
 from paceline.serve.tools.offer import ToolFunction, ToolOffer
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -248,3 +249,17 @@ def test_the_chat_template_says_whether_a_model_reasons() -> None:
     assert detect_reasoning("{{ messages }}") is None
     with pytest.raises(OptionError, match=r"think.*not 'nonsense'"):
         reasoning_format("nonsense")
+
+
+def test_a_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the folder of families is found by name and by its templates; nothing else changes."""
+    source = (Path(families.__path__[0]) / "hermes.py").read_text()
+    source = source.replace("tool_call>", "act>").replace('"hermes"', '"acting"')
+    (tmp_path / "acting.py").write_text(source)
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    registry.formats.cache_clear()
+    try:
+        assert "acting" in registry.names() and registry.detect("<act>").name == "acting"
+        assert read(registry.tool_format("acting").parse(OFFER), '<act>{"name": "now"}</act>').called == [NOW]
+    finally:
+        registry.formats.cache_clear()

@@ -32,11 +32,11 @@ def ascii_llama(**changes: Any) -> Any:
     return model
 
 
-def gguf_llama() -> Any:
+def gguf_llama(**changes: Any) -> Any:
     """The same with the special tokens of tests/support/gguf.py."""
-    return ascii_llama(bos_token_id=257, eos_token_id=258, pad_token_id=256)
+    return ascii_llama(bos_token_id=257, eos_token_id=258, pad_token_id=256, **changes)
 
 
-def ascii_gguf(folder: Path) -> Path:
+def ascii_gguf(folder: Path, **changes: Any) -> Path:
     """That model as a GGUF file."""
-    return write_gguf(folder / "tiny.gguf", gguf_llama())
+    return write_gguf(folder / "tiny.gguf", gguf_llama(**changes))

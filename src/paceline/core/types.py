@@ -229,16 +229,16 @@ class StructuredOutput:
 class ReasoningSpan:
     """Reasoning at the start of an output: what must match a grammar begins after it, and its length can be limited.
 
-    begin, end      the texts around it
-    begin_tokens    of `begin`
-    end_tokens      what is generated to close it once it has max_tokens
+    begin, end      the marks around it, as characters
+    opening_tokens  of `begin`
+    closing_tokens  what is generated to close it once it has max_tokens
     is_open         the prompt has already opened it
     """
 
     begin: str
     end: str
-    begin_tokens: tuple[int, ...]
-    end_tokens: tuple[int, ...]
+    opening_tokens: tuple[int, ...]
+    closing_tokens: tuple[int, ...]
     is_open: bool = False
     max_tokens: int | None = None
 

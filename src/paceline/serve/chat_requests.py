@@ -160,8 +160,8 @@ class ChatPlanner:
             is_open = text.rfind(known.begin) > text.rfind(known.end)
         else:
             is_open = self._tail(token_ids).endswith(known.begin)
-        end_token = self._token_text.added_tokens.get(known.end)
-        return OpenReasoning(known, is_open, self._token_text.decode, end_token)
+        closing_token = self._token_text.added_tokens.get(known.end)
+        return OpenReasoning(known, is_open, self._token_text.decode, closing_token)
 
     def _tail(self, token_ids: list[int]) -> str:
         return self._token_text.decode(token_ids[-TAIL_TOKENS:]).rstrip()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from paceline.serve.output_pieces import (
 )
 from paceline.serve.reasoning import ReasoningCounter, ReasoningFormat
 
-ID_CHARACTERS = string.ascii_letters + string.digits
+ID_CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 ID_LENGTH = 24
 
 
@@ -27,18 +26,18 @@ ID_LENGTH = 24
 class OpenReasoning:
     """The reasoning of one output.
 
-    is_open    the prompt has opened it
-    decode     tokens to text with special tokens
-    end_token  its closing mark where that is a token of its own
+    is_open        the prompt has opened it
+    decode         tokens to text with special tokens
+    closing_token  its closing mark where that is a token of its own
     """
 
     reasoning_format: ReasoningFormat
     is_open: bool
     decode: Callable[[list[int]], str]
-    end_token: int | None = None
+    closing_token: int | None = None
 
     def counter(self) -> ReasoningCounter:
-        return ReasoningCounter(self.reasoning_format, self.is_open, self.decode, self.end_token)
+        return ReasoningCounter(self.reasoning_format, self.is_open, self.decode, self.closing_token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def content_only(stream: TextStream) -> Pieces:
 class ReasoningCounter:
     """Counts the tokens of the reasoning, its marks not among them.
 
-    end_token  the closing mark where it is a token of its own: then no text has to be looked at
+    closing_token  the closing mark where it is a token of its own: then no text has to be looked at
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class ReasoningCounter:
         reasoning: ReasoningFormat,
         is_open: bool,
         decode: Callable[[list[int]], str],
-        end_token: int | None = None,
+        closing_token: int | None = None,
     ) -> None:
-        self._format, self._decode, self._end_token = reasoning, decode, end_token
+        self._format, self._decode, self._closing_token = reasoning, decode, closing_token
         self._is_open, self._is_over = is_open, False
         self._tokens: list[int] = []  # since the output began, or since the reasoning did
         self.count = 0
@@ -116,8 +116,8 @@ class ReasoningCounter:
             self._is_over = True
 
     def _add_open(self) -> None:
-        if self._end_token is not None:
-            self._is_over = self._tokens.pop() == self._end_token
+        if self._closing_token is not None:
+            self._is_over = self._tokens.pop() == self._closing_token
             self.count += not self._is_over
             return
         tail = self._tokens[-(4 * len(self._format.end) + 8) :]

@@ -189,8 +189,9 @@ def running(server: Server) -> float:
 
 
 @needs_vllm
-def test_a_dead_worker_fails_its_request_and_later_ones_with_a_clear_error(server: Server) -> None:
-    """The last test of the server: it does not survive."""
+def test_a_dead_worker_fails_its_requests_shows_in_health_and_is_restarted(
+    server: Server, one_process: dict[str, Any]
+) -> None:
     import psutil
 
     settings: dict[str, Any] = {"model": "model", "prompt": PROMPT, "max_tokens": 450, "temperature": 0}
@@ -203,6 +204,12 @@ def test_a_dead_worker_fails_its_request_and_later_ones_with_a_clear_error(serve
         list(chunks)
     with pytest.raises(openai.APIError, match="died"):
         server.client().completions.create(**settings)
+    assert httpx.get(f"{server.url}/health", timeout=60).status_code == 503
+    deadline = time.monotonic() + START_SECONDS
+    while httpx.get(f"{server.url}/health", timeout=60).status_code != 200 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    again = server.client().completions.create(**{**settings, "max_tokens": 32}, extra_body={"ignore_eos": True})
+    assert again.choices[0].text == one_process["text"]
 
 
 # --- the library ------------------------------------------------------------------------------------------------------
@@ -232,13 +239,14 @@ def test_a_draft_model_changes_no_distribution(decoder: SpeculativeDecoder, mode
 
     from paceline.core.sampling import SamplingParams, distribution
 
-    count, sampling = 1500, SamplingParams(**{"temperature": 1.0, **settings})
+    settings = {"temperature": 1.0, **settings}
+    count, sampling = 1500, SamplingParams(**settings)
     prompt = decoder.tokenizer.encode(PROMPT)
     with torch.no_grad():
         first = distribution(model(torch.tensor([prompt])).logits[0, -1], sampling)
         rows = torch.tensor([[*prompt, token] for token in range(len(first))])
         second = first.double() @ distribution(model(rows).logits[:, -1], sampling).double()
-    results = decoder.generate([PROMPT] * count, max_new_tokens=2, ignore_eos=True, temperature=1.0, **settings)
+    results = decoder.generate([PROMPT] * count, max_new_tokens=2, ignore_eos=True, **settings)
     observed = Counter(result.token_ids[1] for result in results)
     assert not [token for token in observed if second[token] == 0]
     likely = [token for token in range(len(second)) if count * float(second[token]) >= 5]

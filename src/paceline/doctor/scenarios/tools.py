@@ -51,7 +51,7 @@ async def run(exam: Examination) -> None:
 
 def _conversation(exam: Examination) -> list[Query]:
     """The turns of one conversation, each with all that was said before it. The assistant's turns are given."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": passage(exam.rng, 120)}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": passage(exam.rng, 60)}]
     queries = []
     for turn in range(TURNS):
         city, days = exam.rng.choice(["Oslo", "Lima", "Cairo"]), exam.rng.randrange(1, 9)

@@ -39,7 +39,7 @@ class LlamaCppWire:
 
     tokenizer     makes the characters; None: the server's own are taken
     cache_prompt  whether prompts may go on from what the server has kept of earlier ones
-    end_tokens    that end a sequence: they are no part of its text
+    eos_token_ids  that end a sequence: they are no part of its text
     """
 
     max_seq_len: int
@@ -47,7 +47,7 @@ class LlamaCppWire:
     num_draft_tokens: int | str = 0
     tokenizer: Tokenizer | None = None
     cache_prompt: bool = True
-    end_tokens: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
 
     def check(self, request: Request) -> None:
         sampling = request.sampling
@@ -91,7 +91,7 @@ class LlamaCppWire:
     def reader(self, request: Request) -> LlamaCppReader:
         stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
         detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
-        ends = frozenset() if request.ignore_eos else self.end_tokens
+        ends = frozenset() if request.ignore_eos else self.eos_token_ids
         return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer, ends)
 
     def _sampling(self, sampling: SamplingParams) -> Json:
@@ -148,7 +148,7 @@ class LlamaCppReader:
     logprobs: int | None
     tokenizer: Tokenizer | None
     detokenizer: StreamDetokenizer | None
-    end_tokens: frozenset[int]
+    eos_token_ids: frozenset[int]
     steps: StepCounter = field(default_factory=StepCounter)
     finish_reason: str | None = None
     prompt_tokens: int | None = None
@@ -198,7 +198,7 @@ class LlamaCppReader:
 
     def _output(self, token: int, event: Json, logprobs: dict[int, TokenLogprob]) -> RequestOutput:
         from_draft = self.steps.token()
-        characters = [] if token in self.end_tokens else [token]
+        characters = [] if token in self.eos_token_ids else [token]
         text = event.get("content", "") if self.detokenizer is None else self.detokenizer.feed(characters)
         entries = None if self.logprobs is None else tuple(filter(None, [logprobs.get(token)]))
         return RequestOutput(text, (token,), from_draft, entries, num_drafted=self.steps.num_drafted)

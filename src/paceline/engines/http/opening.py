@@ -86,7 +86,7 @@ def _parts(config: EngineConfig, client: HttpClient, model: ServedModel) -> Remo
     if model.kind is LLAMA_CPP and knows_tokens:
         method = SERVER if _speculates(client) else NONE
         methods, wire = (method,), LlamaCppWire(
-            info.max_seq_len, method, tokenizer=tokenizer, end_tokens=info.eos_token_ids
+            info.max_seq_len, method, tokenizer=tokenizer, eos_token_ids=info.eos_token_ids
         )
         takes = TAKEN_BY_LLAMA_CPP
     else:

@@ -63,7 +63,7 @@ def _parts(
         config.speculative.num_draft_tokens,
         tokenizer,
         cache_prompt=options.cache_prompt,
-        end_tokens=info.eos_token_ids,
+        eos_token_ids=info.eos_token_ids,
     )
     methods = (options.method,)
     checks = RequestChecks(info, methods, takes=TAKEN_BY_LLAMA_CPP, check_grammar=GrammarCheck(tokenizer, info))

@@ -77,9 +77,9 @@ class ReasoningConstraint(Constraint):
         if self._answer is None:
             return self._all()
         mask = self._answer.allowed(progress.tokens)
-        if len(self._span.begin_tokens) == 1 and not progress.tokens:
+        if len(self._span.opening_tokens) == 1 and not progress.tokens:
             mask = mask.clone()
-            mask[self._span.begin_tokens[0]] = True
+            mask[self._span.opening_tokens[0]] = True
         return mask
 
     def _in_reasoning(self, progress: Progress) -> Tensor:
@@ -87,7 +87,7 @@ class ReasoningConstraint(Constraint):
         excess = progress.count - (self._span.max_tokens or 0)
         if self._span.max_tokens is not None and excess >= 0:
             mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-            mask[self._span.end_tokens[min(excess, len(self._span.end_tokens) - 1)]] = True
+            mask[self._span.closing_tokens[min(excess, len(self._span.closing_tokens) - 1)]] = True
             return mask
         mask = self._all()
         if self._answer is not None:
@@ -113,9 +113,9 @@ class ReasoningConstraint(Constraint):
         return Progress(Phase.REASONING, progress.count + 1, tokens[-self._window :])
 
     def _step_before(self, tokens: list[int]) -> Progress:
-        if tokens == list(self._span.begin_tokens):
+        if tokens == list(self._span.opening_tokens):
             return Progress(Phase.REASONING)
-        if self._answer is not None and len(self._span.begin_tokens) > 1:
+        if self._answer is not None and len(self._span.opening_tokens) > 1:
             return Progress(Phase.ANSWER, tokens=tokens)
         text = self._decode(tokens).lstrip()
         if text.startswith(self._span.begin):

@@ -86,6 +86,21 @@ def _flag(name: str, value: Any) -> list[str]:
     return [f"--{flag}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
 
 
+def thread_binding(config: EngineConfig, device: str, cores: set[int]) -> str | None:
+    """VLLM_CPU_OMP_THREADS_BIND for several workers on one CPU, which vLLM divides by memory nodes only; None: its own.
+
+    Each worker gets as many of the cores; where they do not suffice, none is bound.
+    """
+    chosen = config.distributed
+    if not on_host(device) or chosen.num_devices * chosen.data_parallel_size == 1:
+        return None
+    share, ordered = len(cores) // chosen.num_devices, sorted(cores)
+    if not share or chosen.data_parallel_size > 1:
+        return "nobind"
+    groups = [ordered[rank * share : (rank + 1) * share] for rank in range(chosen.num_devices)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
 def _check_model(model: ModelConfig, device: str) -> None:
     if not isinstance(model.model, str):
         raise OptionError("the engine vllm takes a model by name or directory, not a loaded one")

@@ -25,7 +25,7 @@ from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
-from paceline.engines.vllm.arguments import VllmArguments, vllm_arguments
+from paceline.engines.vllm.arguments import VllmArguments, thread_binding, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
@@ -44,14 +44,18 @@ ENVIRONMENT = {
 }
 SHUTDOWN_SECONDS = 20.0  # for vLLM's processes to end by themselves; then they are killed
 DEATH = "the vLLM engine has died with one of its processes"
-DIED = f"{DEATH}; its requests are lost: start paceline again"
+DIED = "one of vLLM's processes has died, and the requests under way are lost"
 
 
 def open_vllm(config: EngineConfig) -> VllmEngine:
     """Start vLLM. Raises MissingExtra, OptionError or ModelError before any request."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    chosen = vllm_arguments(config, _platform())
+    platform = _platform()
+    chosen = vllm_arguments(config, platform)
+    binding = thread_binding(config, platform, os.sched_getaffinity(0))
+    if binding is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
     thread = _LoopThread()
     recorder = StepRecorder()
     try:
@@ -272,7 +276,7 @@ class VllmEngine(NoEmbeddings):
         request.ended = True
         self._recorder.failed()
         if self._has_died:
-            request.deliver(StepFailed(DIED))
+            request.deliver(EngineFailed(DIED))
         else:
             request.deliver(StepFailed(f"vLLM failed this request: {_first_line(error)} ({SHOW_LOG})"))
 

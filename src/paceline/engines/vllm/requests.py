@@ -178,16 +178,18 @@ def _structured(output: StructuredOutput | None) -> dict[str, Any]:
         return {}
     if output.kind == "json_object":
         return {"structured": {"json_object": True}}
+    if output.kind == "choice":
+        return {"structured": {"choice": _json("list of choices", output.value)}}
     if output.kind not in STRUCTURED:
-        kinds = ", ".join((*STRUCTURED, "json_object"))
-        raise OptionError(f"structured output is one of {kinds}, not {output.kind!r}")
+        kinds = ", ".join((*STRUCTURED, "json_object", "choice"))
+        raise OptionError(f"structured output of the engine vllm is one of {kinds}, not {output.kind!r}")
     if output.kind == "json_schema":
-        _check_json(output.value)
+        _json("JSON schema", output.value)
     return {"structured": {STRUCTURED[output.kind]: output.value}}
 
 
-def _check_json(schema: str) -> None:
+def _json(name: str, text: str) -> Any:
     try:
-        json.loads(schema)
+        return json.loads(text)
     except ValueError as error:
-        raise OptionError(f"the JSON schema is not JSON: {error}") from error
+        raise OptionError(f"the {name} is not JSON: {error}") from error

@@ -70,7 +70,7 @@ class NodeProcessor(ScoreProcessor):
 
     prompt  int64 [prompt]: the row as it was given, padding included
     index   of the row: a prefix_allowed_tokens_fn is told which row it answers for
-    record  where logits and scores of accepted tokens go; None: nobody asks for them
+    record  where logits and scores of accepted tokens go; None: not kept
     """
 
     processors: list[Any]

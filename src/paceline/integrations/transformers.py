@@ -113,8 +113,8 @@ def hf_generate(
 def call_arguments() -> CallArguments:
     """The streamer and the assistant of the `generate` that calls hf_generate.
 
-    transformers hands a callable neither of them (and puts the prompt into the streamer all the same, so that a reader
-    would wait for ever). They are read from the frame of `generate`.
+    transformers hands a callable neither of them, and puts the prompt into the streamer all the same: its reader would
+    never see the end. They are read from the frame of `generate`.
     """
     for frame in _callers(sys._getframe(1)):
         values = frame.f_locals

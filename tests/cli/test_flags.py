@@ -40,7 +40,7 @@ def test_no_flags_are_the_defaults_of_the_library() -> None:
 
 
 def test_every_option_of_the_library_has_a_flag_but_objects() -> None:
-    objects = {"tokenizer", "drafter", "per_request", "tuned"}
+    objects = {"tokenizer", "drafter", "per_request", "tuned", "lora"}  # adapters: a flag of `serve` alone
     assert set(vars(parse())) & set(option_names()) == set(option_names()) - objects
 
 

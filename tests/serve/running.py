@@ -82,12 +82,13 @@ def serving_model(model: Any, tokenizer: Any, config: ServerConfig, **options: A
 
 
 @contextmanager
-def failing_pass(server: RunningServer, error: Exception) -> Iterator[None]:
-    """The next forward pass of the model raises `error`."""
+def failing_pass(server: RunningServer, error: Exception, *, again: bool = False) -> Iterator[None]:
+    """The next forward pass of the model raises `error`; again: every one does, as the engine may try once more."""
     forward = server.model.forward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        server.model.forward = forward
+        if not again:
+            server.model.forward = forward
         raise error
 
     server.model.forward = fail

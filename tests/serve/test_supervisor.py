@@ -177,7 +177,8 @@ def test_restarts_that_do_not_help_come_to_an_end(monkeypatch: pytest.MonkeyPatc
     opener.engines[0].kill()
     with pytest.raises(EngineFailed, match="no space left on the device; 3 restarts in a row did not help"):
         asyncio.run(asyncio.wait_for(engine.watch(), PATIENCE))
-    assert delays == [1, 2, 4] and engine.stats().restarts == 3
+    restarts = [seconds for seconds in delays if seconds >= 1]  # the others are looks at an engine that is well
+    assert restarts == [1, 2, 4] and engine.stats().restarts == 3
 
 
 def test_an_engine_that_has_closed_by_itself_has_failed() -> None:

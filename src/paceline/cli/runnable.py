@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from paceline.config import EngineConfig
 from paceline.drafting import registry as drafters
 from paceline.engines import registry as engines
 from paceline.heads.shipped import shipped_heads
@@ -23,13 +24,18 @@ def support() -> Support:
         method, _, model = name.partition("-")
         heads[method].add(model)
     return Support(
-        engines=tuple(_engine(name) for name in engines.names() if engines.spec(name).installed),
+        engines=tuple(_engine(name) for name in _own_first() if engines.spec(name).installed),
         methods=frozenset(drafters.names()),
         native_types=frozenset(models.model_types()),
         transformers_types=transformers_types(),
         weight_formats=formats.names(),
         shipped_heads={method: frozenset(names) for method, names in heads.items()},
     )
+
+
+def _own_first() -> list[str]:
+    """Engines in the order in which they are recommended: others where paceline's own cannot do it."""
+    return sorted(engines.names(), key=lambda name: (name != EngineConfig().engine, name))
 
 
 def _engine(name: str) -> EngineSupport:

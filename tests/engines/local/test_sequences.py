@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
+from paceline.core.request_fields import text_list
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import ModelInfo, Request
-from paceline.engines.local.sequences import MAX_LOGPROBS, SequenceBuilder, text_list
+from paceline.engines.local.sequences import MAX_LOGPROBS, SequenceBuilder
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from tests.support.toy import letter_tokenizer
 

@@ -76,7 +76,7 @@ def test_the_method_and_k_it_was_started_with_may_be_named() -> None:
         ({"max_new_tokens": 0}, OptionError, "max_new_tokens"),
         ({"logprobs": 999}, OptionError, "logprobs must be 0 to 259"),
         ({"stop": [""]}, OptionError, "stop is a string"),
-        ({"stop_token_ids": [259]}, OptionError, "stop_token_ids is a list of token ids below 259"),
+        ({"stop_token_ids": [259]}, OptionError, "stop_token_ids is a list of token ids from 0 to 258"),
         ({"bad_words": ("x",)}, OptionError, "takes no bad_words"),
         ({"allowed_token_ids": (1,)}, OptionError, "takes no allowed_token_ids"),
         ({"prompt_logprobs": 0}, OptionError, "takes no prompt_logprobs"),

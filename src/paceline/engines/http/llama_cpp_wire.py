@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config import NONE
+from paceline.core.request_fields import text_list
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, StructuredOutput, TokenLogprob
 from paceline.engines.http.acceptance import DraftCounts
 from paceline.engines.http.client import Json
-from paceline.engines.http.request_checks import TAKEN, stop_strings
+from paceline.engines.http.request_checks import TAKEN
 from paceline.engines.http.wire import Call, StepCounter
 from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import OptionError
@@ -79,7 +80,7 @@ class LlamaCppWire:
             "timings_per_token": True,
             "cache_prompt": self.cache_prompt,
             "n_probs": 0 if request.logprobs is None else max(1, request.logprobs),
-            "stop": stop_strings(request.stop),
+            "stop": list(text_list("stop", request.stop)),
             "ignore_eos": request.ignore_eos,
             "logit_bias": [[token, bias] for token, bias in sampling.logit_bias.items()],
             **self._sampling(sampling),
@@ -89,7 +90,7 @@ class LlamaCppWire:
         return Call(PATH, body)
 
     def reader(self, request: Request) -> LlamaCppReader:
-        stops, skips = tuple(stop_strings(request.stop)), request.skip_special_tokens
+        stops, skips = text_list("stop", request.stop), request.skip_special_tokens
         detokenizer = None if self.tokenizer is None else self.tokenizer.stream(stops, skip_special_tokens=skips)
         ends = frozenset() if request.ignore_eos else self.eos_token_ids
         return LlamaCppReader(request.logprobs, self.tokenizer, detokenizer, ends)

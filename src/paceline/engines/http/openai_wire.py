@@ -10,13 +10,13 @@ import json
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from paceline.core.request_fields import text_list
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
 from paceline.core.types import Request, RequestOutput, StructuredOutput
 from paceline.engines.http.acceptance import DraftCounts, counts_in_event
 from paceline.engines.http.client import Json
 from paceline.engines.http.openai_logprobs import TokenIds, logprobs_of
-from paceline.engines.http.request_checks import stop_strings
 from paceline.engines.http.server_kinds import REQUEST_FIELDS, ServerKind
 from paceline.engines.http.step_marks import StepMarks
 from paceline.engines.http.text_tokenizer import messages_of, text_of
@@ -72,7 +72,7 @@ class OpenAIWire:
             **self._more_fields(request),
             **self.kind.always,
         }
-        if stop := stop_strings(request.stop):
+        if stop := list(text_list("stop", request.stop)):
             body["stop"] = stop
         if request.logprobs is not None:
             body |= {"logprobs": request.logprobs, **self.kind.with_logprobs}

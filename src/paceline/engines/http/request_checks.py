@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import as_int, checked_k
-from paceline.core.request_fields import refuse_fields
+from paceline.core.request_fields import check_prompt, refuse_fields, text_list
 from paceline.core.types import ModelInfo, Request, StructuredOutput
-from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.errors import OptionError
 
 MAX_LOGPROBS = 1024
 TAKEN = frozenset(  # fields of a request that every server understands, or that change nothing where it does not
@@ -20,14 +20,6 @@ TAKEN = frozenset(  # fields of a request that every server understands, or that
     }
 )  # fmt: skip
 STRUCTURED_OUTPUTS = ("json_schema", "json_object", "regex")
-
-
-def stop_strings(stop: Any) -> list[str]:
-    """One stop string or several, as a list."""
-    strings: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, list | tuple) else [None]
-    if any(not isinstance(string, str) or not string for string in strings):
-        raise OptionError(f"stop is a string or a list of strings, none of them empty; not {stop!r}")
-    return strings
 
 
 def check_structured_output(output: StructuredOutput) -> None:
@@ -59,27 +51,16 @@ class RequestChecks:
     def check(self, request: Request) -> None:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
         refuse_fields(request, self.takes, "this engine")
-        self._check_prompt(request.prompt)
+        check_prompt(request.prompt, self.info, self.info.max_seq_len)
         self._check_numbers(request)
         if request.method is not None and request.method not in self.methods:
             raise OptionError(f"method must be one of {', '.join(self.methods)}; not {request.method!r}")
         outside = [token for token in request.sampling.logit_bias if not 0 <= token < self.info.vocab_size]
         if outside:
             raise OptionError(f"logit_bias names token {outside[0]}; the vocabulary has {self.info.vocab_size}")
-        stop_strings(request.stop)
+        text_list("stop", request.stop)
         if request.structured_output is not None:
             self.check_grammar(request.structured_output)
-
-    def _check_prompt(self, prompt: list[int]) -> None:
-        length, info = len(prompt), self.info
-        if not length:
-            raise PromptError("the prompt is empty; there is nothing to continue")
-        outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
-        if outside is not None:
-            raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
-        if length >= info.max_seq_len:
-            most = info.max_seq_len - 1
-            raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
 
     def _check_numbers(self, request: Request) -> None:
         for name, value, least in (

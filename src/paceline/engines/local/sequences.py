@@ -6,13 +6,14 @@ from typing import Any
 
 from paceline.config import NONE, EngineConfig, as_int, checked_k
 from paceline.core.constraints import AllConstraints, AllowedTokens, BannedWords
+from paceline.core.request_fields import check_prompt, text_list, token_ids
 from paceline.core.sequence import Constraint, MinNewTokens, Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request
 from paceline.core.verify import RULES, AcceptanceRule
 from paceline.engines.local.reasoning import ReasoningConstraint
 from paceline.engines.local.structured_output import GrammarCompiler
-from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.errors import ContextLengthExceeded, OptionError
 from paceline.hub.tokenizer import Tokenizer
 
 PREDICTION = "prediction"
@@ -131,12 +132,7 @@ class SequenceBuilder:
         return MinNewTokens(number, ends, self._info.vocab_size) if number else None
 
     def _token_ids(self, name: str, value: Any) -> frozenset[int]:
-        """Token ids of the vocabulary."""
-        numbers = map(as_int, value) if isinstance(value, list | tuple | set | frozenset) else [None]
-        tokens = [-1 if number is None else number for number in numbers]
-        if any(not 0 <= token < self._info.vocab_size for token in tokens):
-            raise OptionError(f"{name} is a list of token ids from 0 to {self._info.vocab_size - 1}, not {value!r}")
-        return frozenset(tokens)
+        return token_ids(name, value, self._info.vocab_size)
 
     # --- where it ends ------------------------------------------------------------------------------------------------
 
@@ -154,28 +150,13 @@ class SequenceBuilder:
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
-        length, info = len(prompt), self._info
-        if not length:
-            raise PromptError("the prompt is empty; there is nothing to continue")
-        outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
-        if outside is not None:
-            raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
-        if length >= self._max_seq_len:
-            most = self._max_seq_len - 1
-            raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
+        check_prompt(prompt, self._info, self._max_seq_len)
+        length = len(prompt)
         if length >= self._capacity:
             raise ContextLengthExceeded(
                 f"the prompt has {length} tokens; the KV cache holds {self._capacity} (--kv-cache-tokens)"
             )
         return min(self._max_seq_len, self._capacity) - length
-
-
-def text_list(name: str, value: Any) -> tuple[str, ...]:
-    """One string or several, as a tuple."""
-    strings = (value,) if isinstance(value, str) else value or ()
-    if not isinstance(strings, list | tuple) or any(not isinstance(string, str) or not string for string in strings):
-        raise OptionError(f"{name} is a string or a list of strings, none of them empty; not {value!r}")
-    return tuple(strings)
 
 
 def word_token_ids(hf_tokenizer: Any, word: str) -> set[tuple[int, ...]]:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config import NONE, as_int, checked_k
-from paceline.core.request_fields import refuse_fields
+from paceline.core.request_fields import check_prompt, refuse_fields, text_list, token_ids
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import ModelInfo, Request, StructuredOutput
-from paceline.engines.local.sequences import text_list
 from paceline.engines.vllm.arguments import MAX_LOGPROBS
-from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from paceline.errors import OptionError
 from paceline.hub.tokenizer import Tokenizer
 
 SEED_RANGE = 1 << 63
@@ -146,29 +145,14 @@ class RequestTranslator:
             eos,
             text_list("stop", request.stop),
             decode,
-            stop_token_ids=self._stop_tokens(request.stop_token_ids),
+            stop_token_ids=token_ids("stop_token_ids", request.stop_token_ids, self._info.vocab_size),
             include_stop=bool(request.include_stop),
         )
 
-    def _stop_tokens(self, value: Any) -> frozenset[int]:
-        numbers = [as_int(token) for token in value] if isinstance(value, list | tuple) else [None]
-        tokens = frozenset(-1 if number is None else number for number in numbers)
-        if any(not 0 <= token < self._info.vocab_size for token in tokens):
-            raise OptionError(f"stop_token_ids is a list of token ids below {self._info.vocab_size}, not {value!r}")
-        return tokens
-
     def _room(self, prompt: list[int]) -> int:
         """Tokens that fit after the prompt, or the error that says why none do."""
-        length, info = len(prompt), self._info
-        if not length:
-            raise PromptError("the prompt is empty; there is nothing to continue")
-        outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
-        if outside is not None:
-            raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
-        if length >= info.max_seq_len:
-            most = info.max_seq_len - 1
-            raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {most}")
-        return info.max_seq_len - length
+        check_prompt(prompt, self._info, self._info.max_seq_len)
+        return self._info.max_seq_len - len(prompt)
 
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.layers.attention import HeadNorms
+from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
 from paceline.layers.cpu_kernels import FLOAT_BITS, WeightBlocks
 from paceline.layers.gemm_types import Linear
 from paceline.layers.ops import Ops
-
-NO_HEAD_NORMS = HeadNorms()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +69,12 @@ class DecoderLayer:
     down: Linear
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
-    head_norms: HeadNorms = NO_HEAD_NORMS
+    attention: LayerAttention = PLAIN_ATTENTION
 
     def __call__(self, hidden_states: Tensor, index: int, ops: Ops, batch: Any) -> Tensor:
         """hidden_states [nodes, hidden_size] through layer number `index`."""
         qkv = ops.project(hidden_states, self.attention_norm, self.qkv, self.qkv_bias)
-        attended = ops.attend(qkv, index, self.head_norms, batch)
+        attended = ops.attend(qkv, index, self.attention, batch)
         hidden_states = ops.project_add(attended, self.output, hidden_states, self.output_bias)
         activated = ops.gated(hidden_states, self.mlp_norm, self.gate_up)
         return ops.project_add(activated, self.down, hidden_states)
@@ -91,14 +89,21 @@ class DecoderLayer:
             down=wrap("down", self.down),
         )
 
-    def weights(self) -> LayerWeights:
-        """Its tensors, for a kernel that runs the whole layer."""
-        norms = self.head_norms
+    def weights(self) -> LayerWeights | None:
+        """Its tensors, for a kernel that runs the whole layer; None: those kernels do not have its attention."""
+        if not self.attention.is_plain:
+            return None
+        norms = self.attention.norms
         return LayerWeights(
             self.attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, self.mlp_norm,
             self.gate_up.matrix, self.down.matrix, norms.query, norms.key,
             self.qkv.blocks, self.output.blocks, self.gate_up.blocks, self.down.blocks,
         )  # fmt: skip
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the Triton operations have everything it asks for."""
+        return self.attention.is_plain
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

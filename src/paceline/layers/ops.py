@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms
+from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, LayerAttention
 from paceline.layers.gemm_types import Linear
 from paceline.layers.mlp import silu_mul
 from paceline.layers.norm import rms_norm
@@ -26,7 +26,7 @@ class Ops(Protocol):
     def project(self, x: Tensor, norm: Tensor, linear: Linear, bias: Tensor | None) -> Tensor:
         """linear(norm(x)) + bias"""
 
-    def attend(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: Any) -> Tensor:
+    def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: Any) -> Tensor:
         """Norm heads, rotate by position, store keys and values in the cache, attend. [nodes, query size]"""
 
     def project_add(self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,13 +54,15 @@ class EagerOps:
     def gated(self, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
         return silu_mul(linear(self.norm(x, norm)))
 
-    def attend(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: EagerBatch) -> Tensor:
+    def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes
         heads = qkv.view(qkv.shape[0], sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
         keys_end = sizes.num_heads + sizes.num_kv_heads
-        rotated = rotate(self._normed(heads[:, :keys_end], norms), batch.rotation)
+        rotated = self._normed(heads[:, :keys_end], attention.norms)
+        if attention.rope is not None:
+            rotated = rotate(rotated, batch.rotations[attention.rope])
         queries, keys = rotated[:, : sizes.num_heads], rotated[:, sizes.num_heads :]
-        return self.attention(queries, keys, heads[:, keys_end:], layer, batch)
+        return self.attention(queries, keys, heads[:, keys_end:], layer, attention, batch)
 
     def _normed(self, heads: Tensor, norms: HeadNorms) -> Tensor:
         """Queries and keys, normed where the architecture does."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from paceline.layers.attention import HeadNorms
+from paceline.layers.attention import LayerAttention
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
 from paceline.layers.gemm import GemmLauncher, GemmPath
 from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
@@ -29,8 +29,8 @@ class TritonOps:
     def gated(self, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
         return self.gemm.product(x, linear, Epilogue(norm=norm, gate=True)).out
 
-    def attend(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: TritonBatch) -> Tensor:
-        return self.attention(qkv, layer, norms, batch)
+    def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
+        return self.attention(qkv, layer, attention, batch)
 
     def logits(self, x: Tensor, norm: Tensor, linear: Linear) -> GemmOutput:
         """Logits in float32 and the best column of each row, from one pass over the LM head."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
 from paceline.layers.rope import FIXED_ROPE_TYPES, RopeConfig, rope_config_of, rope_parameters_of
 from paceline.quantization.registry import format_of
 
@@ -43,6 +44,22 @@ class ArchConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # queries and keys are normed head by head
+    other_ropes: tuple[RopeConfig, ...] = ()  # rope tables that some layers use instead of the first
+    layer_attention: tuple[LayerAttention, ...] = ()  # of each layer, without its tensors; empty: all are as Llama's
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """Every rope table, in the order of LayerAttention.rope."""
+        return (self.rope, *self.other_ropes)
+
+    @property
+    def windows(self) -> frozenset[int | None]:
+        """The windows of its layers; None among them: layers that see everything."""
+        return frozenset(attention.window for attention in self.layer_attention) or frozenset({None})
+
+    def attention(self, layer: int) -> LayerAttention:
+        """What attention of one layer has of its own, without its tensors."""
+        return self.layer_attention[layer] if self.layer_attention else PLAIN_ATTENTION
 
     @property
     def query_size(self) -> int:

@@ -34,6 +34,11 @@ class Layer(Protocol):
         """The same layer with each linear layer wrapped, by its name in models/lora.py. Raises CapabilityError."""
         raise CapabilityError("LoRA adapters are for models with the layers of Llama; this one has others")
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the Triton operations have everything it asks for; False: it runs through the eager ones."""
+        return True
+
     def weights(self) -> LayerWeights | None:
         """Its tensors, where it is wired like layers/decoder_layer.py; None: another kind of layer."""
         return None

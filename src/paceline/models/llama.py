@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
-from paceline.layers.attention import HeadNorms
-from paceline.layers.decoder_layer import NO_HEAD_NORMS, DecoderLayer
+from paceline.layers.attention import HeadNorms, LayerAttention
+from paceline.layers.decoder_layer import DecoderLayer
 from paceline.layers.gemm_types import Linear
 from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig, arch_config, unsupported_field
@@ -30,7 +31,7 @@ def config_from_hf(config: Any) -> ArchConfig:
 
 def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
-    layers = [_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers)]
+    layers = [_layer(checkpoint, config, index) for index in range(config.num_layers)]
     embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     final_norm = checkpoint.tensor("model.norm.weight", config.hidden_size)
     lm_head = _lm_head(checkpoint, config, embedding)
@@ -50,8 +51,9 @@ def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Tensor)
     return checkpoint.linear_of(embedding)
 
 
-def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> DecoderLayer:
-    hidden_size, attention, mlp = config.hidden_size, f"{prefix}self_attn.", f"{prefix}mlp."
+def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> DecoderLayer:
+    prefix, hidden_size = f"model.layers.{index}.", config.hidden_size
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     qkv_names = [f"{attention}{part}_proj" for part in "qkv"]
     qkv_sizes = [config.query_size, config.kv_size, config.kv_size]
     gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
@@ -65,8 +67,15 @@ def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> Deco
         down=checkpoint.linear([f"{mlp}down_proj"], [hidden_size], config.intermediate_size),
         qkv_bias=checkpoint.vector(biases, qkv_sizes) if config.qkv_bias else None,
         output_bias=checkpoint.tensor(f"{attention}o_proj.bias", hidden_size) if config.output_bias else None,
-        head_norms=_head_norms(checkpoint, config, attention) if config.qk_norm else NO_HEAD_NORMS,
+        attention=_attention(checkpoint, config, index),
     )
+
+
+def _attention(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> LayerAttention:
+    attention = config.attention(index)
+    if not config.qk_norm:
+        return attention
+    return replace(attention, norms=_head_norms(checkpoint, config, f"model.layers.{index}.self_attn."))
 
 
 def _head_norms(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> HeadNorms:

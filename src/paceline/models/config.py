@@ -89,25 +89,42 @@ def arch_config(config: Any, *, qkv_bias: bool = False, output_bias: bool = Fals
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        layer_attention=window_attention(config),
     )
 
 
-def unsupported_field(config: Any) -> str | None:
-    """The first field that asks for a computation which Llama-like layers do not have; None: there is none."""
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer: one for all, or of those that layer_types calls sliding."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def window_attention(config: Any) -> tuple[LayerAttention, ...]:
+    """What the layers of a config have of their own where windows are all that differs; empty: there are none."""
+    windows = layer_windows(config)
+    return tuple(LayerAttention(window=window) for window in windows) if any(windows) else ()
+
+
+def unsupported_field(config: Any, *, windows: bool = False) -> str | None:
+    """The first field that asks for a computation which Llama-like layers do not have; None: there is none.
+
+    windows: the architecture reads sliding windows as `layer_windows` does
+    """
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(config, name, neutral[0])
         if value not in neutral:
             return f"{name} is {value!r}"
-    return _unsupported_attention(config) or _unsupported_rope(config) or _unsupported_weights(config)
+    return _unsupported_attention(config, windows) or _unsupported_rope(config) or _unsupported_weights(config)
 
 
-def _unsupported_attention(config: Any) -> str | None:
+def _unsupported_attention(config: Any, windows: bool) -> str | None:
     layer_types = getattr(config, "layer_types", None) or []
-    others = sorted(set(layer_types) - {"full_attention"})
+    others = sorted(set(layer_types) - {"full_attention"} - ({"sliding_attention"} if windows else set()))
     if others:
         return f"layer_types has {', '.join(others)}"
     window = getattr(config, "sliding_window", None)
-    if window and not layer_types and getattr(config, "use_sliding_window", True):
+    if window and not windows and not layer_types and getattr(config, "use_sliding_window", True):
         return f"sliding_window is {window}"
     return None
 

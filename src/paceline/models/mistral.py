@@ -17,7 +17,7 @@ def unsupported(config: Any) -> str | None:
     window = getattr(config, "sliding_window", None)
     if any(layer != window for layer in layer_windows(config)):
         return "layer_types has full_attention beside a sliding_window, which Mistral's layers all have"
-    return unsupported_field(config, windows=True)
+    return unsupported_field(config, ("sliding_window",))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

@@ -14,7 +14,7 @@ MODEL_TYPES = ("qwen3",)
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    return unsupported_field(config, windows=True)
+    return unsupported_field(config, ("sliding_window",))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

@@ -138,7 +138,8 @@ def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | Non
         if name not in supported and value not in neutral:
             return f"{name} is {value!r}"
     rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
-    return _unsupported_attention(config) or rope or _unsupported_weights(config)
+    weights = _unsupported_weights(config, "rope_interleaved" in supported)
+    return _unsupported_attention(config) or rope or weights
 
 
 def _unsupported_attention(config: Any) -> str | None:
@@ -161,10 +162,10 @@ def _unsupported_rope(config: Any, partial: bool) -> str | None:
     return None
 
 
-def _unsupported_weights(config: Any) -> str | None:
+def _unsupported_weights(config: Any, interleaved: bool) -> str | None:
     stored = getattr(config, "quantization_config", None)
     if stored is not None and format_of(config) is None:
         return "quantization_config names a weight format that is not registered"
-    if stored is not None and partial_rotary_factor(config) != 1.0:
-        return "quantization_config stores weights whose rows cannot be put into the order of a partial rope"
+    if stored is not None and (interleaved or partial_rotary_factor(config) != 1.0):
+        return "quantization_config stores rows of queries and keys in an order that kernels do not rotate"
     return None

@@ -127,7 +127,7 @@ class DecoderLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
-        return self.attention.is_plain
+        return True
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

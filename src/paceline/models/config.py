@@ -123,9 +123,23 @@ def arch_config(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        layer_attention=window_attention(config),
         activation=ACTIVATIONS[getattr(config, "hidden_act", "silu")],
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer: one for all, or of those that layer_types calls sliding."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def window_attention(config: Any) -> tuple[LayerAttention, ...]:
+    """What the layers of a config have of their own where windows are all that differs; empty: there are none."""
+    windows = layer_windows(config)
+    return tuple(LayerAttention(window=window) for window in windows) if any(windows) else ()
 
 
 def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | None:
@@ -139,16 +153,17 @@ def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | Non
             return f"{name} is {value!r}"
     rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
     weights = _unsupported_weights(config, "rope_interleaved" in supported)
-    return _unsupported_attention(config) or rope or weights
+    attention = _unsupported_attention(config, "sliding_window" in supported)
+    return attention or rope or weights
 
 
-def _unsupported_attention(config: Any) -> str | None:
+def _unsupported_attention(config: Any, windows: bool) -> str | None:
     layer_types = getattr(config, "layer_types", None) or []
-    others = sorted(set(layer_types) - {"full_attention"})
+    others = sorted(set(layer_types) - {"full_attention"} - ({"sliding_attention"} if windows else set()))
     if others:
         return f"layer_types has {', '.join(others)}"
     window = getattr(config, "sliding_window", None)
-    if window and not layer_types and getattr(config, "use_sliding_window", True):
+    if window and not windows and not layer_types and getattr(config, "use_sliding_window", True):
         return f"sliding_window is {window}"
     return None
 

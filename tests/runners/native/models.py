@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from paceline.layers.attention import LayerAttention
+from paceline.layers.rope import RopeConfig
+from paceline.models.decoder import DecoderModel
 
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -43,3 +48,11 @@ def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
             noise = torch.randn(weight.shape, generator=generator) * 0.2
             weight.copy_(noise if weight.dim() > 1 else 1.0 + noise)
     return model.to(dtype)
+
+
+def with_attention(model: DecoderModel, kinds: list[LayerAttention]) -> DecoderModel:
+    """The same weights with other attention in each layer, and a second rope table that turns half as fast."""
+    slower = RopeConfig(model.config.rope.frequencies / 2)
+    layers: list[Any] = [replace(layer, attention=kind) for layer, kind in zip(model.layers, kinds)]
+    config = replace(model.config, layer_attention=tuple(kinds), other_ropes=(slower,))
+    return replace(model, config=config, layers=layers)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -26,6 +28,29 @@ KINDS: dict[str, Any] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+# Architectures that differ from Llama in parts of a layer: each with settings that let all its parts matter.
+SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are past a small vocabulary
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "glm4": {},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 5.0,
+    },
+    "ministral": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "olmo2": {},
+    "phi3": {"sliding_window": 16},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": {},
+}
+KINDS |= {
+    kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
+    for kind, changes in DENSE.items()
 }
 SIZES = {
     "hidden_size": 48,

@@ -68,6 +68,7 @@ class ArchConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
+    logits_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

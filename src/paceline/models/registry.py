@@ -31,6 +31,9 @@ class ArchitectureModule(Protocol):
 
 
 _architectures: dict[str, str | ArchitectureModule] = {
+    "gemma2": "paceline.models.gemma2",
+    "gemma3": "paceline.models.gemma3",
+    "gemma3_text": "paceline.models.gemma3",
     "llama": "paceline.models.llama",
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",

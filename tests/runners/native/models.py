@@ -9,6 +9,10 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,7 +27,14 @@ from paceline.layers.attention import LayerAttention
 from paceline.layers.rope import RopeConfig
 from paceline.models.decoder import DecoderModel
 
+SLIDING_THEN_FULL = ["sliding_attention", "full_attention"]
 KINDS: dict[str, Any] = {
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 16, "query_pre_attn_scalar": 24}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": SLIDING_THEN_FULL},
+    ),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),

@@ -25,6 +25,11 @@ CHAIN = list(range(30, 50))  # longer than the windows
 TREE = ([5, 6, 7, 8, 9, 10], [-1, 0, 1, 0, 3, -1])
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
+    ("arcee", {"mlp_bias": True}),
+    ("cohere", {"attention_bias": True}),
+    ("cohere2", {"attention_bias": True, "tie_word_embeddings": False}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("gemma", {"attention_bias": True}),
     ("glm", {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"mlp_bias": True}),
@@ -35,6 +40,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("olmo2", {"attention_bias": True}),
     ("phi3", {"rope_parameters": HALF_ROTATED, "sliding_window": None}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "mlp_bias": True}),
+    ("stablelm", {"use_parallel_residual": True}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 16}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
@@ -137,6 +143,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("granite", {"hidden_act": "quick_gelu"}, "hidden_act"),
     ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "llama_4_scaling_beta"),
     ("olmo2", {"sliding_window": 16}, "sliding_window"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
 ]
 
 

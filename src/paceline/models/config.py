@@ -65,6 +65,7 @@ class ArchConfig:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
+    parallel: bool = False  # the MLP of a layer reads what its attention reads
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0

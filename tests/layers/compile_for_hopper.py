@@ -27,7 +27,8 @@ Arguments = tuple[dict[str, str], dict[str, object]]
 
 def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False) -> Arguments:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
-    pointers |= dict.fromkeys(("rope_cache", "partial", "partial_stats"), FLOAT) | {"chunks_done": INT}
+    floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
+    pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
     numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
     numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}

@@ -51,8 +51,8 @@ def test_logits_agree_with_transformers_in_float64(kind: str, changes: dict[str,
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (LlamaConfig(mlp_bias=True), "mlp_bias"),
-    (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+    (MistralConfig(mlp_bias=True), "mlp_bias"),
+    (LlamaConfig(hidden_act="quick_gelu"), "hidden_act"),
     (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),

@@ -36,7 +36,8 @@ def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl
 
 @triton.jit(do_not_specialize=["max_chunks", "lanes"])  # a longer context is no reason to compile again
 def attend_kernel(
-    qkv, keys, values, rope_cache, query_norm, key_norm, sinks, out, partial, partial_stats, chunks_done,
+    qkv, keys, values, rope_cache, query_rope_cache, query_norm, key_norm, sinks,
+    out, partial, partial_stats, chunks_done,
     lengths, counts, depths, tree_mask, blocks, offset, table_width, layer_base, max_chunks, lanes, eps, scale, softcap,
     NODES: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NEW_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr,
@@ -85,8 +86,9 @@ def attend_kernel(
         if NODES <= 31:
             node_mask = node_mask.to(tl.int32)
         position = length + tl.load(depths + seq * NODES + node, mask=row_ok, other=0)
-        row_cos = tl.load(rope_cache + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
-        row_sin = tl.load(rope_cache + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
+        row_cos = tl.load(query_rope_cache + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
+        sin_at = position[:, None] * size + HALF + half[None, :]
+        row_sin = tl.load(query_rope_cache + sin_at, mask=row_ok[:, None], other=0.0)
         new_node = tl.arange(0, NEW_TOKENS)
         new_ok = new_node < count
         place = length + new_node

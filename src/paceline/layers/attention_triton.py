@@ -57,6 +57,7 @@ class TritonAttention:
         stats = torch.empty(heads * chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
             qkv, self.keys, self.values, self._ropes[attention.rope or 0],
+            self._ropes[attention.query_rope or attention.rope or 0],
             gemm.or_none(norms.query), gemm.or_none(norms.key), gemm.or_none(attention.sinks),
             out, sums, stats, self._chunks_done,
             batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks,

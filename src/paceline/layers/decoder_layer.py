@@ -66,7 +66,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to the residual stream.
+    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to what came before.
 
     q, k and v are one linear layer. What is not Llama's has a default that is: norms of whole projections, how a part
     is added to the residual stream, and `parallel`: the MLP reads what attention has read, not its output.

@@ -65,6 +65,7 @@ class ArchConfig:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
+    parallel: bool = False  # the MLP of a layer reads what its attention reads
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
@@ -153,8 +154,9 @@ def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | Non
         if name not in supported and value not in neutral:
             return f"{name} is {value!r}"
     rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
+    weights = _unsupported_weights(config, "rope_interleaved" in supported)
     attention = _unsupported_attention(config, "sliding_window" in supported)
-    return attention or rope or _unsupported_weights(config)
+    return attention or rope or weights
 
 
 def _unsupported_attention(config: Any, windows: bool) -> str | None:
@@ -177,10 +179,10 @@ def _unsupported_rope(config: Any, partial: bool) -> str | None:
     return None
 
 
-def _unsupported_weights(config: Any) -> str | None:
+def _unsupported_weights(config: Any, interleaved: bool) -> str | None:
     stored = getattr(config, "quantization_config", None)
     if stored is not None and format_of(config) is None:
         return "quantization_config names a weight format that is not registered"
-    if stored is not None and partial_rotary_factor(config) != 1.0:
-        return "quantization_config stores weights whose rows cannot be put into the order of a partial rope"
+    if stored is not None and (interleaved or partial_rotary_factor(config) != 1.0):
+        return "quantization_config stores rows of queries and keys in an order that kernels do not rotate"
     return None

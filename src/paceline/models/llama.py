@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.layers.attention import HeadNorms, LayerAttention
 from paceline.layers.decoder_layer import DecoderLayer
-from paceline.layers.feed_forward import GatedMlp, Mlp
+from paceline.layers.feed_forward import GatedMlp, Mlp, PlainMlp
 from paceline.layers.gemm_types import Linear
 from paceline.layers.norm import Norm, zero_centered
 from paceline.layers.residual import ResidualAdd
@@ -111,6 +111,7 @@ def read_layer(
         attention=_attention(checkpoint, config, index),
         attention_add=ResidualAdd(norm(names.attention_post_norm), config.residual_multiplier),
         mlp_add=ResidualAdd(norm(names.mlp_post_norm), config.residual_multiplier),
+        parallel=config.parallel,
     )
 
 
@@ -137,6 +138,17 @@ def read_gated_mlp(
         checkpoint.linear([down], [config.hidden_size], config.intermediate_size),
         config.activation,
         checkpoint.vector(biases, sizes) if config.mlp_bias else None,
+        checkpoint.tensor(f"{down}.bias", config.hidden_size) if config.mlp_bias else None,
+    )
+
+
+def read_plain_mlp(checkpoint: ModelCheckpoint, config: ArchConfig, up: str, down: str) -> PlainMlp:
+    """Read an MLP of two linear layers with an activation between them, by their names."""
+    return PlainMlp(
+        checkpoint.linear([up], [config.intermediate_size], config.hidden_size),
+        checkpoint.linear([down], [config.hidden_size], config.intermediate_size),
+        config.activation,
+        checkpoint.tensor(f"{up}.bias", config.intermediate_size) if config.mlp_bias else None,
         checkpoint.tensor(f"{down}.bias", config.hidden_size) if config.mlp_bias else None,
     )
 

@@ -38,6 +38,23 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
     "qwen3": "paceline.models.qwen3",
+    "arcee": "paceline.models.arcee",
+    "cohere": "paceline.models.cohere",
+    "cohere2": "paceline.models.cohere2",
+    "ernie4_5": "paceline.models.ernie4_5",
+    "exaone4": "paceline.models.exaone4",
+    "gemma": "paceline.models.gemma",
+    "glm": "paceline.models.glm",
+    "glm4": "paceline.models.glm4",
+    "granite": "paceline.models.granite",
+    "ministral": "paceline.models.ministral",
+    "ministral3": "paceline.models.ministral3",
+    "olmo2": "paceline.models.olmo2",
+    "phi3": "paceline.models.phi3",
+    "seed_oss": "paceline.models.seed_oss",
+    "smollm3": "paceline.models.smollm3",
+    "stablelm": "paceline.models.stablelm",
+    "starcoder2": "paceline.models.starcoder2",
 }
 
 

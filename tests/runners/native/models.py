@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -37,6 +39,37 @@ KINDS: dict[str, Any] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+# Architectures that differ from Llama in parts of a layer: each with settings that let all its parts matter.
+SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are past a small vocabulary
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "arcee": {},
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {"logit_scale": 0.3, "hidden_size": 192, "sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
+    "ernie4_5": {"use_bias": True},
+    "exaone4": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
+    "gemma": {},
+    "glm": {},
+    "glm4": {},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 5.0,
+    },
+    "ministral": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "olmo2": {},
+    "phi3": {"sliding_window": 16},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": True},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "stablelm": {"hidden_size": 192, "use_qkv_bias": True},
+    "starcoder2": {},
+}
+KINDS |= {
+    kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
+    for kind, changes in DENSE.items()
 }
 SIZES = {
     "hidden_size": 48,

@@ -146,10 +146,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[reason for _, _, reason in REFUSED])
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[f"{kind}-{reason}" for kind, _, reason in REFUSED])
 def test_what_an_architecture_does_not_compute_is_refused_with_the_reason(
     kind: str, changes: dict[str, Any], reason: str
 ) -> None:

@@ -55,19 +55,22 @@ def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     return read_model(checkpoint, config, [read_layer(checkpoint, config, index) for index in range(config.num_layers)])
 
 
-def read_model(checkpoint: ModelCheckpoint, config: ArchConfig, layers: list[DecoderLayer]) -> DecoderModel:
+def read_model(
+    checkpoint: ModelCheckpoint, config: ArchConfig, layers: list[DecoderLayer], final_norm: str = "model.norm"
+) -> DecoderModel:
     """A model of these layers: read what is before and after them, and see that nothing is left unread."""
     embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    final_norm = read_norm(checkpoint, config, "model.norm")
-    lm_head = _lm_head(checkpoint, config, embedding)
+    norm, lm_head = read_norm(checkpoint, config, final_norm), _lm_head(checkpoint, config, embedding)
+    bias = checkpoint.tensor("lm_head.bias", config.vocab_size) if config.lm_head_bias else None
     checkpoint.check_all_used()
     into, out_of = config.embedding_multiplier, config.logits_multiplier
     return DecoderModel(
         config,
         embedding,
         layers,
-        final_norm,
+        norm,
         lm_head,
+        bias,
         scale_embedding=None if into == 1.0 else lambda rows: rows * into,
         scale_logits=None if out_of == 1.0 else lambda logits: logits * out_of,
     )

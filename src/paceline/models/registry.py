@@ -50,6 +50,7 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "ministral": "paceline.models.ministral",
     "ministral3": "paceline.models.ministral3",
     "olmo2": "paceline.models.olmo2",
+    "phi": "paceline.models.phi",
     "phi3": "paceline.models.phi3",
     "seed_oss": "paceline.models.seed_oss",
     "smollm3": "paceline.models.smollm3",

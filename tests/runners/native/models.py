@@ -61,6 +61,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "olmo2": {},
+    "phi": {},
     "phi3": {"sliding_window": 16},
     "seed_oss": {"attention_bias": True, "attention_out_bias": True},
     "smollm3": {"no_rope_layer_interval": 2},

@@ -31,6 +31,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     ("gemma", {"attention_bias": True}),
     ("glm", {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"mlp_bias": True}),
     ("llama", {"hidden_act": "gelu"}),

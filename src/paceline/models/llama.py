@@ -162,15 +162,15 @@ def _qkv(checkpoint: ModelCheckpoint, config: ArchConfig, names: list[str]) -> L
     if config.rope.order is None:
         return checkpoint.linear(names, sizes, config.hidden_size)
     weights = [checkpoint.tensor(f"{name}.weight", size, config.hidden_size) for name, size in zip(names, sizes)]
-    return checkpoint.linear_of(_rotatable(torch.cat(weights), config))
+    return checkpoint.linear_of(rotatable(torch.cat(weights), config))
 
 
 def _qkv_bias(checkpoint: ModelCheckpoint, config: ArchConfig, names: list[str]) -> Tensor:
     sizes = config.qkv_sizes if len(names) > 1 else [sum(config.qkv_sizes)]
-    return _rotatable(checkpoint.vector([f"{name}.bias" for name in names], sizes), config)
+    return rotatable(checkpoint.vector([f"{name}.bias" for name in names], sizes), config)
 
 
-def _rotatable(qkv: Tensor, config: ArchConfig) -> Tensor:
+def rotatable(qkv: Tensor, config: ArchConfig) -> Tensor:
     """Rows of q, k and v: those of queries and keys in the order that kernels rotate."""
     if config.rope.order is None:
         return qkv

@@ -46,6 +46,7 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "gemma": "paceline.models.gemma",
     "glm": "paceline.models.glm",
     "glm4": "paceline.models.glm4",
+    "gpt_neox": "paceline.models.gpt_neox",
     "granite": "paceline.models.granite",
     "ministral": "paceline.models.ministral",
     "ministral3": "paceline.models.ministral3",

@@ -52,6 +52,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {},
     "glm": {},
     "glm4": {},
+    "gpt_neox": {"hidden_size": 192, "num_key_value_heads": None},
     "granite": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,

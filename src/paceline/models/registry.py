@@ -51,6 +51,7 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "ministral": "paceline.models.ministral",
     "ministral3": "paceline.models.ministral3",
     "olmo2": "paceline.models.olmo2",
+    "olmo3": "paceline.models.olmo3",
     "phi": "paceline.models.phi",
     "phi3": "paceline.models.phi3",
     "seed_oss": "paceline.models.seed_oss",

@@ -43,6 +43,7 @@ KINDS: dict[str, Any] = {
 # Architectures that differ from Llama in parts of a layer: each with settings that let all its parts matter.
 SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are past a small vocabulary
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DENSE: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere": {"logit_scale": 0.3},
@@ -62,6 +63,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "olmo2": {},
+    "olmo3": {
+        "sliding_window": 16,
+        "layer_types": SLIDING_THEN_FULL,
+        "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": YARN},
+    },
     "phi": {},
     "phi3": {"sliding_window": 16},
     "seed_oss": {"attention_bias": True, "attention_out_bias": True},

@@ -115,19 +115,23 @@ def test_a_whole_head_keeps_its_order_and_a_part_is_not_scaled() -> None:
     assert in_order(rows, rope.order).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
-def test_an_adapter_for_queries_and_keys_follows_their_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["glm", "starcoder2"])  # heads in another order; layers with another MLP
+def test_an_adapter_for_queries_and_keys_gives_the_merged_model(kind: str, tmp_path: Path) -> None:
     modules = ("q_proj", "k_proj", "v_proj", "o_proj")
-    folder = write_adapter(tmp_path / "adapter", tiny("glm"), 1, modules=modules)
-    runner = LoraRunner.of_model(tiny("glm", torch.float64), "glm", kv_cache_tokens=512)
+    folder = write_adapter(tmp_path / "adapter", tiny(kind), 1, modules=modules)
+    runner = LoraRunner.of_model(tiny(kind, torch.float64), kind, kv_cache_tokens=512)
     runner.read_adapters({"adapter": str(folder)})
     cache = runner.new_cache()
     cache.lora = "adapter"
     logits = runner.forward([Row.chain(cache, PROMPTS[0])]).logits
-    expected = logits_of(merged(tiny("glm", torch.float64), folder), PROMPTS[0])
+    expected = logits_of(merged(tiny(kind, torch.float64), folder), PROMPTS[0])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "module"), [("starcoder2", "c_fc"), ("phi3", "qkv_proj"), ("glm4", "gate_up_proj")])
+REFUSED_ADAPTERS = [("arcee", "up_proj"), ("glm4", "gate_up_proj"), ("phi3", "qkv_proj"), ("starcoder2", "c_fc")]
+
+
+@pytest.mark.parametrize(("kind", "module"), REFUSED_ADAPTERS)
 def test_an_adapter_for_parts_that_llama_has_not_is_refused(kind: str, module: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", tiny(kind), 1, modules=(module,))
     runner = LoraRunner.of_model(tiny(kind), kind, kv_cache_tokens=512)

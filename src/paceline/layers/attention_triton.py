@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from paceline.device.properties import multiprocessor_count
-from paceline.layers.attention import AttentionSizes, HeadNorms
+from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
 
@@ -37,15 +37,17 @@ class TritonBatch:
 class TritonAttention:
     """The attention kernel over a flat cache [layers, tokens, key heads, head_dim]."""
 
-    def __init__(self, sizes: AttentionSizes, keys: Tensor, values: Tensor, rope: Tensor, gemm: GemmLauncher) -> None:
-        self.sizes, self.keys, self.values, self._rope, self._gemm = sizes, keys, values, rope, gemm
+    def __init__(
+        self, sizes: AttentionSizes, keys: Tensor, values: Tensor, ropes: tuple[Tensor, ...], gemm: GemmLauncher
+    ) -> None:
+        self.sizes, self.keys, self.values, self._ropes, self._gemm = sizes, keys, values, ropes, gemm
         self.multiprocessors = multiprocessor_count(keys.device)
         counters = MAX_SEQS * MAX_NODES * sizes.num_kv_heads
         self._chunks_done = torch.zeros(counters, dtype=torch.int32, device=keys.device)
 
-    def __call__(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: TritonBatch) -> Tensor:
+    def __call__(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         """Norm where the architecture does, rotate, store keys and values, attend. [nodes, query size]"""
-        sizes, gemm = self.sizes, self._gemm
+        sizes, gemm, norms = self.sizes, self._gemm, attention.norms
         rows = max(ROWS, triton.next_power_of_2(sizes.group))
         parts = triton.cdiv(batch.nodes, rows // sizes.group)
         heads = batch.num_seqs * parts * sizes.num_kv_heads
@@ -54,7 +56,7 @@ class TritonAttention:
         sums = torch.empty(heads * batch.chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
-            qkv, self.keys, self.values, self._rope, gemm.or_none(norms.query), gemm.or_none(norms.key),
+            qkv, self.keys, self.values, self._ropes[0], gemm.or_none(norms.query), gemm.or_none(norms.key),
             out, sums, stats, self._chunks_done,
             batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks,
             batch.offset, batch.blocks.shape[1], layer * self.keys.stride(0), batch.chunks, lanes, gemm.eps,

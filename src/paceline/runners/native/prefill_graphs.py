@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.core.protocols import Preparation
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.device.graphs import Graph, GraphCache, GraphPool, needed, rounded_up
-from paceline.layers.attention import EagerBatch, SequenceSpan
+from paceline.layers.attention import AttentionSpans, EagerBatch, SequenceSpan
 from paceline.layers.ops import EagerOps
-from paceline.layers.rope import cos_sin
+from paceline.layers.rope import CosSin, cos_sin
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import OutputOptions, logits_of
@@ -86,12 +86,12 @@ class PrefillGraphs:
         model: DecoderModel,
         kv: KVCache,
         ops: EagerOps,
-        rope_cache: Tensor,
+        rope_caches: tuple[Tensor, ...],
         options: OutputOptions,
         pool: GraphPool,
     ) -> None:
         self._model, self._kv, self._ops, self._options = model, kv, ops, options
-        self._rope_cache = rope_cache
+        self._rope_caches = rope_caches
         self._graphs: GraphCache[PrefillKey, PrefillInputs, PrefillOutput] = GraphCache(pool, MAX_GRAPHS)
 
     def fits(self, rows: list[Row], last_only: bool) -> bool:
@@ -177,20 +177,23 @@ class PrefillGraphs:
 
     def _first_batch(self, inputs: PrefillInputs) -> EagerBatch:
         size = inputs.tokens.shape[0]
-        rotation = cos_sin(self._rope_cache, slice(size), self._kv.keys.dtype)
-        return EagerBatch(rotation, [SequenceSpan(0, size, 0, inputs.slots, inputs.slots, None)])
+        spans = AttentionSpans([SequenceSpan(0, size, 0, inputs.slots, inputs.slots, None)])
+        return EagerBatch(self._rotations(slice(size)), {None: spans})
 
     def _later_batch(self, inputs: PrefillInputs) -> EagerBatch:
         """Keys are the padded context and then the chunk: a mask hides the padding between them."""
         size, context, dtype = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.keys.dtype
         steps = torch.arange(size, device=self._kv.device)
-        positions = (inputs.length + steps).clamp_max(self._rope_cache.shape[0] - 1)
+        positions = (inputs.length + steps).clamp_max(self._rope_caches[0].shape[0] - 1)
         hidden = torch.arange(context, device=self._kv.device) >= inputs.length
         hidden = torch.cat([hidden.expand(size, -1), steps > steps[:, None]], dim=1)
         mask = torch.zeros(size, context + size, dtype=dtype, device=self._kv.device).masked_fill(hidden, -torch.inf)
         slots = torch.cat([inputs.context_slots, inputs.slots])
-        rotation = cos_sin(self._rope_cache, positions, dtype)
-        return EagerBatch(rotation, [SequenceSpan(0, size, context, slots, inputs.slots, mask)])
+        spans = AttentionSpans([SequenceSpan(0, size, context, slots, inputs.slots, mask)])
+        return EagerBatch(self._rotations(positions), {None: spans})
+
+    def _rotations(self, positions: Tensor | slice) -> tuple[CosSin, ...]:
+        return tuple(cos_sin(cache, positions, self._kv.keys.dtype) for cache in self._rope_caches)
 
 
 def _fits(row: Row) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.device.properties import supports_graphs
@@ -50,7 +51,6 @@ class Router:
 
     renormalize  the weights of the chosen experts sum to one; else they are their shares among all experts
     scale        times which every weight counts
-    row_by_row   rows are multiplied one by one: where weights are integers, a last bit could change a rounding later
     """
 
     linear: Linear
@@ -58,19 +58,27 @@ class Router:
     renormalize: bool = True
     bias: Tensor | None = None
     scale: float = 1.0
-    row_by_row: bool = False
 
     def __call__(self, x: Tensor) -> Routing:
         return route(self.logits(x), self)
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, experts]"""
-        if not self.row_by_row:
-            return self.linear(x, self.bias)
-        blocks = self.linear.blocks
+        return self.linear(x, self.bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowByRowLinear(UnquantizedLinear):
+    """A weight in floating point between others in integers, on a CPU.
+
+    A row's product has the same bits among any other rows: a last bit could change how a later product rounds its input.
+    """
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        blocks = self.blocks
         if blocks is not None:
-            return blocks_product(x, blocks.structure(), self.bias)
-        return torch.cat([self.linear(row, self.bias) for row in x.split(1)])
+            return blocks_product(x, blocks.structure(), bias)
+        return torch.cat([F.linear(row, self.weight, bias) for row in x.split(1)])
 
 
 def route(logits: Tensor, router: Router) -> Routing:

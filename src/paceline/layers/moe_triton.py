@@ -6,7 +6,7 @@ hold it, and serves every routing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,8 +63,9 @@ class ExpertKernels:
         stacked = mixture.experts.stacked
         assert stacked is not None, "the caller asks can_fuse first"
         tiling = self.tiling or expert_tiling(x.shape[0] * mixture.router.top_k, stacked.gate_up.shape[0], x.dtype)
-        tiles = self.route(logits, mixture.router, tiling.rows, real)
-        return self.products(x, tiles, mixture, stacked, tiling, residual)
+        launch = self if x.shape[0] <= TILE_ROWS else replace(self, use_pdl=False)  # two wide tiles would share a place
+        tiles = launch.route(logits, mixture.router, tiling.rows, real)
+        return launch.products(x, tiles, mixture, stacked, tiling, residual)
 
     def route(self, logits: Tensor, router: Router, tile_rows: int, real: RealRows | None = None) -> ExpertTiles:
         """The experts of each row, grouped: in one launch for the rows of a tile."""

@@ -42,6 +42,18 @@ class NormKind(Enum):
     LAYER = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in the place of the MLP, but for the layers of `dense_layers`."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalize: bool = True  # the weights of a token's experts sum to one
+    shared_intermediate_size: int = 0  # of the expert that every token passes; 0: there is none
+    dense_layers: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchConfig:
     """Sizes of a decoder-only model, and which optional parts its layers have."""
@@ -68,6 +80,7 @@ class ArchConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
+    moe: MoeConfig | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

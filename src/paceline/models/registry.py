@@ -35,6 +35,9 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
     "qwen3": "paceline.models.qwen3",
+    "mixtral": "paceline.models.mixtral",
+    "qwen2_moe": "paceline.models.qwen2_moe",
+    "qwen3_moe": "paceline.models.qwen3_moe",
 }
 
 

@@ -75,6 +75,8 @@ class NativeRunner(PagedRunner):
         windowed = self.model.config.windows != {None}
         if not supports_graphs(self.kv.device) or self.model.quantizes_input or windowed:
             return None
+        if not all(layer.can_capture for layer in self.model.layers):
+            return None
         pool = GraphPool("a prefill", self.kv.device)
         return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_caches, self.options, pool)
 

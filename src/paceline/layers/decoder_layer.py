@@ -66,7 +66,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to the residual stream.
+    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to what came before.
 
     q, k and v are one linear layer. What is not Llama's has a default that is: norms of whole projections, how a part
     is added to the residual stream, and `parallel`: the MLP reads what attention has read, not its output.
@@ -127,12 +127,16 @@ class DecoderLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
+<<<<<<< HEAD
         return self.attention.is_plain and self.mlp.can_fuse
 
     @property
     def can_capture(self) -> bool:
         """Whether a graph can hold its eager operations."""
         return self.mlp.can_fuse
+=======
+        return True
+>>>>>>> t-dense
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

@@ -1,4 +1,4 @@
-"""The MLP of a decoder layer: gated, or with one product before its activation. Experts are another kind (layers/moe.py)."""
+"""The MLP of a decoder layer: gated, or with one product before its activation. Experts are another kind."""
 
 from __future__ import annotations
 

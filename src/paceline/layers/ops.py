@@ -96,11 +96,19 @@ class EagerOps:
         sizes = self.attention.sizes
         heads = qkv.view(qkv.shape[0], sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
         keys_end = sizes.num_heads + sizes.num_kv_heads
-        rotated = self._normed(heads[:, :keys_end], attention.norms)
-        if attention.rope is not None:
-            rotated = rotate(rotated, batch.rotations[attention.rope])
+        rotated = self._rotated(self._normed(heads[:, :keys_end], attention.norms), attention, batch)
         queries, keys = rotated[:, : sizes.num_heads], rotated[:, sizes.num_heads :]
         return self.attention(queries, keys, heads[:, keys_end:], layer, attention, batch)
+
+    def _rotated(self, heads: Tensor, attention: LayerAttention, batch: EagerBatch) -> Tensor:
+        """Queries and keys, rotated where the architecture does."""
+        if attention.rope is None:
+            return heads
+        rotation, num_heads = batch.rotations[attention.rope], self.attention.sizes.num_heads
+        if attention.query_rope is None:
+            return rotate(heads, rotation)
+        queries = rotate(heads[:, :num_heads], batch.rotations[attention.query_rope])
+        return torch.cat([queries, rotate(heads[:, num_heads:], rotation)], dim=1)
 
     def _normed(self, heads: Tensor, norms: HeadNorms) -> Tensor:
         """Queries and keys, normed where the architecture does."""

@@ -136,9 +136,23 @@ def arch_config(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        layer_attention=window_attention(config),
         activation=ACTIVATIONS[getattr(config, "hidden_act", "silu")],
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer: one for all, or of those that layer_types calls sliding."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def window_attention(config: Any) -> tuple[LayerAttention, ...]:
+    """What the layers of a config have of their own where windows are all that differs; empty: there are none."""
+    windows = layer_windows(config)
+    return tuple(LayerAttention(window=window) for window in windows) if any(windows) else ()
 
 
 def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | None:
@@ -151,16 +165,18 @@ def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | Non
         if name not in supported and value not in neutral:
             return f"{name} is {value!r}"
     rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
-    return _unsupported_attention(config) or rope or _unsupported_weights(config)
+    weights = _unsupported_weights(config, "rope_interleaved" in supported)
+    attention = _unsupported_attention(config, "sliding_window" in supported)
+    return attention or rope or weights
 
 
-def _unsupported_attention(config: Any) -> str | None:
+def _unsupported_attention(config: Any, windows: bool) -> str | None:
     layer_types = getattr(config, "layer_types", None) or []
-    others = sorted(set(layer_types) - {"full_attention"})
+    others = sorted(set(layer_types) - {"full_attention"} - ({"sliding_attention"} if windows else set()))
     if others:
         return f"layer_types has {', '.join(others)}"
     window = getattr(config, "sliding_window", None)
-    if window and not layer_types and getattr(config, "use_sliding_window", True):
+    if window and not windows and not layer_types and getattr(config, "use_sliding_window", True):
         return f"sliding_window is {window}"
     return None
 
@@ -174,10 +190,10 @@ def _unsupported_rope(config: Any, partial: bool) -> str | None:
     return None
 
 
-def _unsupported_weights(config: Any) -> str | None:
+def _unsupported_weights(config: Any, interleaved: bool) -> str | None:
     stored = getattr(config, "quantization_config", None)
     if stored is not None and format_of(config) is None:
         return "quantization_config names a weight format that is not registered"
-    if stored is not None and partial_rotary_factor(config) != 1.0:
-        return "quantization_config stores weights whose rows cannot be put into the order of a partial rope"
+    if stored is not None and (interleaved or partial_rotary_factor(config) != 1.0):
+        return "quantization_config stores rows of queries and keys in an order that kernels do not rotate"
     return None

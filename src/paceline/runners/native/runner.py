@@ -72,8 +72,7 @@ class NativeRunner(PagedRunner):
         self.decode_graphs = self._new_decode_graphs()
 
     def _new_prefill_graphs(self) -> PrefillGraphs | None:
-        windowed = self.model.config.windows != {None}
-        if not supports_graphs(self.kv.device) or self.model.quantizes_input or windowed:
+        if not supports_graphs(self.kv.device) or self.model.quantizes_input:
             return None
         if not all(layer.can_capture for layer in self.model.layers):
             return None

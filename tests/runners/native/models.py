@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +36,11 @@ KINDS: dict[str, Any] = {
         Gemma3TextConfig,
         Gemma3ForCausalLM,
         {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": SLIDING_THEN_FULL},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
@@ -71,6 +78,7 @@ KINDS |= {
     kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
     for kind, changes in DENSE.items()
 }
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")  # with attention that Llama's is not
 SIZES = {
     "hidden_size": 48,
     "intermediate_size": 80,

@@ -44,6 +44,7 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "ernie4_5": "paceline.models.ernie4_5",
     "exaone4": "paceline.models.exaone4",
     "gemma": "paceline.models.gemma",
+    "vaultgemma": "paceline.models.vaultgemma",
     "gpt_oss": "paceline.models.gpt_oss",
     "granitemoe": "paceline.models.granitemoe",
     "mixtral": "paceline.models.mixtral",

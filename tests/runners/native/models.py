@@ -73,6 +73,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "stablelm": {"hidden_size": 192, "use_qkv_bias": True},
     "starcoder2": {},
+    "vaultgemma": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
 }
 KINDS |= {
     kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)

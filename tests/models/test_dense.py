@@ -17,7 +17,7 @@ from paceline.layers.rope import arranged, head_order, in_order, rope_cache, rot
 from paceline.models import registry
 from paceline.runners.native import NativeRunner, is_native
 from paceline.runners.native.lora_runner import LoraRunner
-from tests.runners.native.models import DENSE, YARN, tiny
+from tests.runners.native.models import DENSE, WINDOWED, YARN, tiny
 from tests.support.lora import merged, write_adapter
 
 PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]  # two are longer than the windows
@@ -43,6 +43,14 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "mlp_bias": True}),
     ("stablelm", {"use_parallel_residual": True}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False, "sliding_window": 16}),
+    ("gemma2", {}),
+    ("gemma2", {"attn_logit_softcapping": 2.0, "sliding_window": 5}),
+    ("gemma3_text", {}),
+    ("gpt_oss", {}),
+    ("gpt_oss", {"sliding_window": 3, "swiglu_limit": 0.5, "attention_bias": False}),
+    ("mistral", {"sliding_window": 5}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # transformers rotates and norms in float32
@@ -76,7 +84,7 @@ def test_chains_trees_and_batches_agree_with_transformers_in_float64(kind: str, 
     torch.testing.assert_close(after, logits_of(model, [*PROMPTS[0], 5, 8, 9, 60])[-1], **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])
 def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     model = tiny(kind)
     runner = NativeRunner.of_model(model, kind, kv_cache_tokens=512, weight_format="int8")
@@ -85,7 +93,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.05
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])
 def test_a_folder_loads_with_every_tensor_used(kind: str, tmp_path: Path) -> None:
     model = tiny(kind)
     model.save_pretrained(tmp_path)

@@ -90,7 +90,7 @@ class DecoderLayer:
         qkv = ops.project(hidden_states, self.attention_norm, self.qkv, self.qkv_bias)
         attended = ops.attend(self._normed(qkv, ops), index, self.attention, batch)
         states = self.attention_add.project(attended, self.output, self.output_bias, hidden_states, ops)
-        return self.mlp(hidden_states if self.parallel else states, self.mlp_norm, states, self.mlp_add, ops)
+        return self.mlp(hidden_states if self.parallel else states, self.mlp_norm, states, self.mlp_add, ops, batch)
 
     def _normed(self, qkv: Tensor, ops: Ops) -> Tensor:
         """Queries and keys, normed where the architecture norms whole projections."""
@@ -127,7 +127,12 @@ class DecoderLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
-        return True
+        return self.mlp.can_fuse
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations."""
+        return self.mlp.can_fuse
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

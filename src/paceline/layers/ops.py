@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, LayerAttention
 from paceline.layers.gemm_types import Linear
 from paceline.layers.mlp import Activation, gated
+from paceline.layers.moe import MixtureOfExperts
 from paceline.layers.norm import Norm, rms_norm
 from paceline.layers.rope import rotate
 
@@ -47,6 +48,11 @@ class Ops(Protocol):
     ) -> Tensor:
         """activation(gate(norm(x))) * up(norm(x)), where the linear layer holds gate and up"""
 
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        """residual + mixture(norm(x)). batch: the pass, or None where all rows are real"""
+
 
 class EagerOps:
     """Plain torch operations."""
@@ -79,6 +85,12 @@ class EagerOps:
         activation: Activation = Activation.SILU,
     ) -> Tensor:
         return gated(self.project(x, norm, linear, bias), activation)
+
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        routed = mixture(x if norm is None else norm(x, self._eps))
+        return routed if residual is None else routed.add_(residual)
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes

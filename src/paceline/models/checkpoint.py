@@ -108,6 +108,11 @@ class ModelCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    @property
+    def keeps_float(self) -> bool:
+        """Whether weights in floating point stay so."""
+        return self._target is None
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self.raw(name)

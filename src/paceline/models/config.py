@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
 from paceline.layers.mlp import ACTIVATIONS, Activation
+from paceline.layers.moe import ClampedSwiGlu
 from paceline.layers.rope import (
     FIXED_ROPE_TYPES,
     RopeConfig,
@@ -42,6 +43,19 @@ class NormKind(Enum):
     LAYER = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in the place of the MLP, but for the layers of `dense_layers`."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalize: bool = True  # the weights of a token's experts sum to one
+    shared_intermediate_size: int = 0  # of the expert that every token passes; 0: there is none
+    dense_layers: frozenset[int] = frozenset()
+    activation: ClampedSwiGlu | None = None  # None: silu(gate) · up
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchConfig:
     """Sizes of a decoder-only model, and which optional parts its layers have."""
@@ -71,6 +85,7 @@ class ArchConfig:
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
     logits_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
+    moe: MoeConfig | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:

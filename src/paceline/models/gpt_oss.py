@@ -68,13 +68,11 @@ def _mixture(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> Mo
 
 
 def _experts(checkpoint: ModelCheckpoint, config: ArchConfig, moe: MoeConfig, prefix: str) -> Experts:
-    """Stored with inputs before outputs, and with the columns of gate and up in turns."""
+    """Of gate and up, outputs are stored in turns."""
     count, size, hidden_size = moe.num_experts, moe.intermediate_size, config.hidden_size
-    gate_up = checkpoint.tensor(f"{prefix}gate_up_proj", count, hidden_size, 2 * size)
-    down = checkpoint.tensor(f"{prefix}down_proj", count, size, hidden_size)
     weights = StackedWeights(
-        _gates_first(gate_up.transpose(1, 2)),
-        down.transpose(1, 2).contiguous(),
+        _gates_first(_matrices(checkpoint, f"{prefix}gate_up_proj", count, 2 * size, hidden_size)),
+        _matrices(checkpoint, f"{prefix}down_proj", count, hidden_size, size),
         _gates_first(checkpoint.tensor(f"{prefix}gate_up_proj_bias", count, 2 * size)),
         checkpoint.tensor(f"{prefix}down_proj_bias", count, hidden_size),
     )
@@ -82,6 +80,11 @@ def _experts(checkpoint: ModelCheckpoint, config: ArchConfig, moe: MoeConfig, pr
     if checkpoint.keeps_float:
         return made
     return Experts(tuple(_converted(mlp, checkpoint) for mlp in made.mlps), activation=moe.activation)
+
+
+def _matrices(checkpoint: ModelCheckpoint, name: str, experts: int, out_features: int, in_features: int) -> Tensor:
+    """[experts, out_features, in_features]; in floating point they are stored with inputs before outputs."""
+    return checkpoint.tensor(name, experts, in_features, out_features).transpose(1, 2).contiguous()
 
 
 def _gates_first(rows: Tensor) -> Tensor:

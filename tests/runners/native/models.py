@@ -13,6 +13,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +36,11 @@ KINDS: dict[str, Any] = {
         Gemma3TextConfig,
         Gemma3ForCausalLM,
         {"sliding_window": 16, "query_pre_attn_scalar": 24, "layer_types": SLIDING_THEN_FULL},
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
@@ -74,11 +81,13 @@ DENSE: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "stablelm": {"hidden_size": 192, "use_qkv_bias": True},
     "starcoder2": {},
+    "vaultgemma": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
 }
 KINDS |= {
     kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
     for kind, changes in DENSE.items()
 }
+WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")  # with attention that Llama's is not
 SIZES = {
     "hidden_size": 48,
     "intermediate_size": 80,

@@ -74,6 +74,8 @@ class NativeRunner(PagedRunner):
     def _new_prefill_graphs(self) -> PrefillGraphs | None:
         if not supports_graphs(self.kv.device) or self.model.quantizes_input:
             return None
+        if not all(layer.can_capture for layer in self.model.layers):
+            return None
         pool = GraphPool("a prefill", self.kv.device)
         return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_caches, self.options, pool)
 

@@ -127,16 +127,12 @@ class DecoderLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
-<<<<<<< HEAD
-        return self.attention.is_plain and self.mlp.can_fuse
+        return self.mlp.can_fuse
 
     @property
     def can_capture(self) -> bool:
         """Whether a graph can hold its eager operations."""
         return self.mlp.can_fuse
-=======
-        return True
->>>>>>> t-dense
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
 from paceline.layers.mlp import ACTIVATIONS, Activation
+from paceline.layers.moe import ClampedSwiGlu
 from paceline.layers.rope import (
     FIXED_ROPE_TYPES,
     RopeConfig,
@@ -52,6 +53,7 @@ class MoeConfig:
     renormalize: bool = True  # the weights of a token's experts sum to one
     shared_intermediate_size: int = 0  # of the expert that every token passes; 0: there is none
     dense_layers: frozenset[int] = frozenset()
+    activation: ClampedSwiGlu | None = None  # None: silu(gate) · up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +79,12 @@ class ArchConfig:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
+    parallel: bool = False  # the MLP of a layer reads what its attention reads
+    lm_head_bias: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
+    logits_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     moe: MoeConfig | None = None
 
     @property

@@ -6,6 +6,7 @@ computes is the matter of tests/models.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,7 @@ SINKS = torch.linspace(-1.0, 3.0, 6)
 KINDS: dict[str, list[LayerAttention]] = {
     "windows": [LayerAttention(window=16), LayerAttention()],
     "narrow windows": [LayerAttention(window=1), LayerAttention(window=3)],
+    "near windows": [LayerAttention(window=2, rope=None), LayerAttention(window=3, rope=None)],
     "wide windows": [LayerAttention(window=100), LayerAttention(window=65)],
     "sinks": [LayerAttention(sinks=SINKS), LayerAttention(sinks=-SINKS, window=16)],
     "softcaps": [LayerAttention(softcap=1.5), LayerAttention(softcap=0.5, window=16)],
@@ -47,10 +49,8 @@ def runner_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> 
     return runner
 
 
-def _moved(kind: LayerAttention, dtype: torch.dtype) -> LayerAttention:
-    from dataclasses import replace
-
-    return kind if kind.sinks is None else replace(kind, sinks=kind.sinks.to(DEVICE, dtype))
+def _moved(kind: LayerAttention, dtype: torch.dtype, device: str = DEVICE) -> LayerAttention:
+    return kind if kind.sinks is None else replace(kind, sinks=kind.sinks.to(device, dtype))
 
 
 def prompts() -> list[list[int]]:
@@ -177,6 +177,32 @@ def test_prefill_chunks_are_what_the_eager_pass_computes(name: str, lengths: tup
         assert captured.prefill_graphs.fits([rows[1]], True)
         expected, ours = (runner.forward([row], last_only=True) for runner, row in zip((eager, captured), rows))
         torch.testing.assert_close(ours.logits, expected.logits, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("by_node", [False, True], ids=["together", "node by node"])
+def test_a_window_far_behind_the_first_tokens_hides_all_of_them(by_node: bool) -> None:
+    """Libraries sum keys in steps: a step that is hidden as a whole must add nothing. Without positions the end of a
+    long sequence is that of a short one."""
+    runner, tokens = runner_of("near windows"), torch.randint(0, 101, (1200,)).tolist()
+    runner.eager.ops.attention.node_by_node = by_node
+    long, short = runner.new_cache(), runner.new_cache()
+    runner.forward([Row.chain(long, tokens[:-2]), Row.chain(short, tokens[-12:-2])], last_only=True)
+    output = runner.forward([Row.chain(cache, tokens[-2:]) for cache in (long, short)])
+    torch.testing.assert_close(output[0].logits, output[1].logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["windows", "everything"])
+def test_integer_weights_give_a_token_the_same_bits_at_every_width(name: str) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 96}
+    made = NativeRunner.of_model(tiny(**sizes), "tiny", 64, weight_format="int8")
+    kinds = [_moved(kind, torch.float32, "cpu") for kind in KINDS[name]]
+    runner = NativeRunner(with_attention(made.model, kinds), made.info, BlockManager(40))
+    seq_cache, other = runner.new_cache(), runner.new_cache()
+    for cache in (seq_cache, other):
+        runner.forward([Row.chain(cache, list(range(60)))], last_only=True)
+    together = runner.forward([Row.chain(seq_cache, CHAIN)]).logits
+    alone = torch.cat([runner.forward([Row.chain(other, [token])]).logits for token in CHAIN])
+    assert torch.equal(together, alone)
 
 
 # --- fused kernels ----------------------------------------------------------------------------------------------------

@@ -220,6 +220,7 @@ def fits(model: DecoderModel) -> bool:
         model.embedding.dtype == torch.bfloat16
         and model.scale_embedding is None
         and model.scale_logits is None
+        and model.lm_head_bias is None
         and not model.final_norm.centers
         and model.final_norm.weight.dtype == torch.bfloat16
         and model.lm_head.matrix is not None

@@ -36,7 +36,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("llama", {"mlp_bias": True}),
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"rope_parameters": YARN}),
-    ("ministral", {"sliding_window": None, "layer_types": None}),
+    ("ministral", {"layer_types": ["full_attention"] * 2}),
     ("ministral3", {"sliding_window": 16}),
     ("olmo2", {"attention_bias": True}),
     ("phi3", {"rope_parameters": HALF_ROTATED, "sliding_window": None}),
@@ -53,7 +53,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # transformers rotates and norms in float32
+TOLERANCE = {"rtol": 5e-5, "atol": 5e-5}  # transformers rotates and norms in float32
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
@@ -90,7 +90,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     runner = NativeRunner.of_model(model, kind, kv_cache_tokens=512, weight_format="int8")
     expected = logits_of(model, PROMPTS[0])
     logits = runner.forward([Row.chain(runner.new_cache(), PROMPTS[0])]).logits
-    assert (logits - expected).norm() / expected.norm() < 0.05
+    assert (logits - expected).norm() / expected.norm() < 0.1  # wrong rows or scales differ by more than the norm
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])

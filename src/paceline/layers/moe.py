@@ -79,7 +79,7 @@ class RowByRowLinear(UnquantizedLinear):
         blocks = self.blocks
         if blocks is not None:
             return blocks_product(x, blocks.structure(), bias)
-        return torch.cat([F.linear(row, self.weight, bias) for row in x.split(1)])
+        return torch.cat([F.linear(row, self.weight, bias) for row in torch.split(x, 1)])
 
 
 def route(logits: Tensor, router: Router) -> Routing:
@@ -130,7 +130,7 @@ class Experts:
         order = pairs.argsort(stable=True)  # pair i is choice i % top_k of row i // top_k
         counts = pairs.bincount(minlength=len(self.mlps)).tolist()
         outputs = x.new_empty(pairs.shape[0], x.shape[1])
-        for mlp, places in zip(self.mlps, order.split(counts)):
+        for mlp, places in zip(self.mlps, torch.split(order, counts)):
             if places.shape[0]:
                 outputs[places] = self._mlp(mlp, x[places // top_k])
         return _weighted_sum(outputs.view(x.shape[0], top_k, -1), routing.weights).to(x.dtype)

@@ -83,8 +83,10 @@ def main() -> int:
     compile_products()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm))
-    norm = {"x": HALF, "weight": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
-    compile_kernel(norm_kernel, norm, {"USE_PDL": True, "HIDDEN_SIZE": 1024})
+    norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
+    for other in (False, True):
+        parts = {"CENTER": other, "BIAS": other, "RESIDUAL": other}
+        compile_kernel(norm_kernel, norm, {"USE_PDL": True, **parts, "HIDDEN_SIZE": 1024})
     compile_kernel(silu_mul_kernel, {"both": HALF, "out": HALF, "size": "i32"}, {"BLOCK_COLUMNS": 1024})
     argmax = {"best_value": FLOAT, "best_index": INT, "out": LONG, "embedding": HALF, "hidden_states": HALF}
     argmax |= {"blocks": "i32", "hidden_size": "i32"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from paceline.layers.attention import LayerAttention
@@ -9,32 +12,53 @@ from paceline.layers.attention_triton import TritonAttention, TritonBatch
 from paceline.layers.gemm import GemmLauncher, GemmPath
 from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
 from paceline.layers.linear_triton import ArgmaxResult, argmax
+from paceline.layers.mlp import Activation, gated
+from paceline.layers.norm import Norm
 
 
 class TritonOps:
-    """Fused kernels: each product carries its norm, bias, gate, residual or argmax."""
+    """Fused kernels: each product carries its norm, bias, gate, residual or argmax.
+
+    What is rarer follows a product by itself: layer norms, norms after a product, multipliers, other activations.
+    """
 
     def __init__(self, gemm: GemmLauncher, attention: TritonAttention) -> None:
         self.gemm, self.attention = gemm, attention
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.gemm.norm(x, weight)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.gemm.norm(x, norm)
 
-    def project(self, x: Tensor, norm: Tensor, linear: Linear, bias: Tensor | None) -> Tensor:
-        return self.gemm.product(x, linear, Epilogue(norm=norm, bias=bias)).out
+    def norm_add(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        return self.gemm.norm(x, norm, residual)
 
-    def project_add(self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    def project(self, x: Tensor, norm: Norm | None, linear: Linear, bias: Tensor | None = None) -> Tensor:
+        return self._product(x, norm, linear, Epilogue(bias=bias)).out
+
+    def project_add(
+        self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None, multiplier: float = 1.0
+    ) -> Tensor:
+        if multiplier != 1.0:
+            return torch.add(residual, self.project(x, None, linear, bias), alpha=multiplier)
         return self.gemm.product(x, linear, Epilogue(residual=residual, bias=bias)).out
 
-    def gated(self, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
-        return self.gemm.product(x, linear, Epilogue(norm=norm, gate=True)).out
+    def gated(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        linear: Linear,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        if activation is Activation.SILU and bias is None:
+            return self._product(x, norm, linear, Epilogue(gate=True)).out
+        return gated(self.project(x, norm, linear, bias), activation)
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         return self.attention(qkv, layer, attention, batch)
 
-    def logits(self, x: Tensor, norm: Tensor, linear: Linear) -> GemmOutput:
+    def logits(self, x: Tensor, norm: Norm, linear: Linear) -> GemmOutput:
         """Logits in float32 and the best column of each row, from one pass over the LM head."""
-        return self.gemm.product(x, linear, Epilogue(norm=norm, argmax=True))
+        return self._product(x, norm, linear, Epilogue(argmax=True))
 
     def argmax(self, logits: GemmOutput, embedding: Tensor | None = None) -> ArgmaxResult:
         """The best token of each row; embedding: with its input vector."""
@@ -43,3 +67,10 @@ class TritonOps:
     def path(self, rows: int) -> GemmPath:
         """How so many rows are multiplied."""
         return self.gemm.path(rows)
+
+    def _product(self, x: Tensor, norm: Norm | None, linear: Linear, epilogue: Epilogue) -> GemmOutput:
+        """A product with the norm before it: inside it, where the norm is of the usual kind."""
+        if norm is not None and norm.rms_weight is None:
+            x, norm = self.norm(x, norm), None
+        weight = None if norm is None else norm.rms_weight
+        return self.gemm.product(x, linear, replace(epilogue, norm=weight))

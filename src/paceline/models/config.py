@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
-from paceline.layers.rope import FIXED_ROPE_TYPES, RopeConfig, rope_config_of, rope_parameters_of
+from paceline.layers.mlp import ACTIVATIONS, Activation
+from paceline.layers.rope import (
+    FIXED_ROPE_TYPES,
+    RopeConfig,
+    partial_rotary_factor,
+    rope_config_of,
+    rope_parameters_of,
+)
 from paceline.quantization.registry import format_of
 
 # Fields that change the computation in some model, with the values that leave it as it is.
@@ -15,15 +24,22 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "embedding_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None,),
-    "hidden_act": ("silu",),
+    "hidden_act": tuple(ACTIVATIONS),
     "logit_scale": (None, 1, 1.0),
     "logits_scaling": (None, 1, 1.0),
     "mlp_bias": (None, False),
-    "partial_rotary_factor": (None, 1, 1.0),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (None, 1, 1.0),
     "rope_interleaved": (None, False),
 }
+
+
+class NormKind(Enum):
+    """How the norms of a model are computed and stored."""
+
+    RMS = auto()
+    ZERO_CENTERED = auto()  # root-mean-square, the weight stored as its distance from one
+    LAYER = auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +53,7 @@ class ArchConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms too
     max_seq_len: int
     tie_word_embeddings: bool
     rope: RopeConfig
@@ -46,6 +62,12 @@ class ArchConfig:
     qk_norm: bool = False  # queries and keys are normed head by head
     other_ropes: tuple[RopeConfig, ...] = ()  # rope tables that some layers use instead of the first
     layer_attention: tuple[LayerAttention, ...] = ()  # of each layer, without its tensors; empty: all are as Llama's
+    norm_kind: NormKind = NormKind.RMS
+    activation: Activation = Activation.SILU
+    mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_multiplier: float = 1.0
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -69,9 +91,21 @@ class ArchConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_sizes(self) -> list[int]:
+        return [self.query_size, self.kv_size, self.kv_size]
 
-def arch_config(config: Any, *, qkv_bias: bool = False, output_bias: bool = False, qk_norm: bool = False) -> ArchConfig:
-    """The fields that Hugging Face configs of Llama-like models share."""
+
+def arch_config(
+    config: Any,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: bool = False,
+    interleaved_rope: bool = False,
+    eps: str = "rms_norm_eps",
+) -> ArchConfig:
+    """The fields that Hugging Face configs of Llama-like models share. eps: the field with the epsilon of norms."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ArchConfig(
@@ -82,23 +116,30 @@ def arch_config(config: Any, *, qkv_bias: bool = False, output_bias: bool = Fals
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
-        rms_norm_eps=float(config.rms_norm_eps),
+        rms_norm_eps=float(getattr(config, eps)),
         max_seq_len=int(config.max_position_embeddings),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        rope=rope_config_of(config, head_dim),
+        rope=rope_config_of(config, head_dim, interleaved=interleaved_rope),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        activation=ACTIVATIONS[getattr(config, "hidden_act", "silu")],
+        mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
 
 
-def unsupported_field(config: Any) -> str | None:
-    """The first field that asks for a computation which Llama-like layers do not have; None: there is none."""
+def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | None:
+    """The first field that asks for a computation which Llama-like layers do not have; None: there is none.
+
+    supported: fields that the architecture reads itself
+    """
     for name, neutral in NEUTRAL_VALUES.items():
         value = getattr(config, name, neutral[0])
-        if value not in neutral:
+        if name not in supported and value not in neutral:
             return f"{name} is {value!r}"
-    return _unsupported_attention(config) or _unsupported_rope(config) or _unsupported_weights(config)
+    rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
+    weights = _unsupported_weights(config, "rope_interleaved" in supported)
+    return _unsupported_attention(config) or rope or weights
 
 
 def _unsupported_attention(config: Any) -> str | None:
@@ -112,18 +153,19 @@ def _unsupported_attention(config: Any) -> str | None:
     return None
 
 
-def _unsupported_rope(config: Any) -> str | None:
-    parameters = rope_parameters_of(config)
-    rope_type = parameters.get("rope_type")
+def _unsupported_rope(config: Any, partial: bool) -> str | None:
+    rope_type = rope_parameters_of(config).get("rope_type")
     if rope_type not in FIXED_ROPE_TYPES:
         return f"rope_type is {rope_type!r}"
-    if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-        return f"partial_rotary_factor is {parameters['partial_rotary_factor']}"
+    if partial_rotary_factor(config) != 1.0 and not partial:
+        return f"partial_rotary_factor is {partial_rotary_factor(config)}"
     return None
 
 
-def _unsupported_weights(config: Any) -> str | None:
+def _unsupported_weights(config: Any, interleaved: bool) -> str | None:
     stored = getattr(config, "quantization_config", None)
     if stored is not None and format_of(config) is None:
         return "quantization_config names a weight format that is not registered"
+    if stored is not None and (interleaved or partial_rotary_factor(config) != 1.0):
+        return "quantization_config stores rows of queries and keys in an order that kernels do not rotate"
     return None

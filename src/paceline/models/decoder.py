@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.gemm_types import Linear
+from paceline.layers.norm import Norm
 from paceline.layers.ops import Ops
 from paceline.models.config import ArchConfig
 
@@ -57,14 +58,16 @@ class DecoderModel:
     """Weights of a whole model, and its wiring.
 
     scale_embedding  what happens to a row of the embedding before the first layer; None: nothing
+    scale_logits     what happens to the logits, without changing their order; None: nothing
     """
 
     config: ArchConfig
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: Sequence[Layer]
-    final_norm: Tensor
+    final_norm: Norm
     lm_head: Linear
     scale_embedding: Callable[[Tensor], Tensor] | None = None
+    scale_logits: Callable[[Tensor], Tensor] | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
@@ -96,9 +99,15 @@ class DecoderModel:
         """The final norm."""
         return ops.norm(hidden_states, self.final_norm)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states behind the final norm -> logits."""
+        logits = self.lm_head(hidden)
+        return logits if self.scale_logits is None else self.scale_logits(logits)
+
     def fused_logits(self, hidden_states: Tensor, ops: TritonOps) -> GemmOutput:
         """Final norm and LM head in one product, with the argmax of each row."""
-        return ops.logits(hidden_states, self.final_norm, self.lm_head)
+        output = ops.logits(hidden_states, self.final_norm, self.lm_head)
+        return output if self.scale_logits is None else replace(output, out=self.scale_logits(output.out))
 
     def argmax_embedded(self, logits: GemmOutput, ops: TritonOps) -> ArgmaxResult:
         """The best token of each row and its input vector, in one launch where the embedding is used as it is."""

@@ -35,6 +35,15 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
     "qwen3": "paceline.models.qwen3",
+    "glm": "paceline.models.glm",
+    "glm4": "paceline.models.glm4",
+    "granite": "paceline.models.granite",
+    "ministral": "paceline.models.ministral",
+    "ministral3": "paceline.models.ministral3",
+    "olmo2": "paceline.models.olmo2",
+    "phi3": "paceline.models.phi3",
+    "smollm3": "paceline.models.smollm3",
+    "starcoder2": "paceline.models.starcoder2",
 }
 
 

@@ -215,7 +215,7 @@ class NativeRunner(PagedRunner):
         return view
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(hidden)
+        return self.model.logits(hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens.to(self.kv.device))

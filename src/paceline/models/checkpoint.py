@@ -88,6 +88,19 @@ class ModelCheckpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
+    @property
+    def device(self) -> str:
+        return self._device
+
+    def renamed(self, rename: Callable[[str], str | None]) -> ModelCheckpoint:
+        """The same tensors under other names; those without one are left out."""
+        names = {new: name for name in self._names if (new := rename(name)) is not None}
+
+        def fetch(name: str) -> Tensor | None:
+            return self._fetch(names[name]) if name in names else None
+
+        return ModelCheckpoint(fetch, names, self._dtype, self._device, target=self._target, stored=self._stored)
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self.raw(name)

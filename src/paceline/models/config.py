@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
+from paceline.layers.linear_attention import DeltaNetSizes
 from paceline.layers.mlp import ACTIVATIONS, Activation
 from paceline.layers.rope import (
     FIXED_ROPE_TYPES,
@@ -68,6 +69,8 @@ class ArchConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
+    recurrent_layers: tuple[int, ...] = ()  # layers that have a state instead of keys and values
+    delta_net: DeltaNetSizes | None = None  # of those layers
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -82,6 +85,11 @@ class ArchConfig:
     def attention(self, layer: int) -> LayerAttention:
         """What attention of one layer has of its own, without its tensors."""
         return self.layer_attention[layer] if self.layer_attention else PLAIN_ATTENTION
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.num_layers - len(self.recurrent_layers)
 
     @property
     def query_size(self) -> int:

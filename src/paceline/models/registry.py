@@ -35,6 +35,8 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
     "qwen3": "paceline.models.qwen3",
+    "qwen3_5": "paceline.models.qwen3_5",
+    "qwen3_5_text": "paceline.models.qwen3_5",
     "glm": "paceline.models.glm",
     "glm4": "paceline.models.glm4",
     "granite": "paceline.models.granite",

@@ -10,7 +10,8 @@ has lost its slot is computed again from its tokens when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -125,6 +126,16 @@ class StateSpan:
         return self.count > MAX_UNSETTLED
 
 
+def spans_of(rows: list[Row], states: list[SequenceState]) -> list[StateSpan]:
+    """Rows of a pass, packed one after another."""
+    spans: list[StateSpan] = []
+    start = 0
+    for row, state in zip(rows, states):
+        spans.append(StateSpan(state, row.seq_cache.length, start, len(row.parents)))
+        start += spans[-1].count
+    return spans
+
+
 class StateSlots:
     """Which snapshot has which slot. Integers only."""
 
@@ -159,6 +170,11 @@ class StateSlots:
 class NoStates:
     """Of a model without recurrent layers."""
 
+    @contextmanager
+    def reading(self, rows: list[Row], states: list[SequenceState]) -> Iterator[RecurrentBatch | None]:
+        """A pass over these rows, whose sequences have these states. Raises OutOfMemory before it begins."""
+        yield None
+
     def settle(self, state: SequenceState, length: int) -> None:
         """The first `length` tokens stay, all others are gone."""
 
@@ -171,16 +187,6 @@ class NoStates:
     def lacks(self, state: SequenceState, length: int) -> bool:
         """Whether some of the first `length` tokens must be read again."""
         return False
-
-    def begin(self, spans: list[StateSpan]) -> RecurrentBatch | None:
-        """A pass over these rows begins. Raises OutOfMemory."""
-        return None
-
-    def end(self, span: StateSpan, row: Row) -> None:
-        """The pass over this row has ended."""
-
-    def fail(self, state: SequenceState) -> None:
-        """A pass has raised on its way: what it did to the state is not known."""
 
 
 class RecurrentStates(NoStates):
@@ -231,7 +237,18 @@ class RecurrentStates(NoStates):
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def begin(self, spans: list[StateSpan]) -> RecurrentBatch:
+    @contextmanager
+    def reading(self, rows: list[Row], states: list[SequenceState]) -> Iterator[RecurrentBatch | None]:
+        spans, done = spans_of(rows, states), False
+        batch = self._begin(spans)
+        try:
+            yield batch
+            done = True
+        finally:
+            for span, row in zip(spans, rows):
+                self._end(span, row) if done else self._fail(span.state)
+
+    def _begin(self, spans: list[StateSpan]) -> RecurrentBatch:
         used = [span.state.now for span in spans]
         for now in used:
             self._slots.touch(now)
@@ -243,14 +260,15 @@ class RecurrentStates(NoStates):
                 self._keep_checkpoint(span.state, used)
         return BatchIndices(self.memory, spans).batch()
 
-    def end(self, span: StateSpan, row: Row) -> None:
+    def _end(self, span: StateSpan, row: Row) -> None:
         now = span.state.now
         now.length, now.end = span.folded, span.end
         span.state.history.add(span.length, row)
         if span.is_long:
             self._keep_checkpoint(span.state, [now])
 
-    def fail(self, state: SequenceState) -> None:
+    def _fail(self, state: SequenceState) -> None:
+        """What a pass that has raised did to the state is not known."""
         self._slots.release(state.now)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-alibi": _own_state("bloom"),
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
+    "native-hybrid": lambda: NativeRunner.of_model(tiny_family(Variant("qwen3_5_text")), "qwen3_5_text"),
 }
 
 

@@ -20,8 +20,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     ("mistral", {}),
+    ("mistral", {"sliding_window": 16}),
     ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ("qwen3", {}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     ("qwen3", {"attention_bias": True}),
 ]
 
@@ -38,8 +41,8 @@ def test_logits_agree_with_transformers_in_float64(kind: str, changes: dict[str,
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (LlamaConfig(mlp_bias=True), "mlp_bias"),
-    (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+    (MistralConfig(mlp_bias=True), "mlp_bias"),
+    (LlamaConfig(hidden_act="quick_gelu"), "hidden_act"),
     (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
@@ -47,8 +50,9 @@ REFUSED: list[tuple[Any, str]] = [
         LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         "partial_rotary_factor",
     ),
-    (MistralConfig(sliding_window=4096), "sliding_window"),
-    (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0), "sliding_attention"),
+    (LlamaConfig(sliding_window=4096), "sliding_window"),
+    (MistralConfig(sliding_window=64, layer_types=["full_attention"] * 32), "layer_types"),
+    (Qwen2Config(layer_types=["chunked_attention"] * 32), "chunked_attention"),
     (GPT2Config(), "gpt2"),
 ]
 
@@ -59,6 +63,6 @@ def test_a_computation_that_layers_do_not_have_is_refused_with_the_reason(config
     assert reason in (registry.unsupported(config) or "")
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=None)])
+@pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=4096)])
 def test_what_layers_have_is_native(config: Any) -> None:
     assert is_native(config)

@@ -25,6 +25,10 @@ VARIANTS = [
     Variant("qwen3_5_text", "no_groups", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3}),
     Variant("qwen3_5_text", "attention_first", {"layer_types": ["full_attention", "linear_attention"]}),
     Variant("qwen3_5"),
+    Variant("qwen3_5_moe_text"),
+    Variant("qwen3_5_moe"),
+    Variant("qwen3_next"),
+    Variant("qwen3_next", "dense_layer", {**MANY_LAYERS, "mlp_only_layers": [1]}),
 ]
 
 

@@ -59,11 +59,12 @@ class LayerAttention:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # a further score of each query head that takes its share and adds no value: [heads]
     rope: int | None = 0  # which of the model's rope tables rotates queries and keys; None: they are not rotated
+    query_rope: int | None = None  # the table of queries, where they have their own
 
     @property
     def is_plain(self) -> bool:
         """Whether it differs from Llama's in nothing but head norms."""
-        others = (self.scale, self.window, self.softcap, self.sinks)
+        others = (self.scale, self.window, self.softcap, self.sinks, self.query_rope)
         return self.rope == 0 and all(setting is None for setting in others)
 
     @property

@@ -66,7 +66,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to the residual stream.
+    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to what came before.
 
     q, k and v are one linear layer. What is not Llama's has a default that is: norms of whole projections, how a part
     is added to the residual stream, and `parallel`: the MLP reads what attention has read, not its output.
@@ -90,7 +90,7 @@ class DecoderLayer:
         qkv = ops.project(hidden_states, self.attention_norm, self.qkv, self.qkv_bias)
         attended = ops.attend(self._normed(qkv, ops), index, self.attention, batch)
         states = self.attention_add.project(attended, self.output, self.output_bias, hidden_states, ops)
-        return self.mlp(hidden_states if self.parallel else states, self.mlp_norm, states, self.mlp_add, ops)
+        return self.mlp(hidden_states if self.parallel else states, self.mlp_norm, states, self.mlp_add, ops, batch)
 
     def _normed(self, qkv: Tensor, ops: Ops) -> Tensor:
         """Queries and keys, normed where the architecture norms whole projections."""
@@ -127,7 +127,12 @@ class DecoderLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
-        return self.attention.is_plain
+        return self.mlp.can_fuse
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations."""
+        return self.mlp.can_fuse
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

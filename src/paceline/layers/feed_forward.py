@@ -1,10 +1,10 @@
-"""The MLP of a decoder layer: gated, or with one product before its activation. Experts are another kind (layers/moe.py)."""
+"""The MLP of a decoder layer: gated, or with one product before its activation. Experts are another kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,8 +19,15 @@ from paceline.layers.residual import ResidualAdd
 class Mlp(Protocol):
     """What a decoder layer runs after attention."""
 
-    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops) -> Tensor:
-        """The output for norm(x) [nodes, hidden_size], added to `residual` as `add` says."""
+    def __call__(
+        self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops, batch: Any = None
+    ) -> Tensor:
+        """The output for norm(x) [nodes, hidden_size], added to `residual` as `add` says. batch: the pass."""
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the Triton operations have everything it asks for, and graphs can hold it."""
+        return True
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""
@@ -52,7 +59,9 @@ class GatedMlp(Mlp):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops) -> Tensor:
+    def __call__(
+        self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops, batch: Any = None
+    ) -> Tensor:
         activated = ops.gated(x, norm, self.gate_up, self.gate_up_bias, self.activation)
         return add.project(activated, self.down, self.down_bias, residual, ops)
 
@@ -77,7 +86,9 @@ class PlainMlp(Mlp):
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops) -> Tensor:
+    def __call__(
+        self, x: Tensor, norm: Norm | None, residual: Tensor, add: ResidualAdd, ops: Ops, batch: Any = None
+    ) -> Tensor:
         activated = self.activation(ops.project(x, norm, self.up, self.up_bias))
         return add.project(activated, self.down, self.down_bias, residual, ops)
 

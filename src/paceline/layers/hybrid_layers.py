@@ -49,7 +49,7 @@ class HybridLayer:
         """hidden_states [nodes, hidden_size] through the layer, whose place in the model is `index`."""
         mixed = self.mix(self.projection(hidden_states, self.norm, ops), ops, batch)
         states = ops.project_add(mixed, self.output.linear, hidden_states, self.output.bias)
-        return self.mlp(states, self.mlp_norm, states, PLAIN_ADD, ops)
+        return self.mlp(states, self.mlp_norm, states, PLAIN_ADD, ops, batch)
 
     def mix(self, projected: Tensor, ops: Ops, batch: Any) -> Tensor:
         """What a node takes from the nodes before it: the input of the output projection."""
@@ -58,6 +58,11 @@ class HybridLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
+        return False
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations: the steps of a recurrence depend on the rows of a pass."""
         return False
 
     def weights(self) -> None:

@@ -14,6 +14,7 @@ from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, Lay
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear_attention import DeltaNetWeights, gated_delta_net
 from paceline.layers.mlp import Activation, gated
+from paceline.layers.moe import MixtureOfExperts
 from paceline.layers.norm import Norm, rms_norm
 from paceline.layers.rope import rotate
 
@@ -51,6 +52,11 @@ class Ops(Protocol):
     ) -> Tensor:
         """activation(gate(norm(x))) * up(norm(x)), where the linear layer holds gate and up"""
 
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        """residual + mixture(norm(x)). batch: the pass, or None where all rows are real"""
+
 
 class EagerOps:
     """Plain torch operations."""
@@ -84,19 +90,33 @@ class EagerOps:
     ) -> Tensor:
         return gated(self.project(x, norm, linear, bias), activation)
 
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        routed = mixture(x if norm is None else norm(x, self._eps))
+        return routed if residual is None else routed.add_(residual)
+
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes
         heads = qkv.view(qkv.shape[0], sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
         keys_end = sizes.num_heads + sizes.num_kv_heads
-        rotated = self._normed(heads[:, :keys_end], attention.norms)
-        if attention.rope is not None:
-            rotated = rotate(rotated, batch.rotations[attention.rope])
+        rotated = self._rotated(self._normed(heads[:, :keys_end], attention.norms), attention, batch)
         queries, keys = rotated[:, : sizes.num_heads], rotated[:, sizes.num_heads :]
         return self.attention(queries, keys, heads[:, keys_end:], layer, attention, batch)
 
     def delta_net(self, projected: Tensor, net: DeltaNetWeights, layer: int, batch: EagerBatch) -> Tensor:
         assert batch.recurrent is not None, "the model has recurrent layers"
         return gated_delta_net(projected, net, layer, batch.recurrent, self._eps)
+
+    def _rotated(self, heads: Tensor, attention: LayerAttention, batch: EagerBatch) -> Tensor:
+        """Queries and keys, rotated where the architecture does."""
+        if attention.rope is None:
+            return heads
+        rotation, num_heads = batch.rotations[attention.rope], self.attention.sizes.num_heads
+        if attention.query_rope is None:
+            return rotate(heads, rotation)
+        queries = rotate(heads[:, :num_heads], batch.rotations[attention.query_rope])
+        return torch.cat([queries, rotate(heads[:, num_heads:], rotation)], dim=1)
 
     def _normed(self, heads: Tensor, norms: HeadNorms) -> Tensor:
         """Queries and keys, normed where the architecture does."""

@@ -13,6 +13,8 @@ from paceline.layers.gemm import GemmLauncher, GemmPath
 from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
 from paceline.layers.linear_triton import ArgmaxResult, argmax
 from paceline.layers.mlp import Activation, gated
+from paceline.layers.moe import MixtureOfExperts, SharedExpert
+from paceline.layers.moe_triton import ExpertKernels, RealRows
 from paceline.layers.norm import Norm
 
 
@@ -24,6 +26,7 @@ class TritonOps:
 
     def __init__(self, gemm: GemmLauncher, attention: TritonAttention) -> None:
         self.gemm, self.attention = gemm, attention
+        self._experts = ExpertKernels(gemm.use_pdl)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self.gemm.norm(x, norm)
@@ -52,6 +55,28 @@ class TritonOps:
         if activation is Activation.SILU and bias is None:
             return self._product(x, norm, linear, Epilogue(gate=True)).out
         return gated(self.project(x, norm, linear, bias), activation)
+
+    def mixture(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        mixture: MixtureOfExperts,
+        batch: TritonBatch | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Padding chooses no experts: reading theirs would cost as much as those of a real row."""
+        normed = x if norm is None else self.norm(x, norm)
+        if mixture.shared is not None:
+            residual = self._shared(normed, mixture.shared, residual)
+        logits = self.project(normed, None, mixture.router.linear, mixture.router.bias)
+        real = None if batch is None else RealRows(batch.counts, batch.nodes)
+        return self._experts(normed, logits, mixture, residual, real)
+
+    def _shared(self, x: Tensor, shared: SharedExpert, residual: Tensor | None) -> Tensor:
+        out = self.project(self.gated(x, None, shared.gate_up), None, shared.down)
+        if shared.gate is not None:
+            out = torch.sigmoid(self.project(x, None, shared.gate)) * out
+        return out if residual is None else residual + out
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         return self.attention(qkv, layer, attention, batch)

@@ -101,6 +101,11 @@ class ModelCheckpoint:
 
         return ModelCheckpoint(fetch, names, self._dtype, self._device, target=self._target, stored=self._stored)
 
+    @property
+    def keeps_float(self) -> bool:
+        """Whether weights in floating point stay so."""
+        return self._target is None
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self.raw(name)

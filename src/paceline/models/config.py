@@ -43,6 +43,18 @@ class NormKind(Enum):
     LAYER = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in the place of the MLP, but for the layers of `dense_layers`."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    intermediate_size: int  # of one expert
+    renormalize: bool = True  # the weights of a token's experts sum to one
+    shared_intermediate_size: int = 0  # of the expert that every token passes; 0: there is none
+    dense_layers: frozenset[int] = frozenset()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ArchConfig:
     """Sizes of a decoder-only model, and which optional parts its layers have."""
@@ -71,6 +83,7 @@ class ArchConfig:
     logits_multiplier: float = 1.0
     recurrent_layers: tuple[int, ...] = ()  # layers that have a state instead of keys and values
     delta_net: DeltaNetSizes | None = None  # of those layers
+    moe: MoeConfig | None = None
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -118,7 +131,7 @@ def arch_config(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ArchConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", 0),  # none where every layer has experts
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -131,9 +144,23 @@ def arch_config(
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         qk_norm=qk_norm,
+        layer_attention=window_attention(config),
         activation=ACTIVATIONS[getattr(config, "hidden_act", "silu")],
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
     )
+
+
+def layer_windows(config: Any) -> list[int | None]:
+    """The window of each layer: one for all, or of those that layer_types calls sliding."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def window_attention(config: Any) -> tuple[LayerAttention, ...]:
+    """What the layers of a config have of their own where windows are all that differs; empty: there are none."""
+    windows = layer_windows(config)
+    return tuple(LayerAttention(window=window) for window in windows) if any(windows) else ()
 
 
 def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | None:
@@ -147,16 +174,17 @@ def unsupported_field(config: Any, supported: Collection[str] = ()) -> str | Non
             return f"{name} is {value!r}"
     rope = _unsupported_rope(config, "partial_rotary_factor" in supported)
     weights = _unsupported_weights(config, "rope_interleaved" in supported)
-    return _unsupported_attention(config) or rope or weights
+    attention = _unsupported_attention(config, "sliding_window" in supported)
+    return attention or rope or weights
 
 
-def _unsupported_attention(config: Any) -> str | None:
+def _unsupported_attention(config: Any, windows: bool) -> str | None:
     layer_types = getattr(config, "layer_types", None) or []
-    others = sorted(set(layer_types) - {"full_attention"})
+    others = sorted(set(layer_types) - {"full_attention"} - ({"sliding_attention"} if windows else set()))
     if others:
         return f"layer_types has {', '.join(others)}"
     window = getattr(config, "sliding_window", None)
-    if window and not layer_types and getattr(config, "use_sliding_window", True):
+    if window and not windows and not layer_types and getattr(config, "use_sliding_window", True):
         return f"sliding_window is {window}"
     return None
 

@@ -40,6 +40,11 @@ class Layer(Protocol):
         """Whether the Triton operations have everything it asks for; False: it runs through the eager ones."""
         return True
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations: they ask the device for nothing."""
+        return True
+
     def weights(self) -> LayerWeights | None:
         """Its tensors, where it is wired like layers/decoder_layer.py; None: another kind of layer."""
         return None

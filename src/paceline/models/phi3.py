@@ -18,7 +18,7 @@ NAMES = LayerNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    return unsupported_field(config, ("partial_rotary_factor",))
+    return unsupported_field(config, ("partial_rotary_factor", "sliding_window"))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

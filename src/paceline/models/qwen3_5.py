@@ -81,17 +81,17 @@ def config_from_hf(config: Any) -> ArchConfig:
 
 def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
-    return read_hybrid(checkpoint, config, SEPARATE, _mlp)
+    return read_hybrid(checkpoint, config, SEPARATE, read_mlp)
 
 
 def read_hybrid(
-    checkpoint: ModelCheckpoint, config: ArchConfig, names: DeltaNetNames, read_mlp: ReadMlp
+    checkpoint: ModelCheckpoint, config: ArchConfig, names: DeltaNetNames, mlp_reader: ReadMlp
 ) -> DecoderModel:
-    """Read a hybrid model. read_mlp: the MLP of a layer."""
+    """Read a hybrid model. mlp_reader: reads the MLP of a layer."""
     text = checkpoint.renamed(text_name)
     layers: list[HybridLayer] = []
     for index in range(config.num_layers):
-        mlp = read_mlp(text, config, index)
+        mlp = mlp_reader(text, config, index)
         recurrent = index in config.recurrent_layers
         layers.append(_delta_net(text, config, index, mlp, names) if recurrent else _attention(text, config, index, mlp))
     return read_model(text, config, layers)
@@ -104,7 +104,8 @@ def text_name(name: str) -> str | None:
     return name.replace(LANGUAGE_MODEL, "model.", 1) if name.startswith(LANGUAGE_MODEL) else name
 
 
-def _mlp(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> Mlp:
+def read_mlp(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> Mlp:
+    """The MLP of a layer."""
     return read_gated_mlp(checkpoint, config, f"model.layers.{index}.mlp.")
 
 

@@ -16,7 +16,7 @@ MODEL_TYPES = ("starcoder2",)
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    return unsupported_field(config)
+    return unsupported_field(config, ("sliding_window",))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -16,11 +19,38 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from paceline.layers.attention import LayerAttention
+from paceline.layers.rope import RopeConfig
+from paceline.models.decoder import DecoderModel
+
 KINDS: dict[str, Any] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+}
+# Architectures that differ from Llama in parts of a layer: each with settings that let all its parts matter.
+SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are past a small vocabulary
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DENSE: dict[str, dict[str, Any]] = {
+    "glm": {},
+    "glm4": {},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 5.0,
+    },
+    "ministral": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
+    "olmo2": {},
+    "phi3": {"sliding_window": 16},
+    "smollm3": {"no_rope_layer_interval": 2},
+    "starcoder2": {},
+}
+KINDS |= {
+    kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
+    for kind, changes in DENSE.items()
 }
 SIZES = {
     "hidden_size": 48,
@@ -43,3 +73,11 @@ def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any
             noise = torch.randn(weight.shape, generator=generator) * 0.2
             weight.copy_(noise if weight.dim() > 1 else 1.0 + noise)
     return model.to(dtype)
+
+
+def with_attention(model: DecoderModel, kinds: list[LayerAttention]) -> DecoderModel:
+    """The same weights with other attention in each layer, and a second rope table that turns half as fast."""
+    slower = RopeConfig(model.config.rope.frequencies / 2)
+    layers: list[Any] = [replace(layer, attention=kind) for layer, kind in zip(model.layers, kinds)]
+    config = replace(model.config, layer_attention=tuple(kinds), other_ropes=(slower,))
+    return replace(model, config=config, layers=layers)

@@ -75,9 +75,9 @@ class NativeRunner(PagedRunner):
         self.decode_graphs = self._new_decode_graphs()
 
     def _new_prefill_graphs(self) -> PrefillGraphs | None:
-        config = self.model.config
-        only_attention = config.windows == {None} and not config.recurrent_layers
-        if not supports_graphs(self.kv.device) or self.model.quantizes_input or not only_attention:
+        if not supports_graphs(self.kv.device) or self.model.quantizes_input:
+            return None
+        if not all(layer.can_capture for layer in self.model.layers):
             return None
         pool = GraphPool("a prefill", self.kv.device)
         return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_caches, self.options, pool)

@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline import SpeculativeDecoder
 from paceline.core.verify import RULES
 from paceline.runners.huggingface_state import ModelState
-from paceline.runners.native.recurrent_states import RecurrentStates, SequenceState, StateSpan
+from paceline.runners.native.recurrent_states import RecurrentStates
+from paceline.runners.native.sequence_state import SequenceState, StateSpan
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import byte_tokenizer
 

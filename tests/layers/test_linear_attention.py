@@ -42,9 +42,10 @@ def new_states(dtype: torch.dtype = torch.float32) -> RecurrentStates:
 def read(states: RecurrentStates, rows: dict[NativeSequenceCache, Tensor]) -> list[Tensor]:
     """One pass of the layer; every cache then holds its row."""
     chains = [Row.chain(cache, [0] * part.shape[0]) for cache, part in rows.items()]
-    with states.reading(chains, [cache.recurrent for cache in rows]) as batch:
+    with states.reading(chains, [cache.recurrent for cache in rows]) as spans:
+        batch = states.recurrence(spans)
         assert batch is not None
-        outputs = gated_delta_net(torch.cat([*rows.values()]), weights(batch.memory.inputs.dtype), LAYER, batch, EPS)
+        outputs = batch(torch.cat([*rows.values()]), weights(states.memory.inputs.dtype), LAYER, EPS)
     for cache, part in rows.items():
         cache.length += part.shape[0]
     return list(outputs.split([part.shape[0] for part in rows.values()]))

@@ -58,7 +58,7 @@ class HybridLayer:
     @property
     def can_fuse(self) -> bool:
         """Whether the Triton operations have everything it asks for."""
-        return False
+        return self.mlp.can_fuse
 
     @property
     def can_capture(self) -> bool:
@@ -96,4 +96,4 @@ class GatedAttentionLayer(HybridLayer):
     def mix(self, projected: Tensor, ops: Ops, batch: Any) -> Tensor:
         size = self.output.linear.in_features
         qkv, gate = projected[:, :-size], projected[:, -size:]
-        return ops.attend(qkv, self.number, self.attention, batch) * sigmoid(gate)
+        return ops.attend(qkv.contiguous(), self.number, self.attention, batch) * sigmoid(gate)

@@ -17,16 +17,19 @@ scalar forms may differ only exp and log1p are used, which torch computes one wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.device.properties import on_host
 from paceline.layers.norm import rms_norm
 
 RING = 64  # inputs kept of a sequence: those that may be rejected, the convolution's, and those a pass adds
 MAX_UNSETTLED = 30  # tokens that may be rejected; a pass adds as many, and the ring holds both and the convolution's
 LINEAR_SOFTPLUS = 20.0  # above it softplus is its argument
 NORM_EPS = 1e-6  # of the length of queries and keys
+MIN_KERNEL_DIM = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class DeltaNetSizes:
     def input_size(self) -> int:
         """What the state depends on of a token: the convolution's input, and of each head strength and decay."""
         return self.channels + 2 * self.num_value_heads
+
+    @property
+    def fits_kernels(self) -> bool:
+        """Whether the Triton kernels take heads of these sizes."""
+        return all(dim >= MIN_KERNEL_DIM and dim & (dim - 1) == 0 for dim in (self.key_dim, self.value_dim))
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -91,9 +99,35 @@ class Fold:
     slots: Tensor  # int64 [sequences]
 
 
+class Recurrence(Protocol):
+    """One pass, as recurrent layers read it."""
+
+    def __call__(self, projected: Tensor, weights: DeltaNetWeights, layer: int, eps: float) -> Tensor:
+        """As `gated_delta_net`, for the rows of this pass."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class RecurrentBatch:
-    """One pass, as recurrent layers read it: sequences side by side, step by step, the shorter ones padded.
+class DeltaNetSpans(Recurrence):
+    """One pass for the kernels: all int64, of each sequence, and for each node its sequence."""
+
+    memory: DeltaNetStates
+    slots: Tensor
+    state_lengths: Tensor  # tokens that the state is after
+    folds: Tensor  # tokens that it is after when the pass ends
+    lengths: Tensor  # tokens read before the pass
+    counts: Tensor  # nodes of the pass
+    starts: Tensor  # the first node among all
+    node_seqs: Tensor  # [nodes]
+
+    def __call__(self, projected: Tensor, weights: DeltaNetWeights, layer: int, eps: float) -> Tensor:
+        from paceline.layers.linear_attention_triton import launch_delta_net
+
+        return launch_delta_net(projected, weights, layer, self, eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentBatch(Recurrence):
+    """One pass for the eager reference: sequences side by side, step by step, the shorter ones padded.
 
     A sequence steps through the tokens after its state that earlier passes have read, then through its new ones.
     """
@@ -106,6 +140,9 @@ class RecurrentBatch:
     stored_nodes: Tensor  # int64: new tokens whose inputs are kept
     stored_places: Tensor  # int64: where in the ring
     folds: list[Fold]
+
+    def __call__(self, projected: Tensor, weights: DeltaNetWeights, layer: int, eps: float) -> Tensor:
+        return gated_delta_net(projected, weights, layer, self, eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +233,9 @@ def _unit(heads: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """In float32 or wider; the same bits wherever in a tensor a value is."""
+    """In float32 or wider; the same bits wherever in a tensor a value is, as on GPUs always."""
+    if not on_host(x.device):
+        return torch.sigmoid(x)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (1.0 / (1.0 + wide.neg().exp())).to(x.dtype)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, LayerAttention
 from paceline.layers.gemm_types import Linear
-from paceline.layers.linear_attention import DeltaNetWeights, gated_delta_net
+from paceline.layers.linear_attention import DeltaNetWeights
 from paceline.layers.mlp import Activation, gated
 from paceline.layers.moe import MixtureOfExperts
 from paceline.layers.norm import Norm, rms_norm
@@ -106,7 +106,7 @@ class EagerOps:
 
     def delta_net(self, projected: Tensor, net: DeltaNetWeights, layer: int, batch: EagerBatch) -> Tensor:
         assert batch.recurrent is not None, "the model has recurrent layers"
-        return gated_delta_net(projected, net, layer, batch.recurrent, self._eps)
+        return batch.recurrent(projected, net, layer, self._eps)
 
     def _rotated(self, heads: Tensor, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         """Queries and keys, rotated where the architecture does."""

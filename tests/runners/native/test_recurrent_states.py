@@ -12,13 +12,8 @@ from paceline.core.types import Row, SequenceCache
 from paceline.errors import OutOfMemory
 from paceline.layers.linear_attention import MAX_UNSETTLED
 from paceline.runners.native import NativeRunner
-from paceline.runners.native.recurrent_states import (
-    MAX_CHECKPOINTS,
-    RecurrentStates,
-    Snapshot,
-    StateSlots,
-    thinned,
-)
+from paceline.runners.native.recurrent_states import MAX_CHECKPOINTS, RecurrentStates, StateSlots, thinned
+from paceline.runners.native.sequence_state import Snapshot
 from tests.support.families import Variant, tiny_family
 
 IDS = [(7 * n + n // 5) % 250 for n in range(300)]

@@ -87,14 +87,10 @@ class EagerPasses:
         elif self._compiled is not None:
             return self._compiled.run(hidden_states, rows, span, skips or [0] * len(rows))
         batch = self._builder.batch(rows, skips, prefill=prefill)
-        with self._states.reading(rows, [own(row.seq_cache).recurrent for row in rows]) as recurrent:
+        with self._states.reading(rows, [own(row.seq_cache).recurrent for row in rows]) as state_spans:
+            batch = replace(batch, recurrent=self._states.recurrence(state_spans))
             return self._model.run_layers(
-                hidden_states,
-                replace(batch, recurrent=recurrent),
-                self.ops,
-                span.features,
-                first=span.first,
-                last=span.last,
+                hidden_states, batch, self.ops, span.features, first=span.first, last=span.last
             )
 
     def _tokens(self, rows: list[Row]) -> Tensor:

@@ -12,7 +12,8 @@ from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
-from paceline.runners.native.recurrent_states import NoStates, RecurrentStates, SequenceState, num_slots
+from paceline.runners.native.recurrent_states import NoStates, RecurrentStates, num_slots
+from paceline.runners.native.sequence_state import SequenceState
 
 
 class NativeSequenceCache(SequenceCache):

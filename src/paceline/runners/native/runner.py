@@ -152,6 +152,12 @@ class NativeRunner(PagedRunner):
             _advance(row, len(row.parents))
         return output
 
+    def _settle(self, rows: list[Row]) -> None:
+        """What plain decoding has written stays."""
+        for cache in [own(row.seq_cache) for row in rows]:
+            self.kv.states.settle(cache.recurrent, cache.length)
+        self._reread(rows)
+
     def _check_chains(self, rows: list[Row]) -> None:
         if not all(row.is_chain for row in rows):
             raise CapabilityError(f"{self.info.name} reads chains of draft tokens only, not trees")
@@ -183,6 +189,8 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def draft(self, inputs: list[DraftInput], num_tokens: int) -> DraftOutput | None:
+        if self.model.config.recurrent_layers:
+            return None
         sampled = inputs[0].temperature > 0
         if any((draft.temperature > 0) != sampled or len(draft.ids) < LEAD_TOKENS for draft in inputs):
             return None
@@ -200,6 +208,8 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def decode(self, rows: list[Row], num_steps: int) -> Tensor | None:
+        if self.model.config.recurrent_layers:
+            self._settle(rows)
         longest = max(row.seq_cache.length for row in rows) + num_steps
         size = None if self.decode_graphs is None else self.decode_graphs.fits(len(rows), 1, longest)
         if size is None or self.decode_graphs is None or longest > self.info.max_seq_len:

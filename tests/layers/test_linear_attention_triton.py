@@ -1,0 +1,77 @@
+"""The kernels of gated delta nets against the eager reference, and the same bits however a sequence is cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from paceline.core.types import Row
+from paceline.layers.linear_attention import DeltaNetSizes, DeltaNetWeights
+from paceline.runners.native.kv_cache import NativeSequenceCache
+from paceline.runners.native.recurrent_states import RecurrentStates
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = DeltaNetSizes(num_layers=2, num_key_heads=1, num_value_heads=2, key_dim=16, value_dim=64, taps=4)
+EPS, LAYER = 1e-6, 1
+
+
+def states(kernels: bool) -> RecurrentStates:
+    new = RecurrentStates(SIZES, 4, torch.float32, DEVICE)
+    new._runs_kernels = kernels
+    return new
+
+
+def weights() -> DeltaNetWeights:
+    generator = torch.Generator().manual_seed(2)
+    heads = SIZES.num_value_heads
+    shapes = ((SIZES.taps, SIZES.channels), (heads,), (heads,), (SIZES.value_dim,))
+    return DeltaNetWeights(*(torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes))
+
+
+def projections(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, SIZES.input_size + SIZES.value_size, generator=generator).to(DEVICE)
+
+
+def read(memory: RecurrentStates, rows: dict[NativeSequenceCache, Tensor]) -> list[Tensor]:
+    chains = [Row.chain(cache, [0] * part.shape[0]) for cache, part in rows.items()]
+    with memory.reading(chains, [cache.recurrent for cache in rows]) as spans:
+        outputs = memory.recurrence(spans)(torch.cat([*rows.values()]), weights(), LAYER, EPS)
+    for cache, part in rows.items():
+        cache.length += part.shape[0]
+    return list(outputs.split([part.shape[0] for part in rows.values()]))
+
+
+def test_kernels_agree_with_the_reference_through_accepted_and_rejected_tokens() -> None:
+    rows = [projections(80, seed) for seed in range(2)]
+    steps = [((40, 40), (7, 2)), ((5, 4), (4, 1)), ((1, 1), (6, 6)), ((3, 0), (2, 2))]  # (read, accepted) of each
+    outputs: list[list[Tensor]] = []
+    for kernels in (False, True):
+        memory, caches, found = states(kernels), [NativeSequenceCache() for _ in rows], list[Tensor]()
+        for step in steps:
+            parts = {
+                cache: row[cache.length : cache.length + count]
+                for cache, row, (count, _) in zip(caches, rows, step)
+            }
+            found += read(memory, parts)
+            for cache, (count, accepted) in zip(caches, step):
+                cache.length += accepted - count
+                memory.settle(cache.recurrent, cache.length)
+        outputs.append(found)
+    for ours, reference in zip(*outputs[::-1]):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2, 3, 4, 40), (0, 33, 40), (0, 12, 13, 19, 40)])
+def test_kernels_give_a_sequence_the_same_bits_however_it_is_cut(cuts: tuple[int, ...]) -> None:
+    row, memory, cache = projections(40, 0), states(True), NativeSequenceCache()
+    [expected] = read(states(True), {NativeSequenceCache(): row})
+    for start, end in pairwise(cuts):
+        [output] = read(memory, {cache: row[start:end]})
+        memory.settle(cache.recurrent, cache.length)
+        assert torch.equal(output, expected[start:end])

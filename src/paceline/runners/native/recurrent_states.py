@@ -150,7 +150,10 @@ class RecurrentStates(NoStates):
             done = True
         finally:
             for span, row in zip(spans, rows):
-                self._end(span, row) if done else self._fail(span.state)
+                if done:
+                    self._end(span, row)
+                else:
+                    self._fail(span.state)
 
     def recurrence(self, spans: list[StateSpan]) -> Recurrence:
         return kernel_spans(self.memory, spans) if self._runs_kernels else BatchIndices(self.memory, spans).batch()

@@ -30,6 +30,7 @@ from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_probe import open_hugging_face
 from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
+from tests.runners.native.models import tiny
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import tiny_llama
@@ -63,6 +64,7 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
     "native-hybrid": lambda: NativeRunner.of_model(tiny_family(Variant("qwen3_5_text")), "qwen3_5_text"),
+    "native-moe": lambda: NativeRunner.of_model(tiny("qwen3_moe"), "moe"),
 }
 
 

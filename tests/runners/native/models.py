@@ -52,6 +52,19 @@ KINDS |= {
     kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
     for kind, changes in DENSE.items()
 }
+# Mixtures of experts: few enough that rows share some, and enough that an expert may have no row.
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE: dict[str, dict[str, Any]] = {
+    "granitemoe": DENSE["granite"] | {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "hidden_size": 192},
+    "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 56},
+    "qwen3_moe": QWEN_EXPERTS | {"norm_topk_prob": True},
+}
+KINDS |= {
+    kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
+    for kind, changes in MOE.items()
+}
 SIZES = {
     "hidden_size": 48,
     "intermediate_size": 80,

@@ -29,14 +29,10 @@ MATH: dict[str, Any] = {"RING_SIZE": RING, "NORM_EPS": NORM_EPS, "LINEAR_SOFTPLU
 def _input(projected, inputs, node_base, ring_base, position, length, column, ROW: tl.constexpr, INPUT: tl.constexpr,
            RING_SIZE: tl.constexpr):  # fmt: skip
     """Columns of the input at a position: from the ring where an earlier pass has read it; zeros before the first."""
-    kept = tl.load(
-        inputs + ring_base + (position % RING_SIZE) * INPUT + column,
-        mask=(column >= 0) & (position >= 0) & (position < length), other=0.0,
-    )  # fmt: skip
-    new = tl.load(
-        projected + (node_base + position - length) * ROW + column,
-        mask=(column >= 0) & (position >= length), other=0.0,
-    )  # fmt: skip
+    at = column * 0 + position
+    ring = inputs + ring_base + (at % RING_SIZE) * INPUT + column
+    kept = tl.load(ring, mask=(at >= 0) & (at < length), other=0.0)
+    new = tl.load(projected + (node_base + at - length) * ROW + column, mask=at >= length, other=0.0)
     return kept.to(tl.float32) + new.to(tl.float32)
 
 

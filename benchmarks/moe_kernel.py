@@ -218,8 +218,8 @@ def main() -> None:
         results.append(bench.row(rows, kept))
         line = results[-1]
         print(
-            f"{rows:3} rows, {line['routing']:7}: {line['experts']:5} experts, limit {line['limit_us']:6.1f} µs, product "
-            f"{line['product_us']:6.1f} ({line['product_ratio']:.2f}x), layer {line['layer_us']:6.1f} "
+            f"{rows:3} rows, {line['routing']:7}: {line['experts']:5} experts, limit {line['limit_us']:5.1f} µs, "
+            f"product {line['product_us']:6.1f} ({line['product_ratio']:.2f}x), layer {line['layer_us']:6.1f} "
             f"({line['layer_ratio']:.2f}x)"
         )
     document = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "results": results}

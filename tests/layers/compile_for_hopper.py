@@ -91,10 +91,10 @@ def compile_experts() -> None:
                 | {"COLUMNS": tile.columns, "STEP": tile.step}
                 for tile in (tiling.gate_up, tiling.down)
             )
-            stages, warps = ([getattr(tile, name) for tile in (tiling.gate_up, tiling.down)] for name in ("stages", "warps"))
-            clamped = first | {"CLAMPED": other, "TOP_K": 8}
-            compile_kernel(expert_gate_up_kernel, gate_up, clamped, num_stages=stages[0], num_warps=warps[0])
-            compile_kernel(expert_down_kernel, down, second, num_stages=stages[1], num_warps=warps[1])
+            stages = {"num_stages": tiling.gate_up.stages, "num_warps": tiling.gate_up.warps}
+            compile_kernel(expert_gate_up_kernel, gate_up, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
+            stages = {"num_stages": tiling.down.stages, "num_warps": tiling.down.warps}
+            compile_kernel(expert_down_kernel, down, second, **stages)
     parts = {"parts": FLOAT, "weights": FLOAT, "residual": HALF, "out": HALF, "columns": "i32"}
     compile_kernel(weighted_sum_kernel, parts, {"USE_PDL": True, "RESIDUAL": True, "TOP_K": 8, "COLUMNS": 512})
 

@@ -83,7 +83,7 @@ def test_the_reference_is_the_weighted_sum_of_the_chosen_experts(
     mixture = mixture_of(3, renormalize=renormalize, activation=activation, biases=biases, dtype=torch.float64)
     x = torch.randn(9, HIDDEN, dtype=torch.float64)
     expected = by_definition(mixture, x, mixture.router.logits(x))
-    torch.testing.assert_close(mixture(x), expected, rtol=1e-6, atol=1e-6)  # routers weigh in float32
+    torch.testing.assert_close(mixture(x), expected, rtol=1e-5, atol=1e-5)  # routers weigh in float32
 
 
 def test_choosing_before_the_softmax_is_renormalising_after_it() -> None:

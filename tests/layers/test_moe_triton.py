@@ -20,8 +20,9 @@ from tests.layers.test_moe import CLAMPED, EXPERTS, HIDDEN, by_definition, mixtu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ExpertKernels(use_pdl=False)
-NARROW = ExpertTiling(Tiling(16, 16, 2, 4), Tiling(16, 16, 2, 4))
-TALL = ExpertTiling(Tiling(16, 16, 2, 4, 32), Tiling(16, 16, 2, 4, 32))
+NARROW = ExpertTiling(Tiling(16, 32, 2, 4), Tiling(32, 16, 2, 4))
+TALL = ExpertTiling(Tiling(16, 32, 2, 4, 32), Tiling(32, 16, 2, 4, 32))
+pytestmark = pytest.mark.slow
 
 
 def logits_choosing(choices: list[list[int]]) -> Tensor:
@@ -78,14 +79,14 @@ def test_equal_logits_choose_as_many_different_experts() -> None:
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     mixture = mixture_of(3, device=DEVICE)
-    x = torch.randn(8, HIDDEN, device=DEVICE)
+    x = torch.randn(6, HIDDEN, device=DEVICE)
     logits = mixture.router.logits(x)
     kernels = ExpertKernels(use_pdl=False, tiling=NARROW)
     together = kernels(x, logits, mixture, x)
-    for row in range(8):
+    for row in range(6):
         alone = slice(row, row + 1)
         assert torch.equal(together[alone], kernels(x[alone], logits[alone], mixture, x[alone]))
-    order = torch.tensor([5, 2, 7, 0, 1, 6, 3, 4])
+    order = torch.tensor([5, 2, 0, 1, 3, 4])
     assert torch.equal(together[order], kernels(x[order], logits[order], mixture, x[order]))
 
 

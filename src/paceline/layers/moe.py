@@ -72,7 +72,7 @@ class Router:
 class RowByRowLinear(UnquantizedLinear):
     """A weight in floating point between others in integers, on a CPU.
 
-    A row's product has the same bits among any other rows: a last bit could change how a later product rounds its input.
+    A row's product has the same bits among any rows: a last bit could change how a later product rounds its input.
     """
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,8 +89,10 @@ def route(logits: Tensor, router: Router) -> Routing:
     """
     logits = logits.float()
     best = logits.topk(router.top_k, dim=-1)
-    counted = best.values if router.renormalize else logits
-    weights = (best.values - counted.logsumexp(dim=-1, keepdim=True)).exp()
+    if router.renormalize:
+        weights = best.values.softmax(dim=-1)
+    else:
+        weights = logits.softmax(dim=-1).gather(-1, best.indices)
     return Routing(best.indices, weights * router.scale)
 
 

@@ -140,14 +140,14 @@ def expert_down_kernel(
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tile = tl.program_id(1)
     step = tl.arange(0, STEP)
-    column_ok = column < columns
     expert = tl.load(tile_expert + tile)
-    pair = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS), mask=expert >= 0, other=-1)
+    column_ok = column < tl.where(expert >= 0, columns, 0)
+    pair = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS))
     row_ok = pair >= 0
     first_row = tl.maximum(expert, 0).to(tl.int64) * columns
     weight_at = weight + (first_row + column)[:, None] * in_features + step[None, :]
     inside = (step < in_features)[None, :]
-    weights = tl.load(weight_at, mask=column_ok[:, None] & inside & (expert >= 0), other=0.0)
+    weights = tl.load(weight_at, mask=column_ok[:, None] & inside, other=0.0)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -177,7 +177,7 @@ def weighted_sum_kernel(
     parts, weights, residual, out, columns,
     USE_PDL: tl.constexpr, RESIDUAL: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """out [rows, columns] = residual + the weighted parts of a row, choice after choice. A part of weight 0 is unread."""
+    """out [rows, columns] = residual + the weighted parts of a row, choice after choice. Weight 0: no part."""
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     ok = column < columns
@@ -190,6 +190,6 @@ def weighted_sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = row * TOP_K + choice
         share = tl.load(weights + pair)
-        part = tl.load(parts + pair.to(tl.int64) * columns + column, mask=ok & (share != 0.0), other=0.0)
+        part = tl.load(parts + pair.to(tl.int64) * columns + column, mask=column < tl.where(share != 0.0, columns, 0), other=0.0)
         total += share * part
     tl.store(out + at, (added + total).to(out.dtype.element_ty), mask=ok)

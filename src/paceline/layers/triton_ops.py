@@ -89,9 +89,9 @@ class TritonOps:
         pdl: dict[str, Any] = {"use_pdl": self.gemm.use_pdl, "launch": self.gemm.pdl_launch}
         return launch_delta_net(projected, net, layer, batch.recurrent, self.gemm.eps, **pdl)
 
-    def logits(self, x: Tensor, norm: Norm, linear: Linear) -> GemmOutput:
+    def logits(self, x: Tensor, norm: Norm, linear: Linear, bias: Tensor | None = None) -> GemmOutput:
         """Logits in float32 and the best column of each row, from one pass over the LM head."""
-        return self._product(x, norm, linear, Epilogue(argmax=True))
+        return self._product(x, norm, linear, Epilogue(bias=bias, argmax=True))
 
     def argmax(self, logits: GemmOutput, embedding: Tensor | None = None) -> ArgmaxResult:
         """The best token of each row; embedding: with its input vector."""

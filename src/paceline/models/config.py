@@ -10,6 +10,7 @@ from typing import Any
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
 from paceline.layers.linear_attention import DeltaNetSizes
 from paceline.layers.mlp import ACTIVATIONS, Activation
+from paceline.layers.moe import ClampedSwiGlu
 from paceline.layers.rope import (
     FIXED_ROPE_TYPES,
     RopeConfig,
@@ -53,6 +54,7 @@ class MoeConfig:
     renormalize: bool = True  # the weights of a token's experts sum to one
     shared_intermediate_size: int = 0  # of the expert that every token passes; 0: there is none
     dense_layers: frozenset[int] = frozenset()
+    activation: ClampedSwiGlu | None = None  # None: silu(gate) · up
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,11 +80,14 @@ class ArchConfig:
     norm_kind: NormKind = NormKind.RMS
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
+    parallel: bool = False  # the MLP of a layer reads what its attention reads
+    lm_head_bias: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
     recurrent_layers: tuple[int, ...] = ()  # layers that have a state instead of keys and values
     delta_net: DeltaNetSizes | None = None  # of those layers
+    logits_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     moe: MoeConfig | None = None
 
     @property

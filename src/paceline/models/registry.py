@@ -31,6 +31,9 @@ class ArchitectureModule(Protocol):
 
 
 _architectures: dict[str, str | ArchitectureModule] = {
+    "gemma2": "paceline.models.gemma2",
+    "gemma3": "paceline.models.gemma3",
+    "gemma3_text": "paceline.models.gemma3",
     "llama": "paceline.models.llama",
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
@@ -40,6 +43,14 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "qwen3_5_moe": "paceline.models.qwen3_5_moe",
     "qwen3_5_moe_text": "paceline.models.qwen3_5_moe",
     "qwen3_next": "paceline.models.qwen3_next",
+    "arcee": "paceline.models.arcee",
+    "cohere": "paceline.models.cohere",
+    "cohere2": "paceline.models.cohere2",
+    "ernie4_5": "paceline.models.ernie4_5",
+    "exaone4": "paceline.models.exaone4",
+    "gemma": "paceline.models.gemma",
+    "vaultgemma": "paceline.models.vaultgemma",
+    "gpt_oss": "paceline.models.gpt_oss",
     "granitemoe": "paceline.models.granitemoe",
     "mixtral": "paceline.models.mixtral",
     "olmoe": "paceline.models.olmoe",
@@ -47,12 +58,17 @@ _architectures: dict[str, str | ArchitectureModule] = {
     "qwen3_moe": "paceline.models.qwen3_moe",
     "glm": "paceline.models.glm",
     "glm4": "paceline.models.glm4",
+    "gpt_neox": "paceline.models.gpt_neox",
     "granite": "paceline.models.granite",
     "ministral": "paceline.models.ministral",
     "ministral3": "paceline.models.ministral3",
     "olmo2": "paceline.models.olmo2",
+    "olmo3": "paceline.models.olmo3",
+    "phi": "paceline.models.phi",
     "phi3": "paceline.models.phi3",
+    "seed_oss": "paceline.models.seed_oss",
     "smollm3": "paceline.models.smollm3",
+    "stablelm": "paceline.models.stablelm",
     "starcoder2": "paceline.models.starcoder2",
 }
 

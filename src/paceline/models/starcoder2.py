@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.layers.feed_forward import PlainMlp
+from paceline.layers.decoder_layer import DecoderLayer
 from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig, NormKind, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel
-from paceline.models.llama import read_layer, read_model
+from paceline.models.llama import read_layer, read_model, read_plain_mlp
 
 MODEL_TYPES = ("starcoder2",)
 
@@ -27,19 +27,10 @@ def config_from_hf(config: Any) -> ArchConfig:
 
 def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
-    layers = [
-        read_layer(checkpoint, config, index, mlp=_mlp(checkpoint, config, f"model.layers.{index}.mlp."))
-        for index in range(config.num_layers)
-    ]
-    return read_model(checkpoint, config, layers)
+    return read_model(checkpoint, config, [_layer(checkpoint, config, index) for index in range(config.num_layers)])
 
 
-def _mlp(checkpoint: ModelCheckpoint, config: ArchConfig, prefix: str) -> PlainMlp:
-    up, down = f"{prefix}c_fc", f"{prefix}c_proj"
-    return PlainMlp(
-        checkpoint.linear([up], [config.intermediate_size], config.hidden_size),
-        checkpoint.linear([down], [config.hidden_size], config.intermediate_size),
-        config.activation,
-        checkpoint.tensor(f"{up}.bias", config.intermediate_size) if config.mlp_bias else None,
-        checkpoint.tensor(f"{down}.bias", config.hidden_size) if config.mlp_bias else None,
-    )
+def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}.mlp."
+    mlp = read_plain_mlp(checkpoint, config, f"{prefix}c_fc", f"{prefix}c_proj")
+    return read_layer(checkpoint, config, index, mlp=mlp)

@@ -199,7 +199,7 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Sliding-window layers are counted at full length: a window that has moved on cannot be rolled back on rejection.
+    Sliding-window layers are counted at full length: the cache keeps all their keys, so that any prefix can be shared.
     """
     values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
     return round(values * deployment.kv_bits / 8)

@@ -70,7 +70,7 @@ def test_a_token_is_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch() ->
 @pytest.mark.slow
 def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = fused("qwen3_moe")
-    [seq_cache, other] = after_prompts(runner)
+    [seq_cache, _] = after_prompts(runner)
     read: list[int] = []
     products = ExpertKernels.products
 

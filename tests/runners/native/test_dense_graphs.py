@@ -16,12 +16,13 @@ pytest.importorskip("triton")
 from paceline.core.types import DraftInput, ModelOutput, Row
 from paceline.runners.native import NativeRunner
 from tests.runners.native.fused import eager_graphs
-from tests.runners.native.models import DENSE, tiny
+from tests.runners.native.models import DENSE, WINDOWED, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (150, 17)  # one sequence has a full chunk of context and one begins, the other is short
 TREES = (([5, 6, 7, 8], [-1, 0, 0, 2]), ([9, 10, 11], [-1, 0, 1]))
-VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
+VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in (*DENSE, *WINDOWED)] + [
+    ("mistral", {"sliding_window": 16}),
     ("llama", {"mlp_bias": True}),
     ("llama", {"hidden_act": "gelu"}),
 ]
@@ -54,7 +55,7 @@ def test_trees_of_a_batch_agree_with_float64(kind: str, changes: dict[str, Any])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["glm4", "granite", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("kind", ["glm4", "granite", "olmo2", "starcoder2", *WINDOWED])
 def test_a_node_is_the_same_bits_at_every_width(kind: str) -> None:
     runner = fused(kind)
     cache = runner.new_cache()
@@ -67,7 +68,7 @@ def test_a_node_is_the_same_bits_at_every_width(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["granite", "starcoder2"])  # a scaled embedding and logits; vectors behind a layer norm
+@pytest.mark.parametrize("kind", ["granite", "starcoder2", "gemma3_text"])  # scaled embeddings and logits; layer norms; windows
 def test_a_drafting_graph_drafts_what_single_steps_would(kind: str) -> None:
     runner, prompt = fused(kind), list(range(5, 14))
     drafted = runner.draft([DraftInput(runner.new_cache(), prompt)], 3)

@@ -119,11 +119,18 @@ class BatchBuilder:
             placed.append(PlacedRow(row, own(row.seq_cache), start, skip, len(row.parents), self._kv.block_size))
             positions.append(torch.tensor(depths(row.parents))[skip:] + row.seq_cache.length)
             start += placed[-1].count
-        by_window = {window: self._spans(placed, window, prefill) for window in self._windows}
-        return EagerBatch(self._rotations(torch.cat(positions).to(self._device)), by_window)
+        rotations = self._rotations(torch.cat(positions).to(self._device))
+        return EagerBatch(rotations, self._by_window(placed, prefill))
 
     def _rotations(self, positions: Tensor) -> tuple[CosSin, ...]:
         return tuple(cos_sin(cache, positions, self._dtype) for cache in self._rope_caches)
+
+    def _by_window(self, placed: list[PlacedRow], prefill: bool) -> dict[int | None, AttentionSpans]:
+        """What layers of each window read. A window that no sequence has filled yet is none."""
+        end = max(row.end for row in placed)
+        filled = {window: None if window is None or end <= window else window for window in self._windows}
+        made = {window: self._spans(placed, window, prefill) for window in set(filled.values())}
+        return {window: made[kind] for window, kind in filled.items()}
 
     def _spans(self, placed: list[PlacedRow], window: int | None, prefill: bool) -> AttentionSpans:
         split = _split(placed, self._read_window(window))
@@ -137,8 +144,8 @@ class BatchBuilder:
 
     def _parts(self, placed: PlacedRow, window: int | None) -> list[PlacedRow]:
         """What one call attends to: all nodes, or where a window slides over them a bounded number at a time."""
-        slides = self._read_window(window) is not None and placed.row.is_chain
-        return placed.parts() if slides else [placed]
+        slides = window is not None and placed.end > window and placed.row.is_chain
+        return placed.parts() if slides and not self._attention.node_by_node else [placed]
 
     def _span(self, placed: PlacedRow, window: int | None, prefill: bool) -> SequenceSpan:
         """Metadata of one row. Where last bits matter, keys come in whole blocks with a mask."""

@@ -97,7 +97,7 @@ def test_more_draft_tokens_than_a_window_holds(kind: str) -> None:
 def test_a_conversation_goes_on_from_its_cache_as_from_the_beginning(kind: str) -> None:
     """Turns that go on from what was written, and one that was edited: the text of a cold start."""
     model = tiny_family(Variant(kind))
-    options: dict[str, Any] = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer(), **runner_of(kind)}
+    options = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer(), **runner_of(kind)}
     settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     history = [(11 * place) % 190 for place in range(140)]
     turns = []

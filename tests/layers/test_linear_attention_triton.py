@@ -56,7 +56,8 @@ def read(memory: RecurrentStates, rows: dict[NativeSequenceCache, Tensor]) -> li
 @pytest.mark.slow
 def test_kernels_agree_with_the_reference_through_accepted_and_rejected_tokens() -> None:
     rows = [projections(40, seed) for seed in range(2)]
-    steps = [((6, 6), (3, 2)), ((3, 2), (2, 1)), ((1, 1), (2, 2)), ((2, 0), (2, 2)), ((1, 1), (1, 1))]  # (read, accepted) of each
+    # of each sequence: tokens read, and those accepted
+    steps = [((6, 6), (3, 2)), ((3, 2), (2, 1)), ((1, 1), (2, 2)), ((2, 0), (2, 2)), ((1, 1), (1, 1))]
     outputs: list[list[Tensor]] = []
     for kernels in (False, True):
         memory, caches, found = states(kernels), [NativeSequenceCache() for _ in rows], list[Tensor]()

@@ -165,7 +165,7 @@ def gated_delta_net(
     layer      among the layers of this kind
     """
     memory, sizes = batch.memory, batch.memory.sizes
-    inputs, gate = projected.split([sizes.input_size, sizes.value_size], dim=-1)
+    inputs, gate = torch.split(projected, [sizes.input_size, sizes.value_size], dim=-1)
     ring = memory.inputs[layer].view(-1, sizes.input_size)
     sources = torch.cat([inputs.new_zeros(1, sizes.input_size), ring[batch.kept], inputs])
     steps = delta_steps(sources[batch.window], weights, sizes, memory.states.dtype)
@@ -177,9 +177,10 @@ def gated_delta_net(
 def delta_steps(rows: Tensor, weights: DeltaNetWeights, sizes: DeltaNetSizes, dtype: torch.dtype) -> DeltaSteps:
     """Inputs [taps - 1 + steps, sequences, input size] -> what the recurrence reads."""
     heads = sizes.num_value_heads
-    mixed, strengths, decays = rows.to(dtype).split([sizes.channels, heads, heads], dim=-1)
-    parts = convolved(mixed, weights.convolution.to(dtype)).split([sizes.key_size, sizes.key_size, sizes.value_size], -1)
-    queries, keys = (_unit(part.unflatten(-1, (-1, sizes.key_dim))) for part in parts[:2])
+    mixed, strengths, decays = torch.split(rows.to(dtype), [sizes.channels, heads, heads], dim=-1)
+    channels = convolved(mixed, weights.convolution.to(dtype))
+    parts = torch.split(channels, [sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
+    queries, keys = (_unit(part.reshape(*part.shape[:2], -1, sizes.key_dim)) for part in parts[:2])
     group = heads // sizes.num_key_heads
     queries, keys = (part.repeat_interleave(group, dim=2).unsqueeze(-2) for part in (queries, keys))
     first = sizes.taps - 1
@@ -187,7 +188,7 @@ def delta_steps(rows: Tensor, weights: DeltaNetWeights, sizes: DeltaNetSizes, dt
     return DeltaSteps(
         queries * sizes.key_dim**-0.5,
         keys,
-        parts[2].unflatten(-1, (heads, sizes.value_dim)).contiguous(),
+        parts[2].reshape(*parts[2].shape[:2], heads, sizes.value_dim),
         rates.neg().exp()[..., None, None],
         sigmoid(strengths[first:])[..., None],
     )

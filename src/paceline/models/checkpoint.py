@@ -112,15 +112,6 @@ class ModelCheckpoint:
     def device(self) -> str:
         return self._device
 
-    def renamed(self, rename: Callable[[str], str | None]) -> ModelCheckpoint:
-        """The same tensors under other names; those without one are left out."""
-        names = {new: name for name in self._names if (new := rename(name)) is not None}
-
-        def fetch(name: str) -> Tensor | None:
-            return self._fetch(names[name]) if name in names else None
-
-        return ModelCheckpoint(fetch, names, self._dtype, self._device, target=self._target, stored=self._stored)
-
     @property
     def keeps_float(self) -> bool:
         """Whether weights in floating point stay so."""

@@ -5,7 +5,6 @@ Checkpoints with a vision part run as the language model in them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +26,8 @@ from paceline.quantization.registry import format_of
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
 FULL, LINEAR = "full_attention", "linear_attention"
-OTHER_PARTS = re.compile(r"(mtp|model\.visual|visual)\.")  # a head that drafts, and the vision part
-LANGUAGE_MODEL = "model.language_model."
+TEXT_PART = {"model.language_model.": "model."}
+OTHER_PARTS = ("mtp.", "model.visual.")  # a head that drafts, and the vision part
 
 ReadMlp = Callable[[ModelCheckpoint, ArchConfig, int], Mlp]
 
@@ -88,20 +87,14 @@ def read_hybrid(
     checkpoint: ModelCheckpoint, config: ArchConfig, names: DeltaNetNames, mlp_reader: ReadMlp
 ) -> DecoderModel:
     """Read a hybrid model. mlp_reader: reads the MLP of a layer."""
-    text = checkpoint.renamed(text_name)
+    text = checkpoint.renamed(TEXT_PART, dropped=OTHER_PARTS)
     layers: list[HybridLayer] = []
     for index in range(config.num_layers):
         mlp = mlp_reader(text, config, index)
         recurrent = index in config.recurrent_layers
-        layers.append(_delta_net(text, config, index, mlp, names) if recurrent else _attention(text, config, index, mlp))
+        layer = _delta_net(text, config, index, mlp, names) if recurrent else _attention(text, config, index, mlp)
+        layers.append(layer)
     return read_model(text, config, layers)
-
-
-def text_name(name: str) -> str | None:
-    """The name of a tensor in a checkpoint without other parts; None: it belongs to one of them."""
-    if OTHER_PARTS.match(name):
-        return None
-    return name.replace(LANGUAGE_MODEL, "model.", 1) if name.startswith(LANGUAGE_MODEL) else name
 
 
 def read_mlp(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> Mlp:

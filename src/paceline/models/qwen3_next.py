@@ -39,11 +39,11 @@ def read_mlp(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> Mlp
 def by_key_head(sizes: DeltaNetSizes) -> list[int]:
     """Rows as `gated_delta_net` reads them: all queries, keys, values, strengths, decays and gates.
 
-    Stored, each key head has its query, key, values and gates together, and behind all of them its strengths and decays.
+    Stored, each key head has its query, key, values and gates together, and behind all its strengths and decays.
     """
     heads, group = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
     values = group * sizes.value_dim
     stored = [sizes.key_dim, sizes.key_dim, values, values]
-    queries, keys, mixed, gates = torch.arange(heads * sum(stored)).view(heads, -1).split(stored, dim=1)
+    queries, keys, mixed, gates = torch.split(torch.arange(heads * sum(stored)).view(heads, -1), stored, dim=1)
     strengths, decays = (torch.arange(2 * group * heads) + heads * sum(stored)).view(heads, 2, group).unbind(1)
     return torch.cat([part.flatten() for part in (queries, keys, mixed, strengths, decays, gates)]).tolist()

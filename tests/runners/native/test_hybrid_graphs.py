@@ -16,7 +16,9 @@ from tests.runners.native.fused import eager_graphs
 from tests.support.families import Variant, tiny_family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES: dict[str, Any] = {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 2}
+SIZES: dict[str, Any] = {
+    "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_value_heads": 2
+}  # fmt: skip
 IDS = [(7 * n + n // 5) % 250 for n in range(60)]
 PROMPT = 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -48,6 +49,10 @@ def logits_after(runner: NativeRunner, cache: SequenceCache, token: int) -> Tens
     return runner.forward([Row.chain(cache, [token])]).logits[0]
 
 
+def assert_near(logits: Tensor, others: Tensor) -> None:
+    torch.testing.assert_close(logits, others, atol=TOLERANCE, rtol=0)
+
+
 def expected(model: Any, ids: list[int]) -> Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, -1]
@@ -58,7 +63,7 @@ def test_a_sequence_can_be_cut_back_to_any_length(model: Any, runner: NativeRunn
     cache = filled(runner, IDS)
     runner.truncate(cache, length)
     assert cache.length == length
-    torch.testing.assert_close(logits_after(runner, cache, 5), expected(model, [*IDS[:length], 5]), atol=TOLERANCE, rtol=0)
+    assert_near(logits_after(runner, cache, 5), expected(model, [*IDS[:length], 5]))
 
 
 @pytest.mark.parametrize("length", [299, 130, 3])
@@ -67,8 +72,8 @@ def test_a_fork_goes_on_from_any_length_and_leaves_the_other_alone(
 ) -> None:
     cache = filled(runner, IDS)
     twin = runner.fork(cache, length)
-    torch.testing.assert_close(logits_after(runner, twin, 5), expected(model, [*IDS[:length], 5]), atol=TOLERANCE, rtol=0)
-    torch.testing.assert_close(logits_after(runner, cache, 6), expected(model, [*IDS, 6]), atol=TOLERANCE, rtol=0)
+    assert_near(logits_after(runner, twin, 5), expected(model, [*IDS[:length], 5]))
+    assert_near(logits_after(runner, cache, 6), expected(model, [*IDS, 6]))
 
 
 def test_a_prompt_that_was_shared_before_is_not_read_again(runner: NativeRunner, monkeypatch: Any) -> None:
@@ -95,7 +100,7 @@ def test_what_lost_its_slot_is_computed_again(model: Any, runner: NativeRunner) 
     caches = [filled(runner, IDS[start : start + 40]) for start in range(0, 240, 40)]
     for place, cache in enumerate(caches):
         own = IDS[40 * place : 40 * place + 40]
-        torch.testing.assert_close(logits_after(runner, cache, 5), expected(model, [*own, 5]), atol=TOLERANCE, rtol=0)
+        assert_near(logits_after(runner, cache, 5), expected(model, [*own, 5]))
 
 
 def test_a_pass_of_more_sequences_than_slots_is_out_of_memory_and_changes_nothing(
@@ -106,9 +111,7 @@ def test_a_pass_of_more_sequences_than_slots_is_out_of_memory_and_changes_nothin
     with pytest.raises(OutOfMemory, match="run fewer at a time"):
         runner.forward([Row.chain(cache, [5]) for cache in caches])
     assert [cache.length for cache in caches] == [10, 10, 10]
-    torch.testing.assert_close(
-        logits_after(runner, caches[0], 5), expected(model, [*IDS[:10], 5]), atol=TOLERANCE, rtol=0
-    )
+    assert_near(logits_after(runner, caches[0], 5), expected(model, [*IDS[:10], 5]))
 
 
 def test_a_pass_that_failed_on_its_way_leaves_the_text_as_it_is(
@@ -121,7 +124,7 @@ def test_a_pass_that_failed_on_its_way_leaves_the_text_as_it_is(
         with pytest.raises(RuntimeError):
             runner.forward([Row.chain(cache, [1, 2, 3])])
     assert cache.length == 50
-    torch.testing.assert_close(logits_after(runner, cache, 5), expected(model, [*IDS[:50], 5]), atol=TOLERANCE, rtol=0)
+    assert_near(logits_after(runner, cache, 5), expected(model, [*IDS[:50], 5]))
 
 
 def _fails(*args: Any) -> Any:
@@ -135,7 +138,7 @@ def test_rows_longer_than_the_ring_can_be_rejected(model: Any, runner: NativeRun
         runner.forward([Row.chain(cache, draft)])
         runner.commit(cache, list(range(kept)))
         length += kept
-    torch.testing.assert_close(logits_after(runner, cache, 5), expected(model, [*IDS[:length], 5]), atol=TOLERANCE, rtol=0)
+    assert_near(logits_after(runner, cache, 5), expected(model, [*IDS[:length], 5]))
 
 
 def test_slots_are_taken_from_what_was_used_least_recently() -> None:
@@ -156,4 +159,4 @@ def test_checkpoints_are_few_and_their_gaps_double() -> None:
         kept = thinned([*kept, Snapshot(length, length, slot=length)])
         assert len(kept) <= MAX_CHECKPOINTS and kept[-1].length == length
     distances = [kept[-1].length - checkpoint.length for checkpoint in kept[:-1]]
-    assert all(older >= 2 * newer for older, newer in zip(distances, distances[1:]))
+    assert all(older >= 2 * newer for older, newer in pairwise(distances))

@@ -49,8 +49,9 @@ def tree_mask(parents: list[int]) -> list[int]:
 def _spans(memory: DeltaNetStates, views: dict[str, Tensor], size: PassSize) -> DeltaNetSpans:
     """The inputs of recurrent layers: nodes lie sequence after sequence, padded."""
     seqs = torch.arange(size.num_seqs, device=memory.states.device)
-    names = ("slots", "state_lengths", "folds", "lengths", "counts")
-    return DeltaNetSpans(memory, *(views[name] for name in names), seqs * size.nodes, seqs.repeat_interleave(size.nodes))
+    slots, state_lengths, folds = (views[name] for name in ("slots", "state_lengths", "folds"))
+    lengths, counts, node_seqs = views["lengths"], views["counts"], seqs.repeat_interleave(size.nodes)
+    return DeltaNetSpans(memory, slots, state_lengths, folds, lengths, counts, seqs * size.nodes, node_seqs)
 
 
 class PassInputs:

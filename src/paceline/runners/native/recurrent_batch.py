@@ -15,9 +15,10 @@ def kernel_spans(memory: DeltaNetStates, spans: list[StateSpan]) -> DeltaNetSpan
         [span.slot, span.state.now.length, span.folded, span.length, span.count, span.start] for span in spans
     ]
     device = memory.states.device
-    columns = torch.tensor(table, dtype=torch.int64).T.contiguous().to(device, non_blocking=True).unbind(0)
-    counts = torch.tensor([span.count for span in spans])
-    return DeltaNetSpans(memory, *columns, torch.arange(len(spans)).repeat_interleave(counts).to(device))
+    columns = torch.tensor(table, dtype=torch.int64).T.contiguous().to(device, non_blocking=True)
+    slots, state_lengths, folds, lengths, counts, starts = columns.unbind(0)
+    node_seqs = torch.tensor([seq for seq, span in enumerate(spans) for _ in range(span.count)], device=device)
+    return DeltaNetSpans(memory, slots, state_lengths, folds, lengths, counts, starts, node_seqs)
 
 
 class BatchIndices:

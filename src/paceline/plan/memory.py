@@ -20,6 +20,8 @@ _FLOAT_BYTES = 4
 # A long prompt is read in chunks of this many tokens, so its activations stop growing there.
 PREFILL_CHUNK = 2048
 MAX_DRAFT_TOKENS = 128
+STATE_SLOTS = 32  # of recurrent layers, at least: sequences that have ended keep theirs as long as there is room
+KEPT_INPUTS = 64  # tokens whose inputs recurrent layers keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +178,8 @@ def _sizes(by_stage: tuple[StageMemory, ...], name: str) -> list[int]:
     return [item.parts.get(name, 0) for item in by_stage]
 
 
-DRAFTER_PARTS = ("draft weights", "draft KV cache", "head weights", "head KV cache")
-PART_NAMES = ("target weights", "target KV cache", *DRAFTER_PARTS, "tree and q buffers", "activations")
+DRAFTER_PARTS = ("draft weights", "draft KV cache", "draft states", "head weights", "head KV cache")
+PART_NAMES = ("target weights", "target KV cache", "target states", *DRAFTER_PARTS, "tree and q buffers", "activations")
 
 
 def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
@@ -186,6 +188,7 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
     parts = {
         "target weights": stage_weight_bytes(target, deployment.precision, stage, gpus),
         "target KV cache": kv_bytes(stage_sizes(target, stage, gpus), deployment),
+        "target states": state_bytes(stage_sizes(target, stage, gpus), deployment),
     }
     if stage.is_last:
         parts |= {**_drafter_bytes(deployment), "tree and q buffers": buffer_bytes(deployment)}
@@ -200,6 +203,16 @@ def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """
     values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
     return round(values * deployment.kv_bits / 8)
+
+
+def state_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
+    """What recurrent layers keep: a state in float32 and the last inputs, in a fixed number of slots at least."""
+    recurrent = sizes.recurrent
+    if recurrent is None:
+        return 0
+    inputs = KEPT_INPUTS * recurrent.token_values * deployment.precision.compute_bits // 8
+    slots = max(deployment.max_num_seqs, STATE_SLOTS)
+    return slots * sizes.num_recurrent_layers * (recurrent.state_values * _FLOAT_BYTES + inputs)
 
 
 def buffer_bytes(deployment: Deployment) -> int:
@@ -242,6 +255,7 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
         num_learned_positions=0,
         num_experts=0,
         num_experts_per_token=0,
+        recurrent=None,
         intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1) + target.shared_expert_size,
         shared_expert_size=0,
         small_outside=target.small_outside if method.head_layers else 0,
@@ -261,6 +275,7 @@ def _drafter_bytes(deployment: Deployment) -> Mapping[str, int]:
     return {
         f"{label} weights": stage_weight_bytes(drafter, deployment.drafter_precision, whole, gpus),
         f"{label} KV cache": kv_bytes(stage_sizes(drafter, whole, gpus), deployment),
+        f"{label} states": state_bytes(stage_sizes(drafter, whole, gpus), deployment),
     }
 
 

@@ -43,6 +43,39 @@ class WeightGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentSizes:
+    """Gated delta nets in all layers but every `interval`-th, which has attention with a gate of its output."""
+
+    interval: int
+    key_size: int
+    value_size: int
+    num_heads: int
+    key_dim: int
+    taps: int
+
+    @property
+    def input_rows(self) -> int:
+        """Of the projections before the recurrence: queries, keys, values, gates, and two numbers a head."""
+        return 2 * (self.key_size + self.value_size + self.num_heads)
+
+    @property
+    def small(self) -> int:
+        """The convolution, two numbers a head, and the norm of a head."""
+        convolution = self.taps * (2 * self.key_size + self.value_size)
+        return convolution + 2 * self.num_heads + self.value_size // self.num_heads
+
+    @property
+    def state_values(self) -> int:
+        """Numbers that one layer keeps for one sequence."""
+        return self.value_size * self.key_dim
+
+    @property
+    def token_values(self) -> int:
+        """Numbers that one layer keeps of each token that may still be rejected."""
+        return 2 * self.key_size + self.value_size + 2 * self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSizes(DecoderSizes):
     """All that planning needs to know of one model. num_experts is 0 for a dense model.
 
@@ -60,11 +93,24 @@ class ModelSizes(DecoderSizes):
     small_outside: int = 0
     num_learned_positions: int = 0
     other_parameters: int = 0
+    recurrent: RecurrentSizes | None = None
     sliding_window: int | None = None
     tokenizer: str | None = None
     stored_precision: str | None = None
     stored_bytes: int | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        return 0 if self.recurrent is None else self.num_layers - self.num_layers // self.recurrent.interval
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - self.num_recurrent_layers
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return 2 * self.num_attention_layers * self.num_kv_heads * self.head_dim
 
     @property
     def groups(self) -> tuple[WeightGroup, ...]:
@@ -95,6 +141,8 @@ class ModelSizes(DecoderSizes):
         table = self.vocab_size * self.hidden_size
         positions = self.num_learned_positions * self.hidden_size
         small = self.num_layers * self.small_per_layer + self.small_outside
+        if self.recurrent is not None:
+            small += self.num_recurrent_layers * self.recurrent.small + self.num_attention_layers * 2 * self.head_dim
         # A tied table is read whole as the head; an untied one only at the rows of the current tokens.
         groups = [
             WeightGroup(
@@ -108,12 +156,17 @@ class ModelSizes(DecoderSizes):
         return tuple(groups)
 
     def _attention_groups(self) -> tuple[WeightGroup, ...]:
-        queries = self.num_layers * self.hidden_size * self.num_heads * self.head_dim
-        keys = self.num_layers * self.hidden_size * self.num_kv_heads * self.head_dim
+        rows = self.num_attention_layers * self.hidden_size
+        queries, keys = rows * self.num_heads * self.head_dim, rows * self.num_kv_heads * self.head_dim
+        inputs, outputs = queries + keys, queries
+        if self.recurrent is not None:  # their projections, and the gate of the output of attention
+            rows = self.num_recurrent_layers * self.hidden_size
+            inputs += queries + rows * self.recurrent.input_rows
+            outputs += rows * self.recurrent.value_size
         return (
-            WeightGroup(WeightRole.ATTENTION, queries + keys, queries + keys, self.hidden_size),
+            WeightGroup(WeightRole.ATTENTION, inputs, inputs, self.hidden_size),
             WeightGroup(WeightRole.VALUE, keys, keys, self.hidden_size),
-            WeightGroup(WeightRole.OUT, queries, queries, self.num_heads * self.head_dim),
+            WeightGroup(WeightRole.OUT, outputs, outputs, self.num_heads * self.head_dim),
         )
 
     def _mlp_groups(self) -> tuple[WeightGroup, ...]:
@@ -142,6 +195,7 @@ class Architecture:
     query_key_norms: bool = False
     whole_query_key_norms: bool = False  # one norm for the queries of all heads, one for their keys
     shared_expert: bool = False
+    recurrent: bool = False
     learned_positions: bool = False
     tied_embeddings: bool = False
     # The intermediate_size of Qwen's first generation counts gate and up together.
@@ -157,6 +211,8 @@ _GEMMA3 = Architecture(
     tied_embeddings=True,
     defaults={"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
 )
+_HYBRID = Architecture(recurrent=True)
+_HYBRID_EXPERTS = Architecture(recurrent=True, shared_expert=True)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
@@ -172,6 +228,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2_moe": Architecture(qkv_bias=True, shared_expert=True),
     "qwen3": Architecture(query_key_norms=True),
     "qwen3_moe": Architecture(query_key_norms=True),
+    "qwen3_next": _HYBRID_EXPERTS,
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID_EXPERTS,
+    "qwen3_5_moe": _HYBRID_EXPERTS,
     "gemma": Architecture(tied_embeddings=True),
     "gemma2": Architecture(norms=4, tied_embeddings=True),
     "gemma3": _GEMMA3,
@@ -215,6 +276,7 @@ def sizes_from_config(config: Config, name: str) -> ModelSizes:
         small_per_layer=counter.small_per_layer(),
         small_outside=counter.small_outside(),
         num_learned_positions=decoder.max_seq_len if counter.architecture.learned_positions else 0,
+        recurrent=counter.recurrent,
         sliding_window=counter.sliding_window,
         stored_precision=counter.stored_precision,
         notes=counter.notes(),
@@ -280,6 +342,27 @@ class _WeightCounter:
         decoder = self.decoder
         last_norm = decoder.hidden_size * (2 if self.architecture.norm_bias else 1)
         return last_norm + (decoder.vocab_size if self.architecture.head_bias else 0)
+
+    @property
+    def recurrent(self) -> RecurrentSizes | None:
+        if not self.architecture.recurrent:
+            return None
+        heads, key_dim = self.number("linear_num_value_heads") or 32, self.number("linear_key_head_dim") or 128
+        return RecurrentSizes(
+            interval=self._attention_interval(),
+            key_size=(self.number("linear_num_key_heads") or 16) * key_dim,
+            value_size=heads * (self.number("linear_value_head_dim") or 128),
+            num_heads=heads,
+            key_dim=key_dim,
+            taps=self.number("linear_conv_kernel_dim") or 4,
+        )
+
+    def _attention_interval(self) -> int:
+        """Layers for each that has attention."""
+        kinds = self._config.get("layer_types")
+        if isinstance(kinds, list) and "full_attention" in kinds:
+            return len(kinds) // kinds.count("full_attention")
+        return self.number("full_attention_interval") or 4
 
     @property
     def tied_embeddings(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from paceline.errors import OptionError
-from paceline.plan.model_sizes import ModelSizes
+from paceline.plan.model_sizes import ModelSizes, RecurrentSizes
 from paceline.plan.precision import Precision, weight_bytes
 
 
@@ -49,10 +49,21 @@ def stage_sizes(sizes: ModelSizes, stage: Stage, tensor_parallel_size: int) -> M
         shared_expert_size=ceil(sizes.shared_expert_size / tensor_parallel_size),
         vocab_size=ceil(sizes.vocab_size / tensor_parallel_size) if has_table else 0,
         tied_embeddings=sizes.tied_embeddings if whole else True,  # one table, whichever of the two it is
+        recurrent=None if sizes.recurrent is None else _shared(sizes.recurrent, tensor_parallel_size),
         small_outside=sizes.small_outside if stage.is_last else 0,
         num_learned_positions=sizes.num_learned_positions if stage.is_first else 0,
         other_parameters=sizes.other_parameters if stage.is_first else 0,
         stored_bytes=None,
+    )
+
+
+def _shared(recurrent: RecurrentSizes, gpus: int) -> RecurrentSizes:
+    """Heads of gated delta nets are divided as those of attention."""
+    return replace(
+        recurrent,
+        key_size=ceil(recurrent.key_size / gpus),
+        value_size=ceil(recurrent.value_size / gpus),
+        num_heads=ceil(recurrent.num_heads / gpus),
     )
 
 

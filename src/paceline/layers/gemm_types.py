@@ -94,8 +94,8 @@ class Linear(Protocol):
         return None
 
     @property
-    def blocks(self) -> WeightBlocks | None:
-        """The weight, where the compiled CPU kernels multiply by it."""
+    def blocks(self) -> tuple[WeightBlocks, ...] | None:
+        """The weight, where the compiled CPU kernels multiply by it: pieces, joined by rows."""
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

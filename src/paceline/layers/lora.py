@@ -80,7 +80,7 @@ class LoraLinear:
         return None
 
     @property
-    def blocks(self) -> WeightBlocks | None:
+    def blocks(self) -> tuple[WeightBlocks, ...] | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

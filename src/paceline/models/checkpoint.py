@@ -14,9 +14,11 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
+from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
+Embedding = Tensor | BlockedEmbedding
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
 LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
@@ -116,12 +118,23 @@ class ModelCheckpoint:
         """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
         stored = None if self._stored is None else self._stored.load(self, names)
         if stored is not None:
-            return stored
+            return _of_shape(stored, names, sum(out_features), in_features)
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
         return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
 
-    def linear_of(self, weight: Tensor) -> Linear:
+    def embedding(self, name: str, *shape: int) -> Embedding:
+        """A matrix that is read row by row: a tensor, or the blocks it is stored in. Comes without `.weight`."""
+        stored = None if self._stored is None else self._stored.load(self, [name])
+        pieces = None if stored is None else stored.blocks
+        if stored is None or pieces is None:
+            return self.tensor(f"{name}.weight", *shape)
+        _of_shape(stored, [name], *shape)
+        return BlockedEmbedding(pieces[0])
+
+    def linear_of(self, weight: Embedding) -> Linear:
         """A linear layer of a weight that is already on the device."""
+        if isinstance(weight, BlockedEmbedding):
+            return BlockedLinear((weight.blocks,))
         return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
 
     def check_all_used(self) -> None:
@@ -130,3 +143,11 @@ class ModelCheckpoint:
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise WeightsError(f"the weights hold the tensor {unused[0]}{more}, which this architecture does not use")
+
+
+def _of_shape(linear: Linear, names: list[str], out_features: int, in_features: int) -> Linear:
+    """The linear layer itself. Raises WeightsError if it is of another shape than the config says."""
+    shape = linear.out_features, linear.in_features
+    if shape != (out_features, in_features):
+        raise WeightsError(f"the tensor {names[0]}.weight is {shape}; the config says {(out_features, in_features)}")
+    return linear

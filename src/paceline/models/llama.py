@@ -11,7 +11,7 @@ from paceline.errors import WeightsError
 from paceline.layers.attention import HeadNorms
 from paceline.layers.decoder_layer import NO_HEAD_NORMS, DecoderLayer
 from paceline.layers.gemm_types import Linear
-from paceline.models.checkpoint import ModelCheckpoint
+from paceline.models.checkpoint import Embedding, ModelCheckpoint
 from paceline.models.config import ArchConfig, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel
 
@@ -31,21 +31,22 @@ def config_from_hf(config: Any) -> ArchConfig:
 def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
     layers = [_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.num_layers)]
-    embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    embedding = checkpoint.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     final_norm = checkpoint.tensor("model.norm.weight", config.hidden_size)
     lm_head = _lm_head(checkpoint, config, embedding)
     checkpoint.check_all_used()
     return DecoderModel(config, embedding, layers, final_norm, lm_head)
 
 
-def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Tensor) -> Linear:
+def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Embedding) -> Linear:
     """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
     shape = config.vocab_size, config.hidden_size
     if not config.tie_word_embeddings:
         return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if "lm_head.weight" not in checkpoint:
         return checkpoint.linear_of(embedding)
-    if not torch.equal(checkpoint.tensor("lm_head.weight", *shape), embedding):
+    stored = checkpoint.tensor("lm_head.weight", *shape)
+    if not (isinstance(embedding, Tensor) and torch.equal(stored, embedding)):
         raise WeightsError("lm_head.weight differs from the embedding, and the config says that they are tied")
     return checkpoint.linear_of(embedding)
 

@@ -170,9 +170,10 @@ class PersistentPass:
     ) -> list[Tensor | int]:
         """In the order of the kernel's parameters."""
         model, kv, work = self.model, self.kv, self.workspace
-        assert model.lm_head.matrix is not None
+        embedding = model.embedding_matrix
+        assert model.lm_head.matrix is not None and embedding is not None
         inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
-        weights = [self._table(wish.features, output.features), model.embedding, model.final_norm, model.lm_head.matrix]
+        weights = [self._table(wish.features, output.features), embedding, model.final_norm, model.lm_head.matrix]
         exchanged = [work.hidden, work.qkv, work.attended, work.activated, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden
         results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]

@@ -44,6 +44,7 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     from paceline.hub.gguf_tensors import ARCHITECTURES
     from paceline.hub.gguf_tokenizer import save_tokenizer
 
+    _check_first_part(gguf)
     reader = open_gguf(gguf)
     fields = GgufFields(reader, gguf)
     fields.check_whole_model()
@@ -53,7 +54,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     else:
         from paceline.hub.gguf_transformers import convert_by_transformers
 
-        fields.check_one_part()
+        if fields.num_parts > 1:
+            raise fields.not_whole()
         convert_by_transformers(gguf, reader, fields, folder)
 
 
@@ -106,6 +108,14 @@ def _describe(parts: list[GgufPart], fields: GgufFields, folder: Path) -> None:
     _write_config(config | {"architectures": [architecture.class_name]}, folder)
 
 
+def _check_first_part(gguf: Path) -> None:
+    """Only the first of several files says what model they hold. Raises WeightsError for another."""
+    name = PART_NAME.fullmatch(gguf.name)
+    if name is not None and int(name[2]) > 1:
+        first = f"{name[1]}-00001-of-{name[3]}.gguf"
+        raise WeightsError(f"{gguf.name} is one of {int(name[3])} parts of a model; name the first of them, {first}")
+
+
 def _parts(gguf: Path, reader: GGUFReader, fields: GgufFields) -> list[GgufPart]:
     """Every file of a model, the one that was named first. Raises WeightsError where one is missing."""
     from paceline.hub.gguf_tensors import GgufPart
@@ -113,9 +123,8 @@ def _parts(gguf: Path, reader: GGUFReader, fields: GgufFields) -> list[GgufPart]
     first, count, name = GgufPart(gguf, reader), fields.num_parts, PART_NAME.fullmatch(gguf.name)
     if count <= 1:
         return [first]
-    if name is None or int(name[2]) != 1 or int(name[3]) != count:
-        fields.check_one_part()
-    assert name is not None
+    if name is None or int(name[3]) != count:
+        raise fields.not_whole()
     others = [gguf.with_name(f"{name[1]}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
     for path in others:
         if not path.is_file():

@@ -97,14 +97,12 @@ class GgufFields:
         if kind != "model":
             raise WeightsError(f"{self.file_name} holds no model but a part of another kind (general.type = {kind})")
 
-    def check_one_part(self) -> None:
-        """Raise WeightsError if the file is a part of a model, under a name that does not say where the others are."""
-        if self.num_parts > 1:
-            raise WeightsError(
-                f"{self.file_name} is one of {self.num_parts} parts (split.count): name the first of them, called "
-                f"…-00001-of-{self.num_parts:05}.gguf, with the others beside it; or join them with "
-                f"llama-gguf-split --merge"
-            )
+    def not_whole(self) -> WeightsError:
+        """For a part of a model whose name does not say where the others are."""
+        return WeightsError(
+            f"{self.file_name} is one of {self.num_parts} parts (split.count): name the first of them, called "
+            f"…-00001-of-{self.num_parts:05}.gguf, with the others beside it; or join them with llama-gguf-split --merge"
+        )
 
     def check_all_understood(self, is_known: Callable[[str], bool] = lambda key: False) -> None:
         """Raise WeightsError for the first key that was not read and is not known to be harmless."""

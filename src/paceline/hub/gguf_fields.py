@@ -101,7 +101,7 @@ class GgufFields:
         """For a part of a model whose name does not say where the others are."""
         return WeightsError(
             f"{self.file_name} is one of {self.num_parts} parts (split.count): name the first of them, called "
-            f"…-00001-of-{self.num_parts:05}.gguf, with the others beside it; or join them with llama-gguf-split --merge"
+            f"…-00001-of-{self.num_parts:05}.gguf, with the others beside it, or join them (llama-gguf-split --merge)"
         )
 
     def check_all_understood(self, is_known: Callable[[str], bool] = lambda key: False) -> None:

@@ -161,7 +161,7 @@ def pack_blocks(weight: Tensor, bits: int) -> WeightBlocks:
 
 
 def repack_blocks(stored: Tensor, kind: WeightKind, columns: int) -> WeightBlocks | None:
-    """Rows of a GGUF file, uint8 [rows, bytes], with their integers and scales unchanged. None: a scale is no number."""
+    """Rows of a GGUF file, uint8 [rows, bytes]: their integers and scales unchanged. None: a scale is no number."""
     blocks, stored = _empty_blocks(kind, stored.shape[0], columns), stored.contiguous()
     parts = (_address(stored), kind.value, blocks.rows, columns, _address(blocks.data), torch.get_num_threads())
     return None if _loaded().paceline_repack(*parts) else blocks

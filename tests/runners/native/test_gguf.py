@@ -1,4 +1,4 @@
-"""GGUF files run as they are: the model of the unpacked weights, the same text with and without drafts, no copy made."""
+"""GGUF files run as they are: the model of the unpacked weights, the same text with and without drafts, no copy."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[entry.offset : entry.offset + 2] = b"\x00\x7c"
     path.write_bytes(content)
-    with pytest.raises(WeightsError, match="mlp.up_proj.weight holds values that are no numbers"):
+    with pytest.raises(WeightsError, match=r"mlp\.up_proj\.weight holds values that are no numbers"):
         SpeculativeDecoder(str(path), device="cpu")
 
 

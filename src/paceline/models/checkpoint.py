@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
+# What only kernels that round activations or cached keys read; products here leave both exact.
+ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
 
@@ -69,6 +71,7 @@ class ModelCheckpoint:
     fetch, names  a tensor by its name, and the names there are
     target        the format that linear layers are converted to; None: they stay as they are
     stored        the format they are stored in; None: floating point
+    quantization  the quantization_config of such a checkpoint
     """
 
     def __init__(
@@ -80,9 +83,10 @@ class ModelCheckpoint:
         *,
         target: WeightFormat | None = None,
         stored: WeightFormat | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
-        self._fetch, self._names, self._dtype, self._device = fetch, names, dtype, device
-        self._target, self._stored = target, stored
+        self._fetch, self._names, self.dtype, self._device = fetch, names, dtype, device
+        self._target, self._stored, self.quantization = target, stored, quantization or {}
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -90,10 +94,16 @@ class ModelCheckpoint:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
-        tensor = self.raw(name)
+        tensor = self._unpacked(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
-        return finite(tensor.to(self._device, self._dtype), name)
+        return finite(tensor.to(self._device, self.dtype), name)
+
+    def _unpacked(self, name: str) -> Tensor:
+        """A tensor in floating point, also where the checkpoint stores it in another format."""
+        layer = name.removesuffix(".weight")
+        linear = None if self._stored is None or layer == name else self._stored.load(self, [layer])
+        return self.raw(name) if linear is None else linear.dequantize(self.dtype)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
@@ -116,9 +126,15 @@ class ModelCheckpoint:
         """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
         stored = None if self._stored is None else self._stored.load(self, names)
         if stored is not None:
-            return stored
+            self._check_size(stored, names, sum(out_features), in_features)
+            return stored if self._target is None else self.linear_of(stored.dequantize(self.dtype))
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
         return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
+
+    def _check_size(self, linear: Linear, names: list[str], out_features: int, in_features: int) -> None:
+        if (linear.out_features, linear.in_features) != (out_features, in_features):
+            stored = f"{linear.out_features} by {linear.in_features}"
+            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {out_features} by {in_features}")
 
     def linear_of(self, weight: Tensor) -> Linear:
         """A linear layer of a weight that is already on the device."""
@@ -126,7 +142,14 @@ class ModelCheckpoint:
 
     def check_all_used(self) -> None:
         """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model is another one."""
-        unused = sorted(name for name in self._names if name not in self._used and not name.endswith(HARMLESS_SUFFIXES))
+        harmless = HARMLESS_SUFFIXES if self._stored is None else HARMLESS_SUFFIXES + ACTIVATION_SUFFIXES
+        left = (name for name in self._names if name not in self._used and not name.endswith(harmless))
+        unused = sorted(name for name in left if not self._is_zero_bias(name))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise WeightsError(f"the weights hold the tensor {unused[0]}{more}, which this architecture does not use")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias that adds nothing: quantized checkpoints may store one for every layer."""
+        bias = self._fetch(name) if self._stored is not None and name.endswith(".bias") else None
+        return bias is not None and not bool(bias.any())

@@ -85,25 +85,35 @@ class ModelCheckpoint:
         stored: WeightFormat | None = None,
         quantization: Mapping[str, Any] | None = None,
     ) -> None:
-        self._fetch, self._names, self.dtype, self._device = fetch, names, dtype, device
-        self._target, self._stored, self.quantization = target, stored, quantization or {}
+        self._fetch, self._names, self._dtype, self._device = fetch, names, dtype, device
+        self._target, self._stored, self._quantization = target, stored, quantization or {}
         self._used: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._dtype
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """The quantization_config of the checkpoint; empty: there is none."""
+        return self._quantization
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
         tensor = self._unpacked(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
-        return finite(tensor.to(self._device, self.dtype), name)
+        return finite(tensor.to(self._device, self._dtype), name)
 
     def _unpacked(self, name: str) -> Tensor:
         """A tensor in floating point, also where the checkpoint stores it in another format."""
         layer = name.removesuffix(".weight")
         linear = None if self._stored is None or layer == name else self._stored.load(self, [layer])
-        return self.raw(name) if linear is None else linear.dequantize(self.dtype)
+        return self.raw(name) if linear is None else linear.dequantize(self._dtype)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
@@ -127,7 +137,7 @@ class ModelCheckpoint:
         stored = None if self._stored is None else self._stored.load(self, names)
         if stored is not None:
             self._check_size(stored, names, sum(out_features), in_features)
-            return stored if self._target is None else self.linear_of(stored.dequantize(self.dtype))
+            return stored if self._target is None else self.linear_of(stored.dequantize(self._dtype))
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
         return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
 

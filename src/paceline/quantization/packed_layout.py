@@ -49,7 +49,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def pack_words(codes: Tensor, kind: Kind) -> Tensor:
     """Codes uint8 [out_features, in_features] as words int32 [steps, out_features, words of a step]."""
     rows, columns = codes.shape
-    padded = F.pad(codes, (0, -columns % STEP))
+    padded = F.pad(codes, (0, -columns % STEP)).contiguous()
     steps = padded.view(rows, -1, kind.codes, kind.words)
     words = steps[:, :, 0].to(torch.int32)
     for index in range(1, kind.codes):

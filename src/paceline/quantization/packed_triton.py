@@ -27,7 +27,7 @@ PREFETCH = 2  # steps
 FAST_KINDS = (Kind.INT4, Kind.INT8, Kind.FP8, Kind.FP4)
 UNPACK_ROWS = 32  # of one program
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MAX_TILES = 1 << 16  # tiles with counters
+MAX_TILES = 1 << 17  # tiles with counters
 
 
 class PackedWeights(Protocol):

@@ -94,7 +94,7 @@ def packed(shape: Shape, name: str) -> PackedLinear:
     scales = (torch.rand(groups, rows, device=DEVICE) * 0.01 + 0.01).to(dtype)
     zeros = torch.randint(0, 16, (groups, rows), device=DEVICE).to(torch.bfloat16) if has_zeros else None
     table = torch.linspace(-1, 1, 16, device=DEVICE) if kind is Kind.LUT4 else None
-    return PackedLinear(words, scales, kind, shape.in_features, group or shape.in_features, zeros, None, table)
+    return PackedLinear(words, scales, kind, group or shape.in_features, shape.in_features, zeros, None, table)
 
 
 def unquantized(shape: Shape) -> UnquantizedLinear:

@@ -24,8 +24,8 @@ class PackedLinear(Linear):
     words: Tensor  # int32 [steps, out_features, words of a step]
     scales: Tensor  # [groups, out_features]
     kind: Kind
-    in_features: int
     group_size: int  # input features that share a scale
+    in_features: int
     zeros: Tensor | None = None  # [groups, out_features]
     order: Tensor | None = None  # int64 [in_features]
     table: Tensor | None = None  # float32 [16]
@@ -83,8 +83,8 @@ def pack_weight(weight: QuantizedWeight) -> PackedLinear:
         pack_words(weight.codes, weight.kind),
         scales,
         weight.kind,
-        weight.codes.shape[1],
         weight.codes.shape[1] if scales.shape[0] == 1 else weight.group_size,
+        weight.codes.shape[1],
         None if zeros is None else zeros.t().to(torch.bfloat16).contiguous(),
         weight.order,
         weight.table,

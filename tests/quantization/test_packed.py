@@ -123,7 +123,7 @@ def test_the_order_of_sums_depends_on_the_weight_alone(out_features: int, steps:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter does not round to bfloat16
 def test_the_kernel_that_unpacks_a_weight_rounds_like_torch(layout: str, dtype: torch.dtype) -> None:
     weight = random_weight(layout, 37, 304)
     weight = moved(replace(weight, scales=weight.scales.to(dtype)))

@@ -203,7 +203,7 @@ def nf4(*, nested: bool) -> Callable[[Tensor], Stored]:
     def store(weight: Tensor) -> Stored:
         blocks = weight.float().view(-1, 64)
         scales = blocks.abs().amax(dim=1)
-        tensors = {"weight.quant_map": table}
+        tensors = {"weight.quant_map": table.clone()}
         state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*weight.shape]}
         if nested:
             scales = _nested(scales, tensors, state)
@@ -229,7 +229,7 @@ def _nested(scales: Tensor, tensors: dict[str, Tensor], state: dict[str, Any]) -
         codes.append(code.to(torch.uint8))
         unpacked.append(table[code] * outer[-1] + offset)
     tensors |= {
-        "weight.absmax": torch.cat(codes), "weight.nested_absmax": torch.stack(outer), "weight.nested_quant_map": table,
+        "weight.absmax": torch.cat(codes), "weight.nested_absmax": torch.stack(outer), "weight.nested_quant_map": table.clone(),
     }  # fmt: skip
     state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
     return torch.cat(unpacked)

@@ -245,7 +245,7 @@ def packed_kernel(
 
 @triton.jit
 def unpack_kernel(
-    weight, scales, zeros, table, order, out, in_features, out_features,
+    weight, scales, zeros, table, order, out, in_features, out_features, groups,
     KIND: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
 ):
@@ -260,11 +260,10 @@ def unpack_kernel(
     zero = tl.zeros((ROWS,), dtype=tl.float32)
     for index in tl.static_range(CODES):
         first = (step * CODES + index) * WORDS
-        group = first // GROUP
-        scale_ok = row_ok & (first < in_features)
-        scale = tl.load(scales + group.to(tl.int64) * out_features + row, mask=scale_ok, other=0.0).to(tl.float32)
+        scale_at = tl.minimum(first // GROUP, groups - 1).to(tl.int64) * out_features + row
+        scale = tl.load(scales + scale_at, mask=row_ok, other=0.0).to(tl.float32)
         if ZEROS:
-            zero = tl.load(zeros + group.to(tl.int64) * out_features + row, mask=scale_ok, other=0.0).to(tl.float32)
+            zero = tl.load(zeros + scale_at, mask=row_ok, other=0.0).to(tl.float32)
         numbers = _decode(words, zero, table, index, KIND, ZEROS) * scale[:, None]
         ok = row_ok[:, None] & (first + word < in_features)[None, :]
         column = first + word

@@ -127,7 +127,7 @@ def unpack(linear: PackedWeights, dtype: torch.dtype) -> Tensor:
     out = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device=linear.words.device)
     unpack_kernel[(triton.cdiv(linear.out_features, UNPACK_ROWS), linear.words.shape[0])](
         linear.words, linear.scales, _or(linear.zeros, out), _or(linear.table, out), _or(linear.order, out), out,
-        linear.in_features, linear.out_features,
+        linear.in_features, linear.out_features, linear.scales.shape[0],
         KIND=int(linear.kind), ZEROS=linear.zeros is not None, ORDER=linear.order is not None, GROUP=linear.group_size,
         ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype],
         ROWS=UNPACK_ROWS, WORDS=linear.kind.words, CODES=linear.kind.codes,

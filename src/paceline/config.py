@@ -356,7 +356,7 @@ def _weight_format(dtype: str | None, quantize: Any) -> dict[str, Any]:
     if quantize is None:
         return {}
     if not isinstance(quantize, str) or dtype not in (None, AUTO, quantize):
-        raise OptionError(f"quantize {quantize!r} and dtype {dtype!r} cannot both be chosen; name the weight format alone")
+        raise OptionError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; name the weight format alone")
     return {"dtype": quantize, "quantize": None}
 
 

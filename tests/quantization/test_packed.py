@@ -169,7 +169,8 @@ def test_a_row_in_bfloat16_has_the_same_bits_in_every_pass(layout: str, sizes: t
     linear, gemm = on_device(layout, *sizes), GemmLauncher(torch.bfloat16, torch.device(DEVICE), 1e-6)
     x = torch.randn(64, sizes[1], device=DEVICE, dtype=torch.bfloat16)
     for epilogue in (Epilogue(), Epilogue(gate=True), Epilogue(argmax=True)):
-        outputs = {rows: gemm.product(x[:rows].contiguous(), linear, epilogue).out for rows in (1, 2, 6, 16, 17, 33, 64)}
+        sizes_of_passes = (1, 2, 6, 16, 17, 33, 64)
+        outputs = {rows: gemm.product(x[:rows].contiguous(), linear, epilogue).out for rows in sizes_of_passes}
         assert all(torch.equal(out, outputs[64][:rows]) for rows, out in outputs.items())
     exact = x.double() @ linear.dequantize(torch.float32).double().t()
     assert (gemm.product(x, linear, Epilogue()).out.double() - exact).norm() / exact.norm() < 0.005

@@ -20,7 +20,10 @@ class Checkpoint(dict[str, torch.Tensor]):
     """Tensors of a checkpoint, by name."""
 
     dtype = torch.float32
-    quantization: dict[str, Any] = {}
+
+    def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:
+        super().__init__(tensors or {})
+        self.quantization: dict[str, Any] = {}
 
     def raw(self, name: str) -> torch.Tensor:
         return self[name]

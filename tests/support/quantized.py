@@ -1,7 +1,7 @@
 """Tiny checkpoints in the weight formats people download, written from the definition of each layout.
 
-Nothing here uses paceline: every writer packs codes on its own way and returns the weight that they stand for, so a test
-compares two readings of one layout.
+Nothing here uses paceline: every writer packs codes in its own way and returns the weight that they stand for, so a
+test compares two readings of one layout.
 """
 
 from __future__ import annotations
@@ -229,8 +229,10 @@ def _nested(scales: Tensor, tensors: dict[str, Tensor], state: dict[str, Any]) -
         codes.append(code.to(torch.uint8))
         unpacked.append(table[code] * outer[-1] + offset)
     tensors |= {
-        "weight.absmax": torch.cat(codes), "weight.nested_absmax": torch.stack(outer), "weight.nested_quant_map": table.clone(),
-    }  # fmt: skip
+        "weight.absmax": torch.cat(codes),
+        "weight.nested_absmax": torch.stack(outer),
+        "weight.nested_quant_map": table.clone(),
+    }
     state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
     return torch.cat(unpacked)
 

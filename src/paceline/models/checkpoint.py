@@ -143,8 +143,8 @@ class ModelCheckpoint:
 
     def _check_size(self, linear: Linear, names: list[str], out_features: int, in_features: int) -> None:
         if (linear.out_features, linear.in_features) != (out_features, in_features):
-            stored = f"{linear.out_features} by {linear.in_features}"
-            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {out_features} by {in_features}")
+            stored, said = f"{linear.out_features} by {linear.in_features}", f"{out_features} by {in_features}"
+            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {said}")
 
     def linear_of(self, weight: Tensor) -> Linear:
         """A linear layer of a weight that is already on the device."""

@@ -1,8 +1,8 @@
 """PTX that turns one code of each of two 32-bit words into a pair of bfloat16 numbers.
 
-$0 is the pair, $1 and $2 are the words: the code of the first lands in the low half. A `prmt` puts the byte with the code
-into both bytes of its half. Numbers are then made by writing the code into the bits of a bfloat16: for integers into the
-mantissa of 128, for small floats into exponent and mantissa, and one multiply-add takes the offset back exactly.
+$0 is the pair, $1 and $2 are the words: the code of the first lands in the low half. A `prmt` puts the byte with the
+code into both bytes of its half. Numbers are then made by writing the code into the bits of a bfloat16: for integers
+into the mantissa of 128, for small floats into exponent and mantissa; one multiply-add takes the offset back exactly.
 """
 
 from __future__ import annotations

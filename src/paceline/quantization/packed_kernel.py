@@ -58,7 +58,7 @@ def _decode_fast(words, zero, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl
 @triton.jit
 def _decode(words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
     """Code number INDEX of every word as float32: the reference of `_decode_fast`, for any dtype and interpreter."""
-    if KIND == INT8_KIND or KIND == FP8_KIND:
+    if KIND == INT8_KIND or KIND == FP8_KIND:  # noqa: SIM109 (constants of Triton are compared one by one)
         code = (words >> (8 * INDEX)) & 255
     else:
         code = (words >> (4 * INDEX)) & 15
@@ -254,9 +254,8 @@ def unpack_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
     row_ok = row < out_features
-    words = tl.load(
-        weight + (step.to(tl.int64) * out_features + row[:, None]) * WORDS + word[None, :], mask=row_ok[:, None], other=0
-    )
+    word_at = (step.to(tl.int64) * out_features + row[:, None]) * WORDS + word[None, :]
+    words = tl.load(weight + word_at, mask=row_ok[:, None], other=0)
     zero = tl.zeros((ROWS,), dtype=tl.float32)
     for index in tl.static_range(CODES):
         first = (step * CODES + index) * WORDS

@@ -1,7 +1,7 @@
 """A quantized weight as every format of this room reads it: codes, scales of groups, zero points.
 
-On a GPU it becomes a packed linear layer. On a CPU it is unpacked once, at load: the product is then that of the weights
-as the format's own library unpacks them, to the last bit.
+On a GPU it becomes a packed linear layer. On a CPU it is unpacked once, at load: the product is then that of the
+weights as the format's own library unpacks them, to the last bit.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def unpack_int32(packed: Tensor, bits: int, *, dim: int) -> Tensor:
 
 
 def sorted_by_group(weight: QuantizedWeight, groups: Tensor) -> QuantizedWeight:
-    """The weight with its columns sorted by group. groups: the group of each input feature, as act-order stores them."""
+    """The weight with its columns sorted by group. groups: of each input feature, as act-order stores them."""
     groups = groups.to(torch.int64)
     columns = torch.arange(groups.shape[0], device=groups.device)
     if torch.equal(groups, columns // weight.group_size):

@@ -36,7 +36,7 @@ def matches(config: Any) -> bool:
     if stored.get("quant_method") != "compressed-tensors" or any(_does_something(stored.get(key)) for key in UNREAD):
         return False
     groups = list((stored.get("config_groups") or {}).values())
-    return all(_is_read(group, stored.get("format")) for group in groups)
+    return bool(groups) and all(_is_read(group, stored.get("format")) for group in groups)
 
 
 def load(tensors: Tensors, names: list[str]) -> Linear | None:

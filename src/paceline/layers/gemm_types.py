@@ -89,6 +89,11 @@ class Linear(Protocol):
         """Bytes of weights that a product reads."""
 
     @property
+    def kernel_rows(self) -> int:
+        """Rows that its own kernel takes even where an unquantized weight goes to cuBLAS; 0: none."""
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         """The weight, where it is one matrix in floating point."""
         return None

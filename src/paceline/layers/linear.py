@@ -35,6 +35,10 @@ class UnquantizedLinear:
         return self.weight.nbytes
 
     @property
+    def kernel_rows(self) -> int:
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         return self.weight
 

@@ -76,6 +76,10 @@ class LoraLinear:
         return self.inner.nbytes + sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
     @property
+    def kernel_rows(self) -> int:
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         return None
 

@@ -67,7 +67,10 @@ def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderMo
         # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
         tensors = Safetensors(folder, stack, device)
         stored = formats.format_of(config)
-        checkpoint = ModelCheckpoint(tensors, tensors.names(), float_dtype, device, target=target, stored=stored)
+        quantization = formats.quantization_of(config)
+        checkpoint = ModelCheckpoint(
+            tensors, tensors.names(), float_dtype, device, target=target, stored=stored, quantization=quantization
+        )
         try:
             return _load(checkpoint, config)
         except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.errors import OptionError, WeightsError
+from paceline.errors import CapabilityError, WeightsError
 from paceline.layers import cpu_kernels
 from paceline.layers.cpu_kernels import GGUF_KINDS, repack_blocks, unpack_blocks
 from paceline.quantization import gguf as gguf_format
@@ -151,5 +151,5 @@ def test_a_scale_that_is_no_number_is_refused(kind: str) -> None:
 
 
 def test_nothing_is_converted_to_it() -> None:
-    with pytest.raises(OptionError, match="int8 or int4"):
+    with pytest.raises(CapabilityError, match="int8 or int4"):
         gguf_format.quantize(torch.ones(8, 32))

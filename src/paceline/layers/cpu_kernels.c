@@ -672,16 +672,18 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
     const float unit = 1.0f / rows->steps;
     float32x4_t sums[TILE][2];
     block_product(rows->block, groups, header, values, rows->steps, x, weight->columns, tokens, sums);
-    UNROLL for (int i = 0; i < tokens; i++)
+    UNROLL for (int i = 0; i < tokens; i++) {
+        if (token + i == rows->tokens.end) break; /* three tokens are multiplied as four */
         store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), rows->bias ? rows->bias + first : 0,
                    rows->adds, rows->out + (token + i) * rows->stride + first, count);
+    }
 }
 
 /* A function for each way that weights are stored, so that all its loops have constants. */
 #define ROWS_PRODUCT(name, header, values)                                                                            \
     NOT_INLINE void name(const Rows *rows) {                                                                          \
         int64_t token = rows->tokens.start;                                                                           \
-        for (; token + 4 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);               \
+        for (; token + 3 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);               \
         if (token + 2 <= rows->tokens.end) {                                                                          \
             tile_product(rows, header, values, token, 2);                                                             \
             token += 2;                                                                                               \
@@ -802,7 +804,9 @@ static size_t widened_bytes(int columns) {
     return (size_t)(columns / GROUP) * (4 * SCALE_BYTES + value_bytes(EIGHT));
 }
 
-static int reserve_input(Input *out, int64_t count, int needs) {
+/* Room for the inputs of some tokens and of one more, which a tile of four may read and nothing is stored of. */
+static int reserve_input(Input *out, int64_t tokens, int64_t columns, int needs) {
+    const int64_t count = (tokens + 1) * columns;
     *out = (Input){0, 0, 0, 0};
     if (needs & PLAIN) out->plain = malloc(count * sizeof(float));
     if (needs & ROUNDED) out->values = malloc(count);
@@ -847,7 +851,7 @@ int paceline_product(const Linear *linear, const float *x, int32_t nodes, const 
     const int columns = linear->pieces->columns;
     uint8_t *room = malloc(widened_bytes(columns) * threads);
     ProductJob job = {linear, x, bias, out, {0, 0, 0, 0}, room, {0, 0}, nodes};
-    const int fits = reserve_input(&job.input, (int64_t)nodes * columns, needs_of(linear)) && room;
+    const int fits = reserve_input(&job.input, nodes, columns, needs_of(linear)) && room;
     if (fits) GOMP_parallel(product_share, &job, threads, 0);
     release_input(&job.input);
     free(room);
@@ -1095,8 +1099,8 @@ static int reserve_work(const Model *model, const Batch *batch, int needs, Work 
     work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
     work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
     work->blocks = malloc(work->block_room * model->num_threads);
-    const int x_fits = reserve_input(&work->x, nodes * model->hidden_size, needs);
-    const int wide_fits = reserve_input(&work->wide, nodes * inner, needs);
+    const int x_fits = reserve_input(&work->x, nodes, model->hidden_size, needs);
+    const int wide_fits = reserve_input(&work->wide, nodes, inner, needs);
     return x_fits && wide_fits && work->nodes && work->row && work->slots && work->paths && work->qkv &&
            work->attended && work->both && work->scores && work->blocks;
 }

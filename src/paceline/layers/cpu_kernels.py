@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.device.host_compiler import compiled_library
 from paceline.device.kernel_cache import CompileError
+from paceline.device.memory import weight_buffer
 from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
@@ -169,7 +170,7 @@ def repack_blocks(stored: Tensor, kind: WeightKind, columns: int) -> WeightBlock
 
 def _empty_blocks(kind: WeightKind, rows: int, columns: int) -> WeightBlocks:
     size = -(-rows // BLOCK_ROWS) * (columns // GROUP_SIZE) * GROUP_BYTES[kind]
-    return WeightBlocks(torch.empty(size, dtype=torch.uint8), kind, rows, columns)
+    return WeightBlocks(weight_buffer(size), kind, rows, columns)
 
 
 def unpack_blocks(blocks: WeightBlocks, rows: Tensor | None = None) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.device.properties import on_host
-from paceline.errors import OptionError, WeightsError
+from paceline.errors import CapabilityError, WeightsError
 from paceline.hub.gguf_index import packed_name
 from paceline.layers.cpu_kernels import (
     GGUF_KINDS,
@@ -48,7 +48,7 @@ def matches(config: Any) -> bool:
 
 def quantize(weight: Tensor) -> Linear:
     """Nothing is converted to it."""
-    raise OptionError("gguf is what a .gguf file is stored in; convert to int8 or int4 instead")
+    raise CapabilityError("gguf weights are read from a checkpoint, a .gguf file; convert to int8 or int4 instead")
 
 
 def load(tensors: Tensors, names: list[str]) -> Linear | None:

@@ -63,9 +63,10 @@ _formats: dict[str, str | WeightFormat] = {
     "compressed-tensors": "paceline.quantization.compressed_tensors",
     "bitsandbytes": "paceline.quantization.bitsandbytes",
     "mxfp4": "paceline.quantization.mxfp4",
+    "gguf": "paceline.quantization.gguf",
 }
 # Which of them are only read from checkpoints. The file of a format is not opened to print a list.
-_read_only = {"awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4"}
+_read_only = {"awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"}
 
 
 def register(name: str, weight_format: str | WeightFormat) -> None:

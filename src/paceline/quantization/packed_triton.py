@@ -21,6 +21,7 @@ PROGRAMS = 528  # of a product at least, where its sums can be shared: four on e
 SPLIT_COLUMNS = 64  # columns of the tile that splits are counted with
 MAX_SPLITS = 16
 TILE_ROWS = (16, 32, 64)
+WIDEST_ROWS = 16  # that fit the registers with 128 columns
 WARPS = 2  # with four, the compiler chooses a product that waits after every code
 STAGES = 4
 PREFETCH = 2  # steps
@@ -83,7 +84,7 @@ def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool) -> Pa
     splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
     per_split = triton.cdiv(steps, splits)
     tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
-    columns = 64 if rows <= 4 else 128
+    columns = 128 if 4 < rows <= WIDEST_ROWS else 64  # more rows need the registers for their sums
     return PackedTiling(tile_rows, columns // 2 if gate else columns, triton.cdiv(steps, per_split), per_split)
 
 

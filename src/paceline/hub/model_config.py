@@ -37,6 +37,19 @@ GGUF_KEYS: Mapping[str, str] = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_shared_experts": "expert_shared_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "conv_L_cache": "shortconv.l_cache",
+    "conv_kernel": "ssm.conv_kernel",
+    "state_size": "ssm.state_size",
+    "mamba_d_ssm": "ssm.inner_size",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
 }
 
 

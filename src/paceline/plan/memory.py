@@ -29,6 +29,7 @@ class Deployment:
     max_seq_len counts prompt and answer together; num_nodes are the draft tokens verified in one pass (a chain has
     `num_draft_tokens` of them, a tree more). The GPUs form pipeline stages of layers, and those of a stage share each
     layer; draft_tensor_parallel_size: GPUs that share the draft, 1 or as many as share the target.
+    bounded_windows: layers with a sliding window keep no more than it and the tokens of a step.
     """
 
     target: ModelSizes
@@ -44,6 +45,7 @@ class Deployment:
     num_gpus: int = 1
     pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
+    bounded_windows: bool = False
 
     def __post_init__(self) -> None:
         _check_range("max-seq-len", self.max_seq_len, 1, 1 << 24)
@@ -196,10 +198,17 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Sliding-window layers are counted at full length: a window that has moved on cannot be rolled back on rejection.
+    A window keeps the tokens of a step beside its own until they are verified. Of a recurrent state there are two
+    while draft tokens are verified: the one that they changed, and the one to go back to.
     """
-    values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
-    return round(values * deployment.kv_bits / 8)
+    values = sizes.kv_values(deployment.max_seq_len, bounded=deployment.bounded_windows)
+    values += sizes.kv_values_per_token * (deployment.cached_tokens - deployment.max_seq_len)
+    return round(deployment.max_num_seqs * (values * deployment.kv_bits / 8 + _state_bytes(sizes, deployment)))
+
+
+def _state_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
+    copies = 2 if deployment.num_nodes else 1
+    return copies * (sizes.state_values * _FLOAT_BYTES + sizes.conv_values * deployment.precision.compute_bits // 8)
 
 
 def buffer_bytes(deployment: Deployment) -> int:
@@ -241,11 +250,13 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
         num_learned_positions=0,
         num_experts=0,
         num_experts_per_token=0,
+        small_per_layer=2 * hidden if target.layers else target.small_per_layer,
         intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1),
         small_outside=target.small_outside if method.head_layers else 0,
         other_parameters=joining + method.head_vocab_blocks * vocab_block,
         stored_bytes=None,
         notes=(),
+        layers=(),
     )
 
 

@@ -55,6 +55,12 @@ def _own_state(model_type: str) -> MakeRunner:
     return lambda: open_hugging_face(tiny_family(Variant(model_type)), model_type)
 
 
+def _native_family(model_type: str) -> MakeRunner:
+    """With windows that the sequences of the contract fill."""
+    changes = {"sliding_window": 4}
+    return lambda: NativeRunner.of_model(tiny_family(Variant(model_type, changes=changes)), model_type)
+
+
 RUNNERS: dict[str, MakeRunner] = {
     "table": _table,
     "hugging-face": _hugging_face,
@@ -62,6 +68,9 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-alibi": _own_state("bloom"),
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
+    "native-windows": _native_family("gemma3_text"),
+    "native-softcaps": _native_family("gemma2"),
+    "native-sinks": _native_family("gpt_oss"),
 }
 
 

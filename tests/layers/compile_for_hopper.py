@@ -25,15 +25,17 @@ FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
 Arguments = tuple[dict[str, str], dict[str, object]]
 
 
-def attention(nodes: int, rows: int, qk_norm: bool) -> Arguments:
-    pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "out"), HALF)
-    pointers |= dict.fromkeys(("rope_cache", "partial", "partial_stats"), FLOAT) | {"chunks_done": INT}
+def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False) -> Arguments:
+    pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
+    floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
+    pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
     numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
-    numbers |= {"eps": "fp32", "scale": "fp32"}
+    numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
     constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
     constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
-    return pointers | numbers, constants
+    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special} | dict.fromkeys(("SOFTCAP", "SINKS"), special)
+    return pointers | numbers, constants | ({"HALF": 128} if special else {})
 
 
 def _outputs(flags: dict[str, bool]) -> dict[str, str]:
@@ -82,9 +84,12 @@ def compile_products() -> None:
 def main() -> int:
     compile_products()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
-        compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm))
-    norm = {"x": HALF, "weight": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
-    compile_kernel(norm_kernel, norm, {"USE_PDL": True, "HIDDEN_SIZE": 1024})
+        for special in (False, True):
+            compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm, special))
+    norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
+    for other in (False, True):
+        parts = {"CENTER": other, "BIAS": other, "RESIDUAL": other}
+        compile_kernel(norm_kernel, norm, {"USE_PDL": True, **parts, "HIDDEN_SIZE": 1024})
     compile_kernel(silu_mul_kernel, {"both": HALF, "out": HALF, "size": "i32"}, {"BLOCK_COLUMNS": 1024})
     argmax = {"best_value": FLOAT, "best_index": INT, "out": LONG, "embedding": HALF, "hidden_states": HALF}
     argmax |= {"blocks": "i32", "hidden_size": "i32"}

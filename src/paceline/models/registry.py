@@ -31,10 +31,36 @@ class ArchitectureModule(Protocol):
 
 
 _architectures: dict[str, str | ArchitectureModule] = {
+    "gemma2": "paceline.models.gemma2",
+    "gemma3": "paceline.models.gemma3",
+    "gemma3_text": "paceline.models.gemma3",
     "llama": "paceline.models.llama",
     "mistral": "paceline.models.mistral",
     "qwen2": "paceline.models.qwen2",
     "qwen3": "paceline.models.qwen3",
+    "arcee": "paceline.models.arcee",
+    "cohere": "paceline.models.cohere",
+    "cohere2": "paceline.models.cohere2",
+    "ernie4_5": "paceline.models.ernie4_5",
+    "exaone4": "paceline.models.exaone4",
+    "gemma": "paceline.models.gemma",
+    "gpt_oss": "paceline.models.gpt_oss",
+    "granitemoe": "paceline.models.granitemoe",
+    "mixtral": "paceline.models.mixtral",
+    "olmoe": "paceline.models.olmoe",
+    "qwen2_moe": "paceline.models.qwen2_moe",
+    "qwen3_moe": "paceline.models.qwen3_moe",
+    "glm": "paceline.models.glm",
+    "glm4": "paceline.models.glm4",
+    "granite": "paceline.models.granite",
+    "ministral": "paceline.models.ministral",
+    "ministral3": "paceline.models.ministral3",
+    "olmo2": "paceline.models.olmo2",
+    "phi3": "paceline.models.phi3",
+    "seed_oss": "paceline.models.seed_oss",
+    "smollm3": "paceline.models.smollm3",
+    "stablelm": "paceline.models.stablelm",
+    "starcoder2": "paceline.models.starcoder2",
 }
 
 

@@ -78,7 +78,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": _LLAMA,
     "phimoe": replace(_LLAMA, norm_bias=True, head_bias=True),
     "granite": _LLAMA,
-    "granitemoe": _LLAMA,
+    "granitemoe": Architecture(tied_embeddings=True),
     "granitemoeshared": _LLAMA,
     "granitemoehybrid": replace(_LLAMA, others=RECURRENT),
     "arcee": Architecture(gated=False),

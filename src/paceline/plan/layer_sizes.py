@@ -34,7 +34,7 @@ class LayerCounter:
     @property
     def are_alike(self) -> bool:
         """Whether every layer is attention over everything and the same MLP, as in Llama."""
-        special = self._number("kv_lora_rank") or self._shared_size or self._architecture.sinks
+        special = self._number("kv_lora_rank") or self.shared_size or self._architecture.sinks
         gated = self._architecture.output_gate or self._architecture.one_block
         same_mlp = len({self._is_sparse(index) for index in range(len(self.types))}) == 1
         return not special and not gated and same_mlp and set(self.types) == {FULL}
@@ -234,7 +234,7 @@ class LayerCounter:
         return self._number(*EXPERT_SIZES) or self._sizes.intermediate_size
 
     @property
-    def _shared_size(self) -> int:
+    def shared_size(self) -> int:
         """The intermediate_size of the expert that every token uses; 0: there is none."""
         own = self._number("shared_expert_intermediate_size", "shared_intermediate_size")
         own = own or self._number("moe_shared_expert_intermediate_size") * self._number("n_shared_experts")
@@ -258,7 +258,7 @@ class LayerCounter:
         if kind == MOE_ALONE or (kind != MLP_ALONE and self._is_sparse(index)):
             yield from self._experts()
         elif self._number("shared_intermediate_size"):  # Granite's, also where there are no experts
-            yield from self._dense(self._shared_size, bias=False)
+            yield from self._dense(self.shared_size, bias=False)
         else:
             bias = self._architecture.mlp_bias or bool(self._config.get("mlp_bias"))
             yield from self._dense(self._dense_size, bias=bias)
@@ -287,8 +287,8 @@ class LayerCounter:
         biases = count * (ups * size + hidden) if self._architecture.expert_bias else 0
         chosen = count if self._architecture.router_bias and self._config.get("use_expert_bias", True) else 0
         yield _small(count * hidden + chosen + biases)
-        if self._shared_size:
-            yield from self._dense(self._shared_size, bias=False)
+        if self.shared_size:
+            yield from self._dense(self.shared_size, bias=False)
             yield _small(hidden if self._number("shared_expert_intermediate_size") else 0)  # its gate
 
 

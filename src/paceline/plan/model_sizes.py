@@ -22,7 +22,8 @@ from paceline.plan.weights import LayerSizes, WeightGroup, WeightRole
 class ModelSizes(DecoderSizes):
     """All that planning needs to know of one model. num_experts is 0 for a dense model.
 
-    layers: every layer by itself, where they are not all like Llama's.
+    shared_expert_size  the intermediate size of the expert that every token passes; 0: there is none
+    layers              every layer by itself, where they are not all like Llama's
     """
 
     name: str
@@ -31,6 +32,7 @@ class ModelSizes(DecoderSizes):
     tied_embeddings: bool
     num_experts: int = 0
     num_experts_per_token: int = 0
+    shared_expert_size: int = 0
     small_per_layer: int = 0
     small_outside: int = 0
     num_learned_positions: int = 0
@@ -80,6 +82,17 @@ class ModelSizes(DecoderSizes):
     def parameters_per_token(self) -> int:
         """The weights multiplied for one token: fewer than all in a mixture of experts."""
         return sum(group.used for group in self.groups)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The weights of all experts that a router chooses among."""
+        return sum(group.count for group in self.groups if group.routed)
+
+    def expected_experts(self, tokens: int) -> float:
+        """How many experts of a layer so many tokens choose, each for itself: E · (1 - (1 - k/E)^tokens)."""
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1.0 - (1.0 - self.num_experts_per_token / self.num_experts) ** tokens)
 
     def _outer_groups(self) -> tuple[WeightGroup, ...]:
         table = self.vocab_size * self.hidden_size
@@ -165,6 +178,7 @@ def sizes_from_config(config: Config, name: str) -> ModelSizes:
         tied_embeddings=counter.tied_embeddings,
         num_experts=counter.num_experts,
         num_experts_per_token=counter.layer_counter.num_experts_per_token,
+        shared_expert_size=counter.layer_counter.shared_size,
         small_per_layer=0 if layers else counter.layer_counter.small_per_layer,
         small_outside=counter.small_outside(),
         num_learned_positions=decoder.max_seq_len if counter.architecture.learned_positions else 0,

@@ -171,14 +171,9 @@ def _weight_bytes_read(sizes: ModelSizes, precision: Precision, tokens: int) -> 
     per_weight = weight_bytes(sizes, precision) / max(sizes.parameters, 1)
     if not sizes.num_experts:
         return per_weight * sizes.parameters_per_token
-    experts = sum(group.count for group in sizes.groups if group.routed)
     rest = sizes.parameters_per_token - sum(group.used for group in sizes.groups if group.routed)
-    return per_weight * (rest + experts * _share_of_experts(sizes, tokens))
-
-
-def _share_of_experts(sizes: ModelSizes, tokens: int) -> float:
-    """Drafting costs more in a mixture of experts: each further token activates experts of its own."""
-    return 1.0 - (1.0 - sizes.num_experts_per_token / sizes.num_experts) ** tokens
+    share = sizes.expected_experts(tokens) / sizes.num_experts  # each further token has experts of its own
+    return per_weight * (rest + sizes.expert_parameters * share)
 
 
 def _check_rate(rate: float) -> None:

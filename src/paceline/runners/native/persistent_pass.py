@@ -172,7 +172,8 @@ class PersistentPass:
         model, kv, work = self.model, self.kv, self.workspace
         assert model.lm_head.matrix is not None
         inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
-        weights = [self._table(wish.features, output.features), model.embedding, model.final_norm, model.lm_head.matrix]
+        final_norm, lm_head = model.final_norm.weight, model.lm_head.matrix
+        weights = [self._table(wish.features, output.features), model.embedding, final_norm, lm_head]
         exchanged = [work.hidden, work.qkv, work.attended, work.activated, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden
         results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]
@@ -218,6 +219,9 @@ def fits(model: DecoderModel) -> bool:
     return (
         model.embedding.dtype == torch.bfloat16
         and model.scale_embedding is None
+        and model.scale_logits is None
+        and not model.final_norm.centers
+        and model.final_norm.weight.dtype == torch.bfloat16
         and model.lm_head.matrix is not None
         and config.hidden_size <= MAX_HIDDEN_SIZE
         and config.head_dim in (64, 128)

@@ -185,6 +185,7 @@ def test_offline_the_missing_files_are_named_without_an_address(
     for shard in shards[1:]:
         (folder / shard).unlink()
     go_offline(hub, tmp_path, monkeypatch)
+    capsys.readouterr()
     assert cli.main(["generate", "-m", MODEL, "--device", "cpu", "hello"]) == 2
     [message] = capsys.readouterr().err.strip().splitlines()
     assert all(shard in message for shard in shards[1:]) and shards[0] not in message
@@ -216,8 +217,10 @@ def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import gguf
 
     folder = tmp_path_factory.mktemp("gguf")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = tiny(vocab_size=261, **sizes)
     for tag, kind in (("Q8_0", gguf.GGMLQuantizationType.Q8_0), ("Q4_0", gguf.GGMLQuantizationType.Q4_0)):
-        write_gguf(folder / f"tiny-{tag}.gguf", tiny(vocab_size=261), quantization=kind)
+        write_gguf(folder / f"tiny-{tag}.gguf", model, quantization=kind)
     (folder / "mmproj-tiny-Q8_0.gguf").write_bytes(b"pictures")
     return folder
 
@@ -313,16 +316,19 @@ def test_a_download_that_was_killed_goes_on_where_it_stopped(
 
 
 @pytest.mark.slow
-def test_two_processes_at_once_download_a_file_once(hub: FakeHub, sharded_folder: Path) -> None:
+def test_two_processes_at_once_download_a_file_once(
+    hub: FakeHub, sharded_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "180")
     hub.add(MODEL, sharded_folder)
     large = _with_large_file(hub, megabytes=4)
     hub.wait_at[large] = 1 << 20
     first = fetching(MODEL)
     assert hub.waiting.wait(180)
     second = fetching(MODEL)
-    deadline = time.monotonic() + 60
-    while sum(call.file == "config.json" for call in hub.calls) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)  # the second has begun once it asks for a file that the first has already
+    deadline = time.monotonic() + 120
+    while sum(call.method == "LIST" for call in hub.calls) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)  # until the second has asked which files there are
     hub.go_on.set()
     assert finished(first) == finished(second)
     assert len(hub.starts(large)) == 1

@@ -156,7 +156,9 @@ def test_a_nested_text_config_is_read_and_noted():
     [
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
-        ({"kv_lora_rank": 512}, "latent"),
+        ({"layer_types": ["wavelet"] * 30}, "layers of type wavelet"),
+        ({"layer_types": ["linear_attention"] * 30}, "recurrent"),
+        ({"index_topk": 64}, "index"),
         ({"is_encoder_decoder": True}, "encoder"),
     ],
 )
@@ -170,7 +172,7 @@ def test_a_config_that_cannot_be_sized_is_refused_by_name(change, message):
     [
         ({"torch_dtype": "bfloat16"}, "bf16"),
         ({"dtype": "float32"}, "fp32"),
-        ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "int4"),
+        ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({}, None),
     ],

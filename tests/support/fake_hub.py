@@ -26,7 +26,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Call:
-    """One request. start: the first byte that was asked for."""
+    """One request: LIST for the files of a repository, HEAD or GET of one. start: the first byte asked for."""
 
     method: str
     file: str
@@ -111,6 +111,7 @@ def fake_hub() -> Iterator[FakeHub]:
             self.end_headers()
 
         def _list(self, name: str, repository: dict[str, bytes]) -> None:
+            hub.calls.append(Call("LIST", name, 0))
             siblings = [_entry(file, data) for file, data in repository.items()]
             body = json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode()
             self.send_response(200)
@@ -165,7 +166,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, cache: Path, *, offl
     """Let huggingface_hub, in this process and in new ones, speak to a hub and keep its files in a folder."""
     from huggingface_hub import constants
 
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
     monkeypatch.setenv("HF_ENDPOINT", endpoint)

@@ -269,7 +269,7 @@ def _check_digest(file: RemoteFile, path: Path) -> None:
     """Raise FetchError, and keep nothing, where what has arrived is not what the Hub has."""
     if _digest(path, file) != file.digest:
         os.unlink(path)
-        raise FetchError(f"{file.name} was damaged on the way: its hash is wrong. Nothing of it was kept; fetch it again")
+        raise FetchError(f"{file.name} was damaged on the way: its hash is wrong. It is not kept; fetch it again")
 
 
 def _digest(path: Path, file: RemoteFile) -> str:

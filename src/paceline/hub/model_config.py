@@ -86,7 +86,7 @@ def decoder_sizes(config: Any, name: str = "this model", defaults: Mapping[str, 
         num_heads=num_heads,
         num_kv_heads=reader.get("num_key_value_heads") or num_heads,
         head_dim=reader.get("head_dim") or hidden_size // num_heads,
-        num_layers=reader.require("num_hidden_layers"),
+        num_layers=reader.length("layers_block_type", "hybrid_override_pattern") or reader.require("num_hidden_layers"),
         vocab_size=reader.require("vocab_size"),
         max_seq_len=reader.get("max_position_embeddings", "n_positions", "seq_length") or DEFAULT_MAX_SEQ_LEN,
     )
@@ -116,6 +116,11 @@ class ConfigReader:
                 if isinstance(value, int) and not isinstance(value, bool):
                     return self._checked(spelling, value)
         return self._defaults.get(keys[0], 0)
+
+    def length(self, *keys: str) -> int:
+        """How many layers the first of these lists has; 0: there is none. Some configs say it in no other way."""
+        lists = (self.config.get(key) for key in keys)
+        return next((len(value) for value in lists if isinstance(value, list | tuple | str)), 0)
 
     def require(self, key: str) -> int:
         value = self.get(key)

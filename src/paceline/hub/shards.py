@@ -15,13 +15,32 @@ LENGTH_BYTES = 8
 LONGEST_HEADER = 100 << 20  # what the safetensors library itself accepts
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model: those of its index, else model.safetensors, else all.
+
+    Repositories keep other forms of the same weights beside them, such as consolidated.safetensors.
+    """
+    names = [name for name in _indexed(folder, INDEXES[0]) if (folder / name).is_file()]
+    alone = folder / "model.safetensors"
+    if names:
+        return [folder / name for name in names]
+    return [alone] if alone.is_file() else sorted(folder.glob(SAFETENSORS))
+
+
+def _indexed(folder: Path, index: str) -> list[str]:
+    """The files that an index names; none where there is no index."""
+    if not (folder / index).is_file():
+        return []
+    return sorted(set((read_document(folder / index, str(folder)).get("weight_map") or {}).values()))
+
+
 def missing_shards(folder: Path) -> list[str]:
     """Weight files that an index names and that are not in the folder."""
-    for name in INDEXES:
-        if (folder / name).is_file() and not (name == INDEXES[1] and any(folder.glob(SAFETENSORS))):
-            shards = read_document(folder / name, str(folder)).get("weight_map") or {}
-            return [shard for shard in sorted(set(shards.values())) if not (folder / shard).is_file()]
-    return []
+    safetensors, pickled = INDEXES
+    shards = _indexed(folder, safetensors)
+    if not shards and not any(folder.glob(SAFETENSORS)):
+        shards = _indexed(folder, pickled)
+    return [shard for shard in shards if not (folder / shard).is_file()]
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -45,7 +64,7 @@ def check_shards(folder: Path, name: str) -> None:
     missing = missing_shards(folder)
     if missing:
         raise WeightsError(f"{name} is not complete: {', '.join(missing)} {_verb(missing)} missing; fetch it again")
-    for path in sorted(folder.glob(SAFETENSORS)):
+    for path in weight_files(folder):
         check_whole(path)
 
 

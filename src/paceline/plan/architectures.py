@@ -76,7 +76,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "ministral3": _LLAMA,
     "mixtral": _LLAMA,
     "phi3": _LLAMA,
-    "phimoe": replace(_LLAMA, norm_bias=True, head_bias=True),
+    "phimoe": replace(_LLAMA, norm_bias=True),
     "granite": _LLAMA,
     "granitemoe": Architecture(tied_embeddings=True),
     "granitemoeshared": _LLAMA,

@@ -68,7 +68,7 @@ class LayerCounter:
         others = self._architecture.others
         pattern = self._number("full_attention_interval", "sliding_window_pattern") or self._architecture.pattern
         if others != SLIDING:
-            return others if pattern and (index + 1) % pattern or pattern < 0 else FULL
+            return others if pattern < 0 or (pattern and (index + 1) % pattern) else FULL
         if self.window is None:
             return FULL
         if pattern:
@@ -136,7 +136,7 @@ class LayerCounter:
         return inputs + (self._sizes.hidden_size if outputs else 0)
 
     def _latent_attention(self) -> LayerSizes:
-        """Keys and values are made from one short vector of each token; transformers' cache keeps what is made."""
+        """Keys and values are made from one short vector of each token, which is what the cache keeps."""
         hidden, heads, latent = self._sizes.hidden_size, self._sizes.num_heads, self._number("kv_lora_rank")
         rope, plain, value = (self._number(f"{part}_head_dim") for part in ("qk_rope", "qk_nope", "v"))
         rank, queries = self._number("q_lora_rank"), heads * (rope + plain)
@@ -148,7 +148,7 @@ class LayerCounter:
             _matrix(WeightRole.OUT, heads * value * hidden, heads * value),
             _small(rank + latent + bias),
         )
-        return LayerSizes(groups, heads * (rope + plain + value))
+        return LayerSizes(groups, latent + rope)
 
     def _gated_delta_net(self) -> LayerSizes:
         hidden, kernel = self._sizes.hidden_size, self._number("linear_conv_kernel_dim")
@@ -165,6 +165,8 @@ class LayerCounter:
 
     def _mamba(self) -> LayerSizes:
         heads = self._number("mamba_n_heads", "mamba_num_heads", "num_heads")
+        if not self._number("state_size", "ssm_state_size", "mamba_d_state"):
+            raise OptionError(f"{self._name}: paceline plan cannot size its recurrent layers, of an unknown kind")
         return self._mamba2(heads) if heads else self._mamba1()
 
     def _mamba1(self) -> LayerSizes:

@@ -223,7 +223,8 @@ class _WeightCounter:
         """The last norm, and the bias of the head where an architecture has one."""
         decoder = self.decoder
         last_norm = decoder.hidden_size * (2 if self.architecture.norm_bias else 1) if self.architecture.norms else 0
-        return last_norm + (decoder.vocab_size if self.architecture.head_bias else 0)
+        has_bias = self.architecture.head_bias or self._config.get("lm_head_bias")
+        return last_norm + (decoder.vocab_size if has_bias else 0)
 
     @property
     def tied_embeddings(self) -> bool:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from paceline.core.draft_tree import path_to
 from paceline.core.types import Row
 from paceline.errors import CapabilityError, WeightsError
-from paceline.layers.rope import arranged, head_order, in_order, rotary_frequencies
+from paceline.layers.rope import arranged, head_order, in_order, rope_cache, rotary_frequencies
 from paceline.models import registry
 from paceline.runners.native import NativeRunner, is_native
 from paceline.runners.native.lora_runner import LoraRunner
@@ -31,11 +31,12 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     ("gemma", {"attention_bias": True}),
     ("glm", {"attention_bias": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("llama", {"mlp_bias": True}),
     ("llama", {"hidden_act": "gelu"}),
     ("llama", {"rope_parameters": YARN}),
-    ("ministral", {"sliding_window": None, "layer_types": None}),
+    ("ministral", {"layer_types": ["full_attention"] * 2}),
     ("ministral3", {"sliding_window": 16}),
     ("olmo2", {"attention_bias": True}),
     ("phi3", {"rope_parameters": HALF_ROTATED, "sliding_window": None}),
@@ -52,7 +53,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # transformers rotates and norms in float32
+TOLERANCE = {"rtol": 5e-5, "atol": 5e-5}  # transformers rotates and norms in float32
 
 
 def logits_of(model: Any, tokens: list[int]) -> Tensor:
@@ -89,7 +90,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     runner = NativeRunner.of_model(model, kind, kv_cache_tokens=512, weight_format="int8")
     expected = logits_of(model, PROMPTS[0])
     logits = runner.forward([Row.chain(runner.new_cache(), PROMPTS[0])]).logits
-    assert (logits - expected).norm() / expected.norm() < 0.05
+    assert (logits - expected).norm() / expected.norm() < 0.1  # wrong rows or scales differ by more than the norm
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])
@@ -117,24 +118,29 @@ def test_the_order_of_a_head_makes_pairs_of_its_halves(rotated: int, interleaved
 def test_a_whole_head_keeps_its_order_and_a_part_is_not_scaled() -> None:
     assert arranged(rotary_frequencies(8, 1e4), 8).order is None
     rope = arranged(rotary_frequencies(4, 1e4), 8, 2.0)
-    assert rope.frequencies[2:].tolist() == [0.0, 0.0] and rope.order is not None
+    cosines = rope_cache(rope, 3, torch.device("cpu"))[:, 0]
+    assert cosines[0].tolist() == [2.0, 2.0, 1.0, 1.0] and cosines[2, 2:].tolist() == [1.0, 1.0]
     rows = torch.arange(16)
     assert in_order(rows, rope.order).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
-def test_an_adapter_for_queries_and_keys_follows_their_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["glm", "starcoder2"])  # heads in another order; layers with another MLP
+def test_an_adapter_for_queries_and_keys_gives_the_merged_model(kind: str, tmp_path: Path) -> None:
     modules = ("q_proj", "k_proj", "v_proj", "o_proj")
-    folder = write_adapter(tmp_path / "adapter", tiny("glm"), 1, modules=modules)
-    runner = LoraRunner.of_model(tiny("glm", torch.float64), "glm", kv_cache_tokens=512)
+    folder = write_adapter(tmp_path / "adapter", tiny(kind), 1, modules=modules)
+    runner = LoraRunner.of_model(tiny(kind, torch.float64), kind, kv_cache_tokens=512)
     runner.read_adapters({"adapter": str(folder)})
     cache = runner.new_cache()
     cache.lora = "adapter"
     logits = runner.forward([Row.chain(cache, PROMPTS[0])]).logits
-    expected = logits_of(merged(tiny("glm", torch.float64), folder), PROMPTS[0])
+    expected = logits_of(merged(tiny(kind, torch.float64), folder), PROMPTS[0])
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "module"), [("starcoder2", "c_fc"), ("phi3", "qkv_proj"), ("glm4", "gate_up_proj")])
+REFUSED_ADAPTERS = [("arcee", "up_proj"), ("glm4", "gate_up_proj"), ("phi3", "qkv_proj"), ("starcoder2", "c_fc")]
+
+
+@pytest.mark.parametrize(("kind", "module"), REFUSED_ADAPTERS)
 def test_an_adapter_for_parts_that_llama_has_not_is_refused(kind: str, module: str, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", tiny(kind), 1, modules=(module,))
     runner = LoraRunner.of_model(tiny(kind), kind, kv_cache_tokens=512)
@@ -154,10 +160,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[reason for _, _, reason in REFUSED])
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[f"{kind}-{reason}" for kind, _, reason in REFUSED])
 def test_what_an_architecture_does_not_compute_is_refused_with_the_reason(
     kind: str, changes: dict[str, Any], reason: str
 ) -> None:

@@ -157,6 +157,8 @@ def attend_kernel(
                 total = row_sum
                 if SINKS:
                     total = row_sum + tl.exp(sink - row_max)
+                if WINDOW > 0:
+                    total = tl.where(row_ok, total, 1.0)  # a row of padding may see nothing
                 tl.store(out + out_at, (weighted / total[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
             else:
                 stats_at = (head_index * max_chunks + chunk) * ROWS * 2 + row

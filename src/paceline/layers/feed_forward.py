@@ -94,3 +94,8 @@ class PlainMlp(Mlp):
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.up, self.down)
+
+    def with_linears(self, wrap: Callable[[str, Linear], Linear]) -> PlainMlp:
+        if wrap("gate_up", self.up) is not self.up:
+            raise CapabilityError("the LoRA adapter changes the gate of an MLP, and the MLP of this model has none")
+        return replace(self, down=wrap("down", self.down))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -71,7 +72,7 @@ class Router:
 class RowByRowLinear(UnquantizedLinear):
     """A weight in floating point between others in integers, on a CPU.
 
-    A row's product has the same bits among any other rows: a last bit could change how a later product rounds its input.
+    A row's product has the same bits among any rows: a last bit could change how a later product rounds its input.
     """
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -88,8 +89,10 @@ def route(logits: Tensor, router: Router) -> Routing:
     """
     logits = logits.float()
     best = logits.topk(router.top_k, dim=-1)
-    counted = best.values if router.renormalize else logits
-    weights = (best.values - counted.logsumexp(dim=-1, keepdim=True)).exp()
+    if router.renormalize:
+        weights = best.values.softmax(dim=-1)
+    else:
+        weights = logits.softmax(dim=-1).gather(-1, best.indices)
     return Routing(best.indices, weights * router.scale)
 
 
@@ -123,10 +126,10 @@ class Experts:
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The weighted sum of each row's experts. [rows, hidden_size]"""
-        slots, top_k = routing.experts.flatten(), routing.experts.shape[1]
-        order = slots.argsort(stable=True)  # slot i is choice i % top_k of row i // top_k
-        counts = slots.bincount(minlength=len(self.mlps)).tolist()
-        outputs = x.new_empty(slots.shape[0], x.shape[1])
+        pairs, top_k = routing.experts.flatten(), routing.experts.shape[1]
+        order = pairs.argsort(stable=True)  # pair i is choice i % top_k of row i // top_k
+        counts = pairs.bincount(minlength=len(self.mlps)).tolist()
+        outputs = x.new_empty(pairs.shape[0], x.shape[1])
         for mlp, places in zip(self.mlps, order.split(counts)):
             if places.shape[0]:
                 outputs[places] = self._mlp(mlp, x[places // top_k])
@@ -178,6 +181,11 @@ class SharedExpert:
             yield self.gate
 
 
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MixtureOfExperts:
     """What stands in the place of an MLP: a router, its experts, and an expert that all rows share."""
@@ -199,7 +207,7 @@ class MixtureOfExperts:
 
     def _runs_kernels(self, x: Tensor) -> bool:
         """On a GPU, always: a loop over experts asks the device how many rows each has, and no graph can hold that."""
-        return self.can_fuse and supports_graphs(x.device) and find_spec("triton") is not None
+        return self.can_fuse and supports_graphs(x.device) and _has_triton()
 
     def _by_kernels(self, x: Tensor) -> Tensor:
         from paceline.layers.moe_triton import ExpertKernels

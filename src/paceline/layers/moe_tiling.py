@@ -28,11 +28,11 @@ class ExpertTiling:
 FEW_EXPERTS = ExpertTiling(Tiling(16, 128, 5, 4), Tiling(32, 128, 4, 4))
 MANY_EXPERTS = ExpertTiling(Tiling(32, 128, 4, 4), Tiling(64, 128, 3, 4))
 PROMPT = ExpertTiling(Tiling(64, 64, 3, 4, WIDE_ROWS), Tiling(64, 64, 4, 4, WIDE_ROWS))
-FEW_SLOTS = 24  # more slots choose enough experts
+FEW_PAIRS = 24  # more pairs choose enough experts
 
 
-def expert_tiling(slots: int, num_experts: int, dtype: torch.dtype) -> ExpertTiling:
-    """By the slots of a pass. Four bytes a number do not fit the shared memory in wide tiles."""
-    if slots >= num_experts * TILE_ROWS and dtype.itemsize == 2:
+def expert_tiling(pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiling:
+    """By the pairs of a pass. Four bytes a number do not fit the shared memory in wide tiles."""
+    if pairs >= num_experts * TILE_ROWS and dtype.itemsize == 2:
         return PROMPT
-    return FEW_EXPERTS if slots <= FEW_SLOTS else MANY_EXPERTS
+    return FEW_EXPERTS if pairs <= FEW_PAIRS else MANY_EXPERTS

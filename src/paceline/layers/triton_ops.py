@@ -81,9 +81,9 @@ class TritonOps:
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         return self.attention(qkv, layer, attention, batch)
 
-    def logits(self, x: Tensor, norm: Norm, linear: Linear) -> GemmOutput:
+    def logits(self, x: Tensor, norm: Norm, linear: Linear, bias: Tensor | None = None) -> GemmOutput:
         """Logits in float32 and the best column of each row, from one pass over the LM head."""
-        return self._product(x, norm, linear, Epilogue(argmax=True))
+        return self._product(x, norm, linear, Epilogue(bias=bias, argmax=True))
 
     def argmax(self, logits: GemmOutput, embedding: Tensor | None = None) -> ArgmaxResult:
         """The best token of each row; embedding: with its input vector."""

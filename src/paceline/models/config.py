@@ -80,6 +80,7 @@ class ArchConfig:
     activation: Activation = Activation.SILU
     mlp_bias: bool = False
     parallel: bool = False  # the MLP of a layer reads what its attention reads
+    lm_head_bias: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0

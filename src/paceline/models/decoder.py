@@ -71,6 +71,7 @@ class DecoderModel:
     layers: Sequence[Layer]
     final_norm: Norm
     lm_head: Linear
+    lm_head_bias: Tensor | None = None
     scale_embedding: Callable[[Tensor], Tensor] | None = None
     scale_logits: Callable[[Tensor], Tensor] | None = None
 
@@ -106,12 +107,12 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states behind the final norm -> logits."""
-        logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden, self.lm_head_bias)
         return logits if self.scale_logits is None else self.scale_logits(logits)
 
     def fused_logits(self, hidden_states: Tensor, ops: TritonOps) -> GemmOutput:
         """Final norm and LM head in one product, with the argmax of each row."""
-        output = ops.logits(hidden_states, self.final_norm, self.lm_head)
+        output = ops.logits(hidden_states, self.final_norm, self.lm_head, self.lm_head_bias)
         return output if self.scale_logits is None else replace(output, out=self.scale_logits(output.out))
 
     def argmax_embedded(self, logits: GemmOutput, ops: TritonOps) -> ArgmaxResult:

@@ -60,7 +60,12 @@ def gemma_config(config: Any, kinds: tuple[LayerAttention, ...], *, qk_norm: boo
 
 def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
-    layers = [read_layer(checkpoint, config, index, NAMES) for index in range(config.num_layers)]
+    return load_gemma(checkpoint, config, NAMES)
+
+
+def load_gemma(checkpoint: ModelCheckpoint, config: ArchConfig, names: LayerNames) -> DecoderModel:
+    """The same for every model of this family. names: of the parts of its layers."""
+    layers = [read_layer(checkpoint, config, index, names) for index in range(config.num_layers)]
     model = read_model(checkpoint, config, layers)
     # The multiplier is rounded to the type of the embedding, as it was in training.
     scale = float(torch.tensor(config.embedding_multiplier).to(model.embedding.dtype))

@@ -26,7 +26,7 @@ TEXT_PART = {
 OTHER_PARTS = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")
 
 
-class _OneRope:
+class OneRope:
     """The text part of a config with the rope of one kind of layers."""
 
     def __init__(self, config: Any, layer_type: str) -> None:
@@ -41,13 +41,13 @@ class _OneRope:
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    views = [_OneRope(config, layer_type) for layer_type in (FULL, SLIDING)]
+    views = [OneRope(config, layer_type) for layer_type in (FULL, SLIDING)]
     reasons = [gemma2.unsupported_gemma(views[0]), *(unsupported_field(view, OWN_FIELDS) for view in views)]
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def config_from_hf(config: Any) -> ArchConfig:
-    full, sliding = (_OneRope(config, layer_type) for layer_type in (FULL, SLIDING))
+    full, sliding = (OneRope(config, layer_type) for layer_type in (FULL, SLIDING))
     scale = full.query_pre_attn_scalar**-0.5
     windows = zip(full.layer_types, layer_windows(full))
     kinds = [LayerAttention(scale=scale, window=window, rope=int(kind == SLIDING)) for kind, window in windows]

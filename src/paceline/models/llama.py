@@ -55,19 +55,22 @@ def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
     return read_model(checkpoint, config, [read_layer(checkpoint, config, index) for index in range(config.num_layers)])
 
 
-def read_model(checkpoint: ModelCheckpoint, config: ArchConfig, layers: list[DecoderLayer]) -> DecoderModel:
+def read_model(
+    checkpoint: ModelCheckpoint, config: ArchConfig, layers: list[DecoderLayer], final_norm: str = "model.norm"
+) -> DecoderModel:
     """A model of these layers: read what is before and after them, and see that nothing is left unread."""
     embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    final_norm = read_norm(checkpoint, config, "model.norm")
-    lm_head = _lm_head(checkpoint, config, embedding)
+    norm, lm_head = read_norm(checkpoint, config, final_norm), _lm_head(checkpoint, config, embedding)
+    bias = checkpoint.tensor("lm_head.bias", config.vocab_size) if config.lm_head_bias else None
     checkpoint.check_all_used()
     into, out_of = config.embedding_multiplier, config.logits_multiplier
     return DecoderModel(
         config,
         embedding,
         layers,
-        final_norm,
+        norm,
         lm_head,
+        bias,
         scale_embedding=None if into == 1.0 else lambda rows: rows * into,
         scale_logits=None if out_of == 1.0 else lambda logits: logits * out_of,
     )
@@ -159,15 +162,15 @@ def _qkv(checkpoint: ModelCheckpoint, config: ArchConfig, names: list[str]) -> L
     if config.rope.order is None:
         return checkpoint.linear(names, sizes, config.hidden_size)
     weights = [checkpoint.tensor(f"{name}.weight", size, config.hidden_size) for name, size in zip(names, sizes)]
-    return checkpoint.linear_of(_rotatable(torch.cat(weights), config))
+    return checkpoint.linear_of(rotatable(torch.cat(weights), config))
 
 
 def _qkv_bias(checkpoint: ModelCheckpoint, config: ArchConfig, names: list[str]) -> Tensor:
     sizes = config.qkv_sizes if len(names) > 1 else [sum(config.qkv_sizes)]
-    return _rotatable(checkpoint.vector([f"{name}.bias" for name in names], sizes), config)
+    return rotatable(checkpoint.vector([f"{name}.bias" for name in names], sizes), config)
 
 
-def _rotatable(qkv: Tensor, config: ArchConfig) -> Tensor:
+def rotatable(qkv: Tensor, config: ArchConfig) -> Tensor:
     """Rows of q, k and v: those of queries and keys in the order that kernels rotate."""
     if config.rope.order is None:
         return qkv

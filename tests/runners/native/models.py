@@ -50,6 +50,7 @@ KINDS: dict[str, Any] = {
 # Architectures that differ from Llama in parts of a layer: each with settings that let all its parts matter.
 SMALL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # some defaults are past a small vocabulary
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 DENSE: dict[str, dict[str, Any]] = {
     "arcee": {},
     "cohere": {"logit_scale": 0.3},
@@ -59,6 +60,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "gemma": {},
     "glm": {},
     "glm4": {},
+    "gpt_neox": {"hidden_size": 192, "num_key_value_heads": None},
     "granite": {
         "attention_multiplier": 0.3,
         "embedding_multiplier": 3.0,
@@ -68,15 +70,35 @@ DENSE: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "olmo2": {},
+    "olmo3": {
+        "sliding_window": 16,
+        "layer_types": SLIDING_THEN_FULL,
+        "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": YARN},
+    },
+    "phi": {},
     "phi3": {"sliding_window": 16},
     "seed_oss": {"attention_bias": True, "attention_out_bias": True},
     "smollm3": {"no_rope_layer_interval": 2},
     "stablelm": {"hidden_size": 192, "use_qkv_bias": True},
     "starcoder2": {},
+    "vaultgemma": {"sliding_window": 16, "layer_types": SLIDING_THEN_FULL},
 }
 KINDS |= {
     kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
     for kind, changes in DENSE.items()
+}
+# Mixtures of experts: few enough that rows share some, and enough that an expert may have no row.
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MOE: dict[str, dict[str, Any]] = {
+    "granitemoe": DENSE["granite"] | {"num_local_experts": 6, "num_experts_per_tok": 3},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2, "hidden_size": 192},
+    "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 56},
+    "qwen3_moe": QWEN_EXPERTS | {"norm_topk_prob": True},
+}
+KINDS |= {
+    kind: (CONFIG_MAPPING[kind], AutoModelForCausalLM.from_config, SMALL_IDS | changes)
+    for kind, changes in MOE.items()
 }
 WINDOWED = ("gemma2", "gemma3_text", "gpt_oss")  # with attention that Llama's is not
 SIZES = {

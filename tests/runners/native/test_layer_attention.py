@@ -41,10 +41,10 @@ KINDS: dict[str, list[LayerAttention]] = {
 }
 
 
-def runner_of(name: str, dtype: torch.dtype = torch.float64, **changes: Any) -> NativeRunner:
+def runner_of(name: str, dtype: torch.dtype = torch.float64, blocks: int = 40, **changes: Any) -> NativeRunner:
     made = NativeRunner.of_model(tiny("llama", dtype, **changes).to(DEVICE), "tiny", kv_cache_tokens=64)
     kinds = [_moved(kind, dtype) for kind in KINDS[name]]
-    runner = NativeRunner(with_attention(made.model, kinds), made.info, BlockManager(40))
+    runner = NativeRunner(with_attention(made.model, kinds), made.info, BlockManager(blocks))
     runner.prefill_graphs = runner.decode_graphs = None
     return runner
 
@@ -115,7 +115,9 @@ def test_a_long_prompt_is_read_in_parts_that_reach_only_a_window_back(monkeypatc
     logits = torch.cat([runner.forward([Row.chain(seq_cache, part)]).logits for part in (tokens[:50], tokens[50:])])
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     runner.truncate(seq_cache, 50)
-    batch = runner.eager._builder.batch([Row.chain(seq_cache, tokens[50:])])
+    row = Row.chain(seq_cache, tokens[50:])
+    runner.kv.reserve_rows([row])
+    batch = runner.eager._builder.batch([row])
     parts = batch.by_window[16].spans
     assert [part.count for part in parts] == [24, 24, 24, 8]
     assert all(_num_keys(part.slot_mapping) == 15 + part.count for part in parts)
@@ -139,17 +141,17 @@ def _num_keys(slots: Tensor | slice) -> int:
 
 
 def test_scattered_blocks_are_read_through_windows() -> None:
-    runner = runner_of("everything")
+    runner, other = runner_of("everything", blocks=13), runner_of("everything")
     caches, seqs = [runner.new_cache() for _ in range(3)], [list[int]() for _ in range(3)]
-    for turn in range(4):
+    for turn in range(5):
         for index, (cache, seq) in enumerate(zip(caches, seqs)):
-            new = [(turn * 31 + place * 7 + index) % 101 for place in range(45)]
+            new = [(turn * 31 + place * 7 + index) % 101 for place in range(40)]
             runner.forward([Row.chain(cache, new)], last_only=True)
             seq += new
     assert any(b - a != 1 for cache in caches for a, b in pairwise(runner.blocks.table(cache)))
     output = runner.forward([Row.chain(cache, [5, 6]) for cache in caches])
     for row, seq in zip(output, seqs):
-        torch.testing.assert_close(row.logits, whole(runner, [*seq, 5, 6], 2), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(row.logits, whole(other, [*seq, 5, 6], 2), rtol=1e-8, atol=1e-8)
 
 
 def test_verification_resumes_from_an_exit_behind_windows() -> None:
@@ -218,7 +220,7 @@ def fused_runner(name: str, **changes: Any) -> NativeRunner:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "near windows"])
 def test_the_kernel_agrees_with_float64_on_trees_and_chains(name: str) -> None:
     fused, exact = fused_runner(name), runner_of(name)
     seqs = [torch.randint(0, 101, (length,)).tolist() for length in (150, 17)]
@@ -227,20 +229,20 @@ def test_the_kernel_agrees_with_float64_on_trees_and_chains(name: str) -> None:
         caches = [runner.new_cache() for _ in seqs]
         runner.forward([Row.chain(cache, seq) for cache, seq in zip(caches, seqs)], last_only=True)
         tree = Row(caches[0], torch.tensor(TREE[0]), TREE[1])
-        outputs.append(runner.forward([tree, Row.chain(caches[1], CHAIN)]).logits.double())
+        outputs.append(runner.forward([tree, Row.chain(caches[1], CHAIN[:6])]).logits.double())
     assert float((outputs[0] - outputs[1]).norm() / outputs[1].norm()) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["windows", "everything"])
 def test_the_kernel_gives_a_token_the_same_bits_alone_and_in_a_wide_pass(name: str) -> None:
-    """127 tokens and then 19: windows begin in another chunk of context than they end in, for some of the nodes."""
-    runner, tokens = fused_runner(name), torch.randint(0, 101, (127,)).tolist()
+    """Behind 141 tokens the windows of the first two nodes begin in a chunk of context that the others do not see."""
+    runner, tokens = fused_runner(name), torch.randint(0, 101, (141,)).tolist()
     seq_cache = runner.new_cache()
     runner.forward([Row.chain(seq_cache, tokens)], last_only=True)
-    together = runner.forward([Row.chain(seq_cache, CHAIN)]).logits.clone()
+    together = runner.forward([Row.chain(seq_cache, CHAIN[:4])]).logits.clone()
     runner.truncate(seq_cache, len(tokens))
-    alone = torch.cat([runner.forward([Row.chain(seq_cache, [token])]).logits.clone() for token in CHAIN])
+    alone = torch.cat([runner.forward([Row.chain(seq_cache, [token])]).logits.clone() for token in CHAIN[:4]])
     assert torch.equal(together, alone)
 
 

@@ -99,7 +99,8 @@ def _torch_low_bit(name: str, storage: Storage) -> Precision:
 
 def _experts_only(name: str, storage: Storage) -> Precision:
     """All but the experts stays in 16 bits."""
-    roles = dict.fromkeys((role for role in WeightRole if role not in (WeightRole.MLP, WeightRole.DOWN)), BF16)
+    experts = (WeightRole.MLP, WeightRole.DOWN)
+    roles: dict[WeightRole, Storage] = {role: BF16 for role in WeightRole if role not in experts}
     return Precision(name, storage, roles)
 
 

@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from paceline.layers.attention_kernels import attend_kernel
 from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
+from paceline.layers.linear_attention_triton import MATH, delta_kernel, gated_norm_kernel
 from paceline.layers.mlp_triton import silu_mul_kernel
 from paceline.layers.moe_kernels import (
     expert_down_kernel,
@@ -116,8 +117,23 @@ def compile_products() -> None:
             compile_kernel(packed_kernel, *packed(bits, flags))
 
 
+def compile_delta_nets() -> None:
+    """Sizes of Qwen3.5's larger models."""
+    spans = dict.fromkeys(("slots", "lengths", "counts", "starts"), LONG)
+    signature = dict.fromkeys(("projected", "convolution", "decay_bias", "inputs"), HALF) | spans
+    signature |= dict.fromkeys(("decay_rate", "states", "out"), FLOAT) | dict.fromkeys(("state_lengths", "folds"), LONG)
+    signature |= {"states_base": "i64", "inputs_base": "i64", "scale": "fp32"}
+    constants = {"KEY_HEADS": 16, "GROUP": 3, "KEY_DIM": 128, "VALUE_DIM": 128, "TILE": 32, "TAPS": 4}
+    compile_kernel(delta_kernel, signature, {**constants, **MATH, "USE_PDL": True})
+    signature = dict.fromkeys(("projected", "norm", "inputs", "out"), HALF) | {"mixed": FLOAT, "node_seqs": LONG}
+    signature |= spans | {"inputs_base": "i64", "eps": "fp32"}
+    constants = {"HEADS": 48, "VALUE_DIM": 128, "INPUT": 10336, "COPIED": 256, "RING_SIZE": 64}
+    compile_kernel(gated_norm_kernel, signature, {**constants, "USE_PDL": True})
+
+
 def main() -> int:
     compile_products()
+    compile_delta_nets()
     compile_experts()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         for special in (False, True):

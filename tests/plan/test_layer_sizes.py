@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.plan.locate import find_sizes
-from paceline.plan.memory import Deployment, kv_bytes
+from paceline.plan.memory import Deployment, kv_bytes, state_bytes
 from paceline.plan.methods import draft_method
 from paceline.plan.model_sizes import ModelSizes, sizes_from_config
 from paceline.plan.precision import find_precision, weight_bytes
@@ -60,7 +60,8 @@ def check_cache(variant: Variant) -> None:
     sizes = sizes_from_config(model.config.to_dict(), variant.id)
     deployment = Deployment(sizes, FP32, draft_method("none"), max_seq_len=num_tokens, bounded_windows=True)
     spare = sum(layer.kv_values for layer in sizes.layers if (layer.window or num_tokens) < num_tokens)
-    assert 0 <= kv_bytes(sizes, deployment) - cache_bytes(cache) <= 4 * spare
+    states = 4 * (sizes.state_values + sizes.conv_values)
+    assert 0 <= kv_bytes(sizes, deployment) + states - cache_bytes(cache) <= 4 * spare
 
 
 def cache_bytes(cache: Any) -> int:
@@ -108,8 +109,8 @@ def test_a_state_is_kept_twice_while_draft_tokens_are_verified_and_does_not_grow
     sizes = sizes_from_config(tiny_family(Variant("mamba2")).config.to_dict(), "m")
     plain, long = (Deployment(sizes, FP32, draft_method("none"), max_seq_len=length) for length in (20, 2000))
     drafted = Deployment(sizes, FP32, draft_method("ngram"), max_seq_len=20)
-    assert kv_bytes(sizes, plain) == kv_bytes(sizes, long) > 0
-    assert kv_bytes(sizes, drafted) == 2 * kv_bytes(sizes, plain)
+    assert state_bytes(sizes, plain) == state_bytes(sizes, long) == 4 * (sizes.state_values + sizes.conv_values)
+    assert state_bytes(sizes, drafted) == 2 * state_bytes(sizes, plain) and kv_bytes(sizes, drafted) == 0
 
 
 def test_every_expert_is_in_memory_and_few_are_used() -> None:

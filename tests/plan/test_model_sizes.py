@@ -208,3 +208,14 @@ def test_precisions_order_as_their_bits_do():
 def test_an_unknown_precision_names_the_nearest():
     with pytest.raises(OptionError, match="Q4_K_M"):
         find_precision("Q4_KM")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5", "qwen3_next", "qwen3_5_moe_text"])
+def test_hybrid_models_have_the_weights_that_transformers_allocates(kind: str) -> None:
+    from tests.support.families import MANY_LAYERS, Variant, tiny_family
+
+    changes = {"text_config": MANY_LAYERS} if kind == "qwen3_5" else MANY_LAYERS
+    model = tiny_family(Variant(kind, changes=changes))
+    sizes = sizes_from_config(model.config.to_dict(), kind)
+    assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
+    assert sizes.num_attention_layers == 1 and sizes.kv_values_per_token == 2 * 2 * 8

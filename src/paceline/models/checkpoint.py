@@ -110,6 +110,10 @@ class ModelCheckpoint:
         return name in self._names
 
     @property
+    def device(self) -> str:
+        return self._device
+
+    @property
     def keeps_float(self) -> bool:
         """Whether weights in floating point stay so."""
         return self._target is None

@@ -91,6 +91,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3_moe": Architecture(query_key_norms=True),
     "qwen3_next": _DELTA_NET,
     "qwen3_5_text": _DELTA_NET,
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": _DELTA_NET,
     "qwen3_5_moe_text": _DELTA_NET,
     "gemma": Architecture(tied_embeddings=True),
     "gemma2": Architecture(norms=4, tied_embeddings=True, pattern=2),

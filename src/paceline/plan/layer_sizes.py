@@ -6,6 +6,7 @@ Every number comes from a config under the keys of Hugging Face; what configs le
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from paceline.errors import OptionError
 from paceline.hub.model_config import ConfigReader, DecoderSizes
@@ -88,7 +89,7 @@ class LayerCounter:
         mlp = tuple(self._mlp(index, kind)) if has_mlp else ()
         norms = architecture.norms * self._sizes.hidden_size * (2 if architecture.norm_bias else 1)
         groups = (*mixer.groups, *mlp, _small(norms))
-        return LayerSizes(groups, mixer.kv_values, mixer.window, mixer.state_values, mixer.conv_values)
+        return replace(mixer, groups=groups)
 
     @property
     def small_per_layer(self) -> int:
@@ -161,7 +162,9 @@ class LayerCounter:
             _matrix(WeightRole.OUT, values * hidden, values),
             _small(channels * kernel + 2 * value_heads + value_dim),
         )
-        return LayerSizes(groups, state_values=value_heads * key_dim * value_dim, conv_values=channels * kernel)
+        inputs = channels + 2 * value_heads
+        state = value_heads * key_dim * value_dim
+        return LayerSizes(groups, state_values=state, conv_values=channels * kernel, input_values=inputs)
 
     def _mamba(self) -> LayerSizes:
         heads = self._number("mamba_n_heads", "mamba_num_heads", "num_heads")

@@ -65,6 +65,10 @@ class ModelSizes(DecoderSizes):
         return sum(layer.kv_values * min(num_tokens, layer.window or num_tokens) for layer in self.layers)
 
     @property
+    def num_attention_layers(self) -> int:
+        return sum(layer.kv_values > 0 for layer in self.layers) if self.layers else self.num_layers
+
+    @property
     def state_values(self) -> int:
         """Numbers of recurrent states for one sequence, of whatever length; kept in float32."""
         return sum(layer.state_values for layer in self.layers)

@@ -44,6 +44,7 @@ class LayerSizes:
     window        the most tokens that it looks back on; None: all
     state_values  numbers of a recurrent state, kept in float32, for the whole sequence
     conv_values   numbers of the inputs of a convolution, likewise
+    input_values  numbers that our own code keeps of each of the last tokens, instead of a second state to go back to
     """
 
     groups: tuple[WeightGroup, ...]
@@ -51,6 +52,7 @@ class LayerSizes:
     window: int | None = None
     state_values: int = 0
     conv_values: int = 0
+    input_values: int = 0
 
     def shared_by(self, gpus: int) -> LayerSizes:
         """What one of several GPUs holds: matrices and states are divided, norms are not."""
@@ -60,6 +62,7 @@ class LayerSizes:
             kv_values=ceil(self.kv_values / gpus),
             state_values=ceil(self.state_values / gpus),
             conv_values=ceil(self.conv_values / gpus),
+            input_values=ceil(self.input_values / gpus),
         )
 
 

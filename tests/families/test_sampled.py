@@ -69,6 +69,11 @@ def statistic(kind: str, rule: str) -> float:
         options["runner"] = "native"
     with SpeculativeDecoder(model, acceptance=rule, **options) as decoder:
         results = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=3)
+    return uniformity(model, results)
+
+
+def uniformity(model: Any, results: list[Any]) -> float:
+    """chi² of the places of all tokens against the even spread over BINS bins."""
     accepted = sum(result.stats.accepted for result in results)
     assert accepted > 0, "nothing was accepted: this would show nothing"
     found = torch.cat([places(model, prompt, result.token_ids) for prompt, result in zip(PROMPTS, results)])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
+from paceline.hub.shards import weight_files
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
@@ -55,7 +56,7 @@ class Safetensors:
         from safetensors import SafetensorError, safe_open
 
         self._files: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = weight_files(folder)
         if not paths:
             raise WeightsError(f"{folder} holds no safetensors files")
         for path in paths:

@@ -15,6 +15,7 @@ from paceline.plan.methods import PLAIN_DECODING, DraftMethod, DraftWeights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.parallel import Stage, check_division, divides, stage_sizes, stage_weight_bytes, stages
 from paceline.plan.precision import PRECISIONS, Precision
+from paceline.plan.weights import LayerSizes
 
 _FLOAT_BYTES = 4
 # A long prompt is read in chunks of this many tokens, so its activations stop growing there.
@@ -31,6 +32,7 @@ class Deployment:
     max_seq_len counts prompt and answer together; num_nodes are the draft tokens verified in one pass (a chain has
     `num_draft_tokens` of them, a tree more). The GPUs form pipeline stages of layers, and those of a stage share each
     layer; draft_tensor_parallel_size: GPUs that share the draft, 1 or as many as share the target.
+    bounded_windows: layers with a sliding window keep no more than it and the tokens of a step.
     """
 
     target: ModelSizes
@@ -46,6 +48,7 @@ class Deployment:
     num_gpus: int = 1
     pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
+    bounded_windows: bool = False
 
     def __post_init__(self) -> None:
         _check_range("max-seq-len", self.max_seq_len, 1, 1 << 24)
@@ -199,20 +202,29 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Sliding-window layers are counted at full length: the cache keeps all their keys, so that any prefix can be shared.
+    Layers with a window count at full length unless the engine bounds them: ours keeps all their keys, so that any
+    prefix can be shared.
     """
-    values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
-    return round(values * deployment.kv_bits / 8)
+    values = sizes.kv_values(deployment.max_seq_len, bounded=deployment.bounded_windows)
+    values += sizes.kv_values_per_token * (deployment.cached_tokens - deployment.max_seq_len)
+    return round(deployment.max_num_seqs * values * deployment.kv_bits / 8)
 
 
 def state_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
-    """What recurrent layers keep: a state in float32 and the last inputs, in a fixed number of slots at least."""
-    recurrent = sizes.recurrent
-    if recurrent is None:
-        return 0
-    inputs = KEPT_INPUTS * recurrent.token_values * deployment.precision.compute_bits // 8
-    slots = max(deployment.max_num_seqs, STATE_SLOTS)
-    return slots * sizes.num_recurrent_layers * (recurrent.state_values * _FLOAT_BYTES + inputs)
+    """What recurrent layers keep, however long the sequences are."""
+    return sum(_layer_state_bytes(layer, deployment) for layer in sizes.layers)
+
+
+def _layer_state_bytes(layer: LayerSizes, deployment: Deployment) -> int:
+    """Where our own code runs them, a state and the last inputs in a fixed number of slots at least; else one state for
+    each sequence, and while draft tokens are verified a second one to go back to."""
+    compute_bytes = deployment.precision.compute_bits // 8
+    state = layer.state_values * _FLOAT_BYTES
+    if layer.input_values:
+        slots = max(deployment.max_num_seqs, STATE_SLOTS)
+        return slots * (state + KEPT_INPUTS * layer.input_values * compute_bytes)
+    copies = 2 if deployment.num_nodes else 1
+    return deployment.max_num_seqs * copies * (state + layer.conv_values * compute_bytes)
 
 
 def buffer_bytes(deployment: Deployment) -> int:
@@ -255,13 +267,14 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
         num_learned_positions=0,
         num_experts=0,
         num_experts_per_token=0,
-        recurrent=None,
+        small_per_layer=2 * hidden if target.layers else target.small_per_layer,
         intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1) + target.shared_expert_size,
         shared_expert_size=0,
         small_outside=target.small_outside if method.head_layers else 0,
         other_parameters=joining + method.head_vocab_blocks * vocab_block,
         stored_bytes=None,
         notes=(),
+        layers=(),
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from paceline.errors import OptionError
-from paceline.plan.model_sizes import ModelSizes, RecurrentSizes
+from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.precision import Precision, weight_bytes
+from paceline.plan.weights import LayerSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +50,16 @@ def stage_sizes(sizes: ModelSizes, stage: Stage, tensor_parallel_size: int) -> M
         shared_expert_size=ceil(sizes.shared_expert_size / tensor_parallel_size),
         vocab_size=ceil(sizes.vocab_size / tensor_parallel_size) if has_table else 0,
         tied_embeddings=sizes.tied_embeddings if whole else True,  # one table, whichever of the two it is
-        recurrent=None if sizes.recurrent is None else _shared(sizes.recurrent, tensor_parallel_size),
         small_outside=sizes.small_outside if stage.is_last else 0,
         num_learned_positions=sizes.num_learned_positions if stage.is_first else 0,
         other_parameters=sizes.other_parameters if stage.is_first else 0,
         stored_bytes=None,
+        layers=tuple(layer.shared_by(tensor_parallel_size) for layer in _layers(sizes, stage)),
     )
 
 
-def _shared(recurrent: RecurrentSizes, gpus: int) -> RecurrentSizes:
-    """Heads of gated delta nets are divided as those of attention."""
-    return replace(
-        recurrent,
-        key_size=ceil(recurrent.key_size / gpus),
-        value_size=ceil(recurrent.value_size / gpus),
-        num_heads=ceil(recurrent.num_heads / gpus),
-    )
+def _layers(sizes: ModelSizes, stage: Stage) -> tuple[LayerSizes, ...]:
+    return sizes.layers[stage.first_layer : stage.first_layer + stage.num_layers]
 
 
 def stage_weight_bytes(sizes: ModelSizes, precision: Precision, stage: Stage, tensor_parallel_size: int) -> int:

@@ -264,8 +264,7 @@ def engine_job(name: str, args: argparse.Namespace, base: dict[str, Any]) -> Job
     own = {**base, "model": engine_model(engine, args), "engine": engine, "python": interpreters(args).get(engine)}
     if not spec(engine).reads_files:
         own["dtype"] = None
-    draft = spec(engine).model_for(args.draft) if args.draft else None
-    return Job(name, **own, **row_options(method, draft, spec(engine).methods))
+    return Job(name, **own, **row_options(method, engine_draft(engine, args), spec(engine).methods))
 
 
 def interpreters(args: argparse.Namespace) -> dict[str, str]:
@@ -285,6 +284,16 @@ def engine_model(engine: str, args: argparse.Namespace) -> str | None:
 
     chosen = spec(engine)
     return args.gguf if args.gguf and chosen.packs_gguf else chosen.model_for(args.model)
+
+
+def engine_draft(engine: str, args: argparse.Namespace) -> str | None:
+    """As engine_model, for the draft."""
+    from paceline.engines.registry import spec
+
+    chosen = spec(engine)
+    if args.gguf_draft and chosen.packs_gguf:
+        return str(args.gguf_draft)
+    return chosen.model_for(args.draft) if args.draft else None
 
 
 def can_run(name: str, args: argparse.Namespace) -> bool:
@@ -452,6 +461,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--peers", default="", help="hf, llama_cpp: other systems beside it, where installed")
     parser.add_argument("--gguf", metavar="FILE", help="the model for llama_cpp")
+    parser.add_argument("--gguf-draft", metavar="FILE", help="its draft model")
     parser.add_argument(
         "--python", action="append", default=[], metavar="ENGINE=PATH", help="the Python that has an engine's packages"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from paceline.heads.eagle1 import Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
+from paceline.models import registry
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_probe import open_hugging_face
 from paceline.runners.native import NativeRunner
@@ -55,6 +57,12 @@ def _own_state(model_type: str) -> MakeRunner:
     return lambda: open_hugging_face(tiny_family(Variant(model_type)), model_type)
 
 
+def _native_family(model_type: str) -> MakeRunner:
+    """With windows that the sequences of the contract fill."""
+    changes = {"sliding_window": 4}
+    return lambda: NativeRunner.of_model(tiny_family(Variant(model_type, changes=changes)), model_type)
+
+
 RUNNERS: dict[str, MakeRunner] = {
     "table": _table,
     "hugging-face": _hugging_face,
@@ -62,6 +70,25 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-alibi": _own_state("bloom"),
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
+    "native-windows": _native_family("gemma3_text"),
+    "native-softcaps": _native_family("gemma2"),
+    "native-sinks": _native_family("gpt_oss"),
+}
+
+
+@cache
+def _family_model(model_type: str) -> Any:
+    return tiny_family(Variant(model_type))
+
+
+def _architecture(model_type: str) -> MakeRunner:
+    return lambda: NativeRunner.of_model(_family_model(model_type), model_type)
+
+
+# Every architecture that runs natively. A family with its own file in models/ is in the contract as soon as it is
+# registered; transformers builds the small model it is tried with.
+ARCHITECTURES: dict[str, MakeRunner] = {
+    f"native-{model_type}": _architecture(model_type) for model_type in registry.model_types()
 }
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Capability, Row, SequenceCache
-from tests.contracts.implementations import RUNNERS
+from tests.contracts.implementations import ARCHITECTURES, RUNNERS
 
 IDS = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7]
 OTHER_IDS = [27, 18, 28, 18]
 TOLERANCE = 2e-4  # float32: another width adds in another order
 
 
-@pytest.fixture(params=list(RUNNERS))
+@pytest.fixture(params=[*RUNNERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES)])
 def runner(request: pytest.FixtureRequest) -> Any:
-    return RUNNERS[request.param]()
+    return (RUNNERS | ARCHITECTURES)[request.param]()
 
 
 def read(runner: Any, tokens: list[int]) -> Tensor:

@@ -15,25 +15,35 @@ from paceline.layers.attention_kernels import attend_kernel
 from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
 from paceline.layers.mlp_triton import silu_mul_kernel
+from paceline.layers.moe_kernels import (
+    expert_down_kernel,
+    expert_gate_up_kernel,
+    route_kernel,
+    weighted_sum_kernel,
+)
+from paceline.layers.moe_tiling import FEW_EXPERTS, MANY_EXPERTS, PROMPT
 from paceline.layers.norm_triton import norm_kernel
 from paceline.quantization.packed_kernel import packed_kernel
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "NUM_KV_HEADS": 3, "HALF": 32, "BLOCK_SIZE": 64, "CHUNK_TOKENS": 128}
+SHARED_MEMORY = 232_448  # of a block
 FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
 
 Arguments = tuple[dict[str, str], dict[str, object]]
 
 
-def attention(nodes: int, rows: int, qk_norm: bool) -> Arguments:
-    pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "out"), HALF)
-    pointers |= dict.fromkeys(("rope_cache", "partial", "partial_stats"), FLOAT) | {"chunks_done": INT}
+def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False) -> Arguments:
+    pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
+    floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
+    pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
     numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
-    numbers |= {"eps": "fp32", "scale": "fp32"}
+    numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
     constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
     constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
-    return pointers | numbers, constants
+    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special} | dict.fromkeys(("SOFTCAP", "SINKS"), special)
+    return pointers | numbers, constants | ({"HALF": 128} if special else {})
 
 
 def _outputs(flags: dict[str, bool]) -> dict[str, str]:
@@ -62,11 +72,38 @@ def packed(bits: int, flags: dict[str, bool]) -> Arguments:
     return signature, flags | constants
 
 
-def compile_kernel(kernel: object, signature: dict[str, str], constants: dict[str, object]) -> None:
+def compile_experts() -> None:
+    """The kernels of a mixture of experts, with the tilings they are launched with."""
+    tiles = {"tile_expert": INT, "tile_pairs": INT}
+    route = {"logits": HALF, "counts": LONG, "experts": INT, "weights": FLOAT} | tiles
+    route |= {"rows": "i32", "num_experts": "i32", "tiles": "i32", "scale": "fp32"}
+    constants = {"USE_PDL": True, "RENORMALIZE": True, "PADDED": True, "NODES": 6, "TOP_K": 8, "ROWS": TILE_ROWS}
+    for experts, tile_count in ((128, 128), (512, 0)):
+        compile_kernel(route_kernel, route, constants | {"EXPERTS": experts, "TILES": tile_count})
+    sizes = {"columns": "i32", "in_features": "i32"}
+    gate_up = dict.fromkeys(("x", "weight", "bias", "out"), HALF) | tiles | sizes | {"alpha": "fp32", "limit": "fp32"}
+    down = dict.fromkeys(("activated", "weight", "bias"), HALF) | tiles | sizes | {"out": FLOAT}
+    for tiling in (FEW_EXPERTS, MANY_EXPERTS, PROMPT):
+        for other in (False, True):
+            first, second = (
+                {"USE_PDL": True, "BIAS": other, "EVEN": not other, "TRANSPOSED": tile.transposed, "ROWS": tile.rows}
+                | {"COLUMNS": tile.columns, "STEP": tile.step}
+                for tile in (tiling.gate_up, tiling.down)
+            )
+            stages = {"num_stages": tiling.gate_up.stages, "num_warps": tiling.gate_up.warps}
+            compile_kernel(expert_gate_up_kernel, gate_up, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
+            stages = {"num_stages": tiling.down.stages, "num_warps": tiling.down.warps}
+            compile_kernel(expert_down_kernel, down, second, **stages)
+    parts = {"parts": FLOAT, "weights": FLOAT, "residual": HALF, "out": HALF, "columns": "i32"}
+    compile_kernel(weighted_sum_kernel, parts, {"USE_PDL": True, "RESIDUAL": True, "TOP_K": 8, "COLUMNS": 512})
+
+
+def compile_kernel(kernel: object, signature: dict[str, str], constants: dict[str, object], **options: int) -> None:
     types = signature | dict.fromkeys(constants, "constexpr")
     ordered = {name: types[name] for name in kernel.arg_names}  # type: ignore[attr-defined]
     source = ASTSource(fn=kernel, signature=ordered, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, **options})
+    assert compiled.metadata.shared <= SHARED_MEMORY, f"{kernel} needs {compiled.metadata.shared} bytes"
 
 
 def compile_products() -> None:
@@ -81,10 +118,14 @@ def compile_products() -> None:
 
 def main() -> int:
     compile_products()
+    compile_experts()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
-        compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm))
-    norm = {"x": HALF, "weight": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
-    compile_kernel(norm_kernel, norm, {"USE_PDL": True, "HIDDEN_SIZE": 1024})
+        for special in (False, True):
+            compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm, special))
+    norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
+    for other in (False, True):
+        parts = {"CENTER": other, "BIAS": other, "RESIDUAL": other}
+        compile_kernel(norm_kernel, norm, {"USE_PDL": True, **parts, "HIDDEN_SIZE": 1024})
     compile_kernel(silu_mul_kernel, {"both": HALF, "out": HALF, "size": "i32"}, {"BLOCK_COLUMNS": 1024})
     argmax = {"best_value": FLOAT, "best_index": INT, "out": LONG, "embedding": HALF, "hidden_states": HALF}
     argmax |= {"blocks": "i32", "hidden_size": "i32"}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from paceline.core.types import Row
 from paceline.models import registry
@@ -14,14 +15,26 @@ from paceline.runners.native import NativeRunner, is_native
 from tests.runners.native.models import tiny
 
 PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"attention_bias": True}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("gemma2", {}),
+    ("gemma2", {"tie_word_embeddings": False, "final_logit_softcapping": None, "attn_logit_softcapping": 2.0}),
+    ("gemma2", {"attention_bias": True}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"rope_parameters": GEMMA3_ROPES, "final_logit_softcapping": 5.0}),
     ("mistral", {}),
+    ("mistral", {"sliding_window": 16}),
     ("qwen2", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     ("qwen3", {}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     ("qwen3", {"attention_bias": True}),
 ]
 
@@ -38,8 +51,8 @@ def test_logits_agree_with_transformers_in_float64(kind: str, changes: dict[str,
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (LlamaConfig(mlp_bias=True), "mlp_bias"),
-    (LlamaConfig(hidden_act="gelu"), "hidden_act"),
+    (MistralConfig(mlp_bias=True), "mlp_bias"),
+    (LlamaConfig(hidden_act="quick_gelu"), "hidden_act"),
     (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
     (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
     (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
@@ -47,8 +60,11 @@ REFUSED: list[tuple[Any, str]] = [
         LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
         "partial_rotary_factor",
     ),
-    (MistralConfig(sliding_window=4096), "sliding_window"),
-    (Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0), "sliding_attention"),
+    (LlamaConfig(sliding_window=4096), "sliding_window"),
+    (MistralConfig(sliding_window=64, layer_types=["full_attention"] * 32), "layer_types"),
+    (Qwen2Config(layer_types=["chunked_attention"] * 32), "chunked_attention"),
+    (Gemma2Config(use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (Gemma3TextConfig(attn_logit_softcapping=20.0), "attn_logit_softcapping"),
     (GPT2Config(), "gpt2"),
 ]
 
@@ -59,6 +75,23 @@ def test_a_computation_that_layers_do_not_have_is_refused_with_the_reason(config
     assert reason in (registry.unsupported(config) or "")
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=None)])
+@pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=4096)])
 def test_what_layers_have_is_native(config: Any) -> None:
     assert is_native(config)
+
+
+def test_gemma3_with_a_part_that_reads_images_runs_as_its_text_part(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny("gemma3_text").config
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=100)
+    model = Gemma3ForConditionalGeneration(config).double().eval()
+    model.save_pretrained(tmp_path)
+    prompt = PROMPTS[2]
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    for runner in (NativeRunner.of_model(model, "gemma3", 256), NativeRunner.load(tmp_path, "g", "float64", "cpu", 256)):
+        output = runner.forward([Row.chain(runner.new_cache(), prompt)])
+        torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)

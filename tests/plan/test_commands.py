@@ -105,7 +105,7 @@ def test_a_dtype_that_no_engine_runs_is_not_planned(dtype):
     with pytest.raises(OptionError, match="cannot run in"):
         run(plan_command, "llama-3.1-8b", "--dtype", dtype)
     with pytest.raises(OptionError, match="cannot run in int4"):
-        run(plan_command, "gemma-2-27b", "--dtype", "int4")
+        run(plan_command, "gpt2-xl", "--dtype", "int4")
 
 
 def test_a_gguf_is_counted_as_it_would_be_loaded(capsys, tmp_path):
@@ -141,12 +141,12 @@ def parses(command):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "mistral-7b", "gemma-2-27b", "my/own-model"])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mistral-7b", "gpt2-xl", "my/own-model"])
 def test_every_recommended_command_is_one_that_its_command_takes(capsys, model):
     for situation in ("single-gpu", "many-gpus", "no-draft", "cpu", "apple", "api"):
         advice = run_json(capsys, plan_command, model, "--advise", situation)["advice"][0]
         assert all(parses(command) for command in advice["commands"])
-    if model == "gemma-2-27b":
+    if model == "gpt2-xl":
         assert "--dtype int8" not in str(run_json(capsys, plan_command, model, "--advise", "cpu"))
 
 

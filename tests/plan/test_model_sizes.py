@@ -25,6 +25,8 @@ SMOLLM2_135M = {
     "max_position_embeddings": 8192,
 }
 
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
 
 @pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.name)
 def test_every_catalogue_model_has_its_published_number_of_weights(entry):
@@ -101,6 +103,10 @@ def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
         ("PhiConfig", "PhiForCausalLM", {"num_key_value_heads": 4}),
         ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"num_key_value_heads": 4}),
         ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("GraniteMoeConfig", "GraniteMoeForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("OlmoeConfig", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("Qwen2MoeConfig", "Qwen2MoeForCausalLM", {**FEW_EXPERTS, "shared_expert_intermediate_size": 80}),
+        ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**FEW_EXPERTS, "head_dim": 24}),
         ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     ],
 )
@@ -115,6 +121,14 @@ def test_every_architecture_counts_as_transformers_does(config_name, model_name,
     ours = sizes_from_config(config.to_dict(), config_name)
     assert ours.notes == ()
     assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_experts_in_some_layers_only_are_refused_rather_than_miscounted(changes):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3MoeConfig(**FEW_EXPERTS, **changes)
+    with pytest.raises(OptionError, match="some of its layers have no experts"):
+        sizes_from_config(config.to_dict(), "mixed")
 
 
 def test_gpt2_counts_as_transformers_does():

@@ -133,6 +133,8 @@ LONGROPE = {
 MANY_LAYERS = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, LINEAR, FULL]}
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHORT_YARN = {**YARN, "original_max_position_embeddings": 8}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 5.0}
 
 VARIATIONS = [
     Variant("llama", "transformers", runner="hf"),
@@ -175,6 +177,13 @@ VARIATIONS = [
     Variant("olmo_hybrid", "four_layers", MANY_LAYERS),
     Variant("bert", "not_causal", {"is_decoder": False}),
     Variant("deepseek_v3", "no_q_lora", {"q_lora_rank": None}),
+    Variant("llama", "gelu", {"hidden_act": "gelu"}),
+    Variant("granite", "multipliers", GRANITE),
+    Variant("ministral", "layer_types", {"layer_types": [SLIDING, FULL]}),
+    Variant("ministral3", "scaled_queries", {"rope_parameters": {**SHORT_YARN, "llama_4_scaling_beta": 0.5}}),
+    Variant("smollm3", "no_rope", {"no_rope_layer_interval": 2}),
+    Variant("stablelm", "parallel", {"use_parallel_residual": True}),
+    Variant("starcoder2", "no_bias", {"use_bias": False}),
 ]
 
 

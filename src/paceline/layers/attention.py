@@ -8,6 +8,7 @@ than copying their blocks side by side.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +45,59 @@ class HeadNorms:
     key: Tensor | None = None
 
 
+NO_HEAD_NORMS = HeadNorms()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """What attention of one layer has of its own. The defaults are Llama's."""
+
+    norms: HeadNorms = NO_HEAD_NORMS
+    scale: float | None = None  # of the products of queries and keys; None: 1 / sqrt(head_dim)
+    window: int | None = None  # tokens that a node sees, itself included; None: all before it
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # a further score of each query head that takes its share and adds no value: [heads]
+    rope: int | None = 0  # which of the model's rope tables rotates queries and keys; None: they are not rotated
+    query_rope: int | None = None  # the table of queries, where they have their own
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it differs from Llama's in nothing but head norms."""
+        others = (self.scale, self.window, self.softcap, self.sinks, self.query_rope)
+        return self.rope == 0 and all(setting is None for setting in others)
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether the weights of keys are a softmax of their scores alone, which libraries have kernels for."""
+        return self.softcap is None and self.sinks is None
+
+
+PLAIN_ATTENTION = LayerAttention()
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: LayerAttention) -> Tensor:
+    """Values by the weights of their keys. q [batch, key heads, rows, head_dim], the rows query head by query head."""
+    if kind.is_softmax:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kind.scale)
+    scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[-1] ** -0.5 if kind.scale is None else kind.scale)
+    if kind.softcap is not None:
+        scores = torch.tanh(scores / kind.softcap) * kind.softcap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(_weights(scores, kind.sinks).to(v.dtype), v)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [batch, key heads, rows, keys] in float32 or wider; a sink takes its share of each row."""
+    wide = scores if scores.dtype == torch.float64 else scores.float()
+    if sinks is None:
+        return torch.softmax(wide, dim=-1)
+    by_head = sinks.to(wide.dtype).view(scores.shape[1], -1)
+    column = by_head.repeat_interleave(scores.shape[2] // by_head.shape[1], dim=1)[None, :, :, None]
+    joined = torch.cat([wide, column.expand(scores.shape[0], -1, -1, -1)], dim=-1)
+    return torch.softmax(joined, dim=-1)[..., :-1]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheViews:
     """A sequence's part of the cache in each layer, where its blocks are neighbours: computed once a pass."""
@@ -60,10 +114,10 @@ class SequenceSpan:
 
     start: int  # of its nodes in the packed rows
     count: int
-    length: int  # tokens cached before this pass
-    slot_mapping: Tensor | slice  # of all length + count tokens, in the flat cache
-    new_slots: Tensor | slice  # of the new ones alone
-    mask: Tensor | None  # additive [count, keys]; None: every node sees everything
+    length: int  # tokens before them
+    slot_mapping: Tensor | slice  # of the tokens that they read, theirs included, in the flat cache
+    new_slots: Tensor | slice  # of theirs alone
+    mask: Tensor | None  # additive [count, keys]; None: each node sees every key up to its own
     chain: bool = True  # each node follows the node before it
     branch_slots: Tensor | None = None  # keys of each node off the first branch of a tree: [nodes, keys]
     views: CacheViews | None = None
@@ -81,12 +135,19 @@ class BatchedDecodeGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpans:
+    """Every node of a pass once, with the keys that layers of one window read."""
+
+    spans: list[SequenceSpan]  # a prompt longer than a window is several, each behind the one before it
+    groups: list[BatchedDecodeGroup] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EagerBatch:
     """One pass, as eager attention reads it."""
 
-    rotation: CosSin
-    spans: list[SequenceSpan]
-    groups: list[BatchedDecodeGroup] = field(default_factory=list)
+    rotations: tuple[CosSin, ...]  # of the nodes, by each rope table of the model
+    by_window: Mapping[int | None, AttentionSpans]  # None: layers whose nodes see everything before them
 
 
 class EagerAttention:
@@ -110,22 +171,27 @@ class EagerAttention:
         all_k, all_v = (cache[:, slot_mapping].transpose(1, 2).unsqueeze(1).unbind(0) for cache in caches)
         return CacheViews(new_k, new_v, all_k, all_v)
 
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, batch: EagerBatch) -> Tensor:
+    def __call__(
+        self, queries: Tensor, keys: Tensor, values: Tensor, layer: int, kind: LayerAttention, batch: EagerBatch
+    ) -> Tensor:
         """Store new keys and values, then attend. Inputs [nodes, heads, head_dim]; output [nodes, query size]."""
-        if len(batch.spans) == 1 and not batch.groups:  # nothing to pick out, nothing to put together
-            return self._span(batch.spans[0], queries, keys, values, layer)
-        if len(batch.groups) == 1 and not batch.spans:
-            return self._group(batch.groups[0], queries, keys, values, layer)
+        parts = batch.by_window[kind.window]
+        if len(parts.spans) == 1 and not parts.groups:  # nothing to pick out, nothing to put together
+            return self._span(parts.spans[0], queries, keys, values, layer, kind)
+        if len(parts.groups) == 1 and not parts.spans:
+            return self._group(parts.groups[0], queries, keys, values, layer, kind)
         out = queries.new_empty(queries.shape[0], self.sizes.query_size)
-        for span in batch.spans:
+        for span in parts.spans:
             nodes = slice(span.start, span.start + span.count)
-            out[nodes] = self._span(span, queries[nodes], keys[nodes], values[nodes], layer)
-        for group in batch.groups:
+            out[nodes] = self._span(span, queries[nodes], keys[nodes], values[nodes], layer, kind)
+        for group in parts.groups:
             rows = group.rows
-            out[rows] = self._group(group, queries[rows], keys[rows], values[rows], layer)
+            out[rows] = self._group(group, queries[rows], keys[rows], values[rows], layer, kind)
         return out
 
-    def _span(self, span: SequenceSpan, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+    def _span(
+        self, span: SequenceSpan, q: Tensor, keys: Tensor, values: Tensor, layer: int, kind: LayerAttention
+    ) -> Tensor:
         if span.views is not None:
             span.views.new_keys[layer].copy_(keys)
             span.views.new_values[layer].copy_(values)
@@ -136,15 +202,16 @@ class EagerAttention:
             k = self.keys[layer][span.slot_mapping].transpose(0, 1)[None]  # [1, key heads, keys, head_dim]
             v = self.values[layer][span.slot_mapping].transpose(0, 1)[None]
         if span.tiled:
-            return self._by_tiles(q, k, v, span)
+            return self._by_tiles(q, k, v, span, kind)
         if not self.node_by_node and span.count > 1:
-            causal = span.chain and span.length == 0
-            return self._causal(q, k, v) if causal else self._folded(q, k, v, span.mask)
+            return self._causal(q, k, v, kind) if span.mask is None else self._folded(q, k, v, span.mask, kind)
         if span.branch_slots is None:
-            return self._by_node(q, k, v, span.mask)
-        return self._by_branch(q, k, v, span, layer)
+            return self._by_node(q, k, v, span.mask, kind)
+        return self._by_branch(q, k, v, span, layer, kind)
 
-    def _group(self, group: BatchedDecodeGroup, q: Tensor, keys: Tensor, values: Tensor, layer: int) -> Tensor:
+    def _group(
+        self, group: BatchedDecodeGroup, q: Tensor, keys: Tensor, values: Tensor, layer: int, kind: LayerAttention
+    ) -> Tensor:
         sizes, num_seqs = self.sizes, q.shape[0]
         copies: list[Tensor] = []
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
@@ -153,10 +220,9 @@ class EagerAttention:
             blocks = blocks.index_select(0, group.blocks)
             copies.append(blocks.view(num_seqs, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2))
         folded = q.view(num_seqs, sizes.num_kv_heads, sizes.group, sizes.head_dim)
-        mixed = F.scaled_dot_product_attention(folded, copies[0], copies[1], attn_mask=group.mask)
-        return mixed.reshape(num_seqs, sizes.query_size)
+        return mix(folded, copies[0], copies[1], group.mask, kind).reshape(num_seqs, sizes.query_size)
 
-    def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan) -> Tensor:
+    def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan, kind: LayerAttention) -> Tensor:
         """A prompt in tiles that begin at multiples of the block size: the same bits, however it is cut there."""
         assert span.mask is not None
         tile, out = self.sizes.block_size, list[Tensor]()
@@ -164,11 +230,11 @@ class EagerAttention:
         while start < end:
             edge = (start // tile + 1) * tile
             nodes = slice(start - span.length, min(edge, end) - span.length)
-            out.append(self._folded(q[nodes], k[:, :, :edge], v[:, :, :edge], span.mask[nodes, :edge]))
+            out.append(self._folded(q[nodes], k[:, :, :edge], v[:, :, :edge], span.mask[nodes, :edge], kind))
             start = edge
         return torch.cat(out)
 
-    def _by_node(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_node(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: LayerAttention) -> Tensor:
         """Nodes beside each other as a batch, so that each is computed as if it were alone.
 
         Keys come in whole blocks, with those that a node does not see masked: sums then fall into the same lanes
@@ -179,27 +245,33 @@ class EagerAttention:
         mask = None if mask is None else mask[:, None, None, :]
         if count > 1:
             k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
-        return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(count, sizes.query_size)
+        return mix(folded, k, v, mask, kind).reshape(count, sizes.query_size)
 
-    def _by_branch(self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan, layer: int) -> Tensor:
+    def _by_branch(
+        self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan, layer: int, kind: LayerAttention
+    ) -> Tensor:
         """A tree: nodes off its first branch read their keys in the order they will have once accepted."""
         assert span.branch_slots is not None and span.mask is not None
         straight = span.count - span.branch_slots.shape[0]
-        first = self._by_node(q[:straight], k, v, span.mask[:straight])
+        first = self._by_node(q[:straight], k, v, span.mask[:straight], kind)
         branch_k, branch_v = (cache[layer][span.branch_slots].transpose(1, 2) for cache in (self.keys, self.values))
-        return torch.cat([first, self._by_node(q[straight:], branch_k, branch_v, span.mask[straight:])])
+        return torch.cat([first, self._by_node(q[straight:], branch_k, branch_v, span.mask[straight:], kind)])
 
-    def _folded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _folded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: LayerAttention) -> Tensor:
         """The query heads of a group become further rows: keys are read once for all of them."""
         sizes, count = self.sizes, q.shape[0]
         folded = q.view(count, sizes.num_kv_heads, sizes.group, sizes.head_dim).permute(1, 2, 0, 3)
         folded = folded.reshape(1, sizes.num_kv_heads, sizes.group * count, sizes.head_dim)
         repeated = None if mask is None else mask.repeat(sizes.group, 1)
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=repeated)
+        out = mix(folded, k, v, repeated, kind)
         out = out.view(sizes.num_kv_heads, sizes.group, count, sizes.head_dim).permute(2, 0, 1, 3)
         return out.reshape(count, sizes.query_size)
 
-    def _causal(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, kind: LayerAttention) -> Tensor:
+        if not kind.is_softmax:
+            hidden = torch.ones(q.shape[0], q.shape[0], dtype=torch.bool, device=q.device).triu_(1)
+            return self._folded(q, k, v, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf), kind)
         q = q.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
+        gqa = self.sizes.group > 1
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=gqa)
         return out[0].transpose(0, 1).reshape(q.shape[2], self.sizes.query_size)

@@ -18,8 +18,8 @@ CHUNK = 128  # tokens of context that are summed by themselves
 
 
 @triton.jit
-def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The two halves of a head's vectors [rows, HALF], normed with NORM, rotated by position."""
+def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr):
+    """The two halves of a head's vectors [rows, HALF], normed with NORM, rotated by position with ROPE."""
     low = tl.load(base + at_low, mask=ok, other=0.0).to(tl.float32)
     high = tl.load(base + at_low + HALF, mask=ok, other=0.0).to(tl.float32)
     if NORM:
@@ -27,16 +27,22 @@ def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl
         half = tl.arange(0, HALF)
         low = low * scale[:, None] * tl.load(norm + half).to(tl.float32)[None, :]
         high = high * scale[:, None] * tl.load(norm + HALF + half).to(tl.float32)[None, :]
-    return low * cos - high * sin, high * cos + low * sin
+    if ROPE:
+        turned = low * cos - high * sin
+        high = high * cos + low * sin
+        low = turned
+    return low, high
 
 
 @triton.jit(do_not_specialize=["max_chunks", "lanes"])  # a longer context is no reason to compile again
 def attend_kernel(
-    qkv, keys, values, rope_cache, query_norm, key_norm, out, partial, partial_stats, chunks_done,
-    lengths, counts, depths, tree_mask, blocks, offset, table_width, layer_base, max_chunks, lanes, eps, scale,
+    qkv, keys, values, rope_cache, query_rope_cache, query_norm, key_norm, sinks,
+    out, partial, partial_stats, chunks_done,
+    lengths, counts, depths, tree_mask, blocks, offset, table_width, layer_base, max_chunks, lanes, eps, scale, softcap,
     NODES: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NEW_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr,
     PARTS: tl.constexpr, USE_PDL: tl.constexpr, TRIGGER_DEPENDENTS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr,
 ):
     """Attention of some of a sequence's nodes, for one key head and every `lanes`-th chunk of its tokens.
 
@@ -46,7 +52,8 @@ def attend_kernel(
     program that reads new keys rotates and stores them, then reads them back like all others, so that a token is
     treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see. Every
     chunk is summed by itself, and the last program to finish joins the chunks in order: the number of lanes changes
-    nothing about the sums.
+    nothing about the sums. With a WINDOW chunks before the first node's are left out: to other nodes they add zeros.
+    A sink is a further score of its query head, in the sum of the weights and without a value.
     """
     seq = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -56,7 +63,11 @@ def attend_kernel(
     count = tl.load(counts + seq)
     length = tl.load(lengths + seq) + offset
     end = length + count
-    chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+    if WINDOW > 0:
+        first_chunk = tl.maximum(length + 1 - WINDOW, 0) // CHUNK_TOKENS
+    else:
+        first_chunk = 0
+    chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS - first_chunk
     heads = GROUP * NUM_KV_HEADS
     size: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
@@ -75,8 +86,9 @@ def attend_kernel(
         if NODES <= 31:
             node_mask = node_mask.to(tl.int32)
         position = length + tl.load(depths + seq * NODES + node, mask=row_ok, other=0)
-        row_cos = tl.load(rope_cache + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
-        row_sin = tl.load(rope_cache + position[:, None] * size + HALF + half[None, :], mask=row_ok[:, None], other=0.0)
+        row_cos = tl.load(query_rope_cache + position[:, None] * size + half[None, :], mask=row_ok[:, None], other=0.0)
+        sin_at = position[:, None] * size + HALF + half[None, :]
+        row_sin = tl.load(query_rope_cache + sin_at, mask=row_ok[:, None], other=0.0)
         new_node = tl.arange(0, NEW_TOKENS)
         new_ok = new_node < count
         place = length + new_node
@@ -92,15 +104,15 @@ def attend_kernel(
         # --- queries
         dtype = keys.dtype.element_ty
         at_low = ((seq * NODES + node) * row_stride + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
-        low, high = _rotated(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, QK_NORM)
+        low, high = _rotated(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, QK_NORM, ROPE)
         q_low = tl.trans(low.to(dtype))
         q_high = tl.trans(high.to(dtype))
 
         # --- new keys and values
-        if (lane + (own_chunks - 1) * lanes + 1) * CHUNK_TOKENS > length:
+        if (first_chunk + lane + (own_chunks - 1) * lanes + 1) * CHUNK_TOKENS > length:
             node_at = (seq * NODES + new_node) * row_stride
             key_at = node_at[:, None] + (heads + head) * size + half[None, :]
-            key_low, key_high = _rotated(qkv, key_at, new_ok[:, None], cos, sin, key_norm, eps, HALF, QK_NORM)
+            key_low, key_high = _rotated(qkv, key_at, new_ok[:, None], cos, sin, key_norm, eps, HALF, QK_NORM, ROPE)
             cache_at = cache_base + (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * (NUM_KV_HEADS * size)
             cache_at = cache_at[:, None]
             tl.store(keys + cache_at + half[None, :], key_low.to(dtype), mask=new_ok[:, None])
@@ -112,8 +124,11 @@ def attend_kernel(
 
         # --- attention, chunk by chunk
         head_index = tl.program_id(0) * NUM_KV_HEADS + head
+        sink = tl.zeros((ROWS,), dtype=tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32)
         for chunk in range(lane, chunks, lanes):
-            token = chunk * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
+            token = (first_chunk + chunk) * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
             token_ok = (token < end)[:, None]
             token_block = tl.load(blocks + seq * table_width + token // BLOCK_SIZE, mask=token < end, other=0)
             at = cache_base + (token_block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (NUM_KV_HEADS * size)
@@ -123,16 +138,28 @@ def attend_kernel(
             value = tl.load(values + at + dim[None, :], mask=token_ok, other=0.0)  # loads while scores are computed
             score = tl.dot(k_low, q_low, input_precision="ieee")
             score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
+            if SOFTCAP:
+                score = softcap - 2 * softcap / (tl.exp(score * (2 / softcap)) + 1)  # softcap * tanh(score / softcap)
             pass_offset = (token - length).to(node_mask.dtype)[:, None]
             bit = (node_mask[None, :] >> tl.maximum(pass_offset, 0)) & 1
             visible = (pass_offset < 0) | ((bit == 1) & token_ok)
+            if WINDOW > 0:
+                in_pass = (token >= length) & (token < end)
+                depth = tl.load(depths + seq * NODES + token - length, mask=in_pass, other=0)
+                token_position = tl.where(in_pass, length + depth, token)
+                visible = visible & (position[None, :] - token_position[:, None] < WINDOW)
             score = tl.where(visible, score, -float("inf"))
             row_max = tl.max(score, axis=0)
             probs = tl.exp(score - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
             row_sum = tl.sum(probs, axis=0)
             weighted = tl.dot(tl.trans(value), probs.to(dtype), input_precision="ieee")
             if chunks == 1:
-                tl.store(out + out_at, (weighted / row_sum[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
+                total = row_sum
+                if SINKS:
+                    total = row_sum + tl.exp(sink - row_max)
+                if WINDOW > 0:
+                    total = tl.where(row_ok, total, 1.0)  # a row of padding may see nothing
+                tl.store(out + out_at, (weighted / total[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
             else:
                 stats_at = (head_index * max_chunks + chunk) * ROWS * 2 + row
                 tl.store(partial_stats + stats_at, row_max, mask=row_ok)
@@ -143,7 +170,8 @@ def attend_kernel(
             tl.debug_barrier()
             done_before = tl.atomic_add(chunks_done + head_index, own_chunks.to(tl.int32), sem="acq_rel")
             if done_before + own_chunks == chunks:
-                _join_chunks(partial, partial_stats, out, head_index * max_chunks, chunks, out_at, row_ok, ROWS, HALF)
+                first = head_index * max_chunks
+                _join_chunks(partial, partial_stats, out, first, chunks, out_at, row_ok, sink, ROWS, HALF, SINKS)
                 tl.store(chunks_done + head_index, 0)
     if lane == 0:  # padding: no kernel reads it, but it must not hold NaNs left in memory
         if USE_PDL:
@@ -154,7 +182,8 @@ def attend_kernel(
 
 @triton.jit
 def _join_chunks(
-    partial, partial_stats, out, first, chunks, out_at, row_ok, ROWS: tl.constexpr, HALF: tl.constexpr
+    partial, partial_stats, out, first, chunks, out_at, row_ok, sink,
+    ROWS: tl.constexpr, HALF: tl.constexpr, SINKS: tl.constexpr,
 ):
     """Join the chunks of one sequence and head, first to last: the same order every time."""
     size: tl.constexpr = 2 * HALF
@@ -172,4 +201,6 @@ def _join_chunks(
         row_sum += tl.load(partial_stats + stats_at + ROWS, mask=row_ok, other=1.0, cache_modifier=".cg") * rescale
         part_at = (first + chunk) * ROWS * size + dim[:, None] * ROWS + row[None, :]
         weighted += tl.load(partial + part_at, mask=row_ok[None, :], other=0.0, cache_modifier=".cg") * rescale[None, :]
+    if SINKS:
+        row_sum += tl.exp(sink - row_max)
     tl.store(out + out_at, (weighted / row_sum[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from paceline.device.properties import multiprocessor_count
-from paceline.layers.attention import AttentionSizes, HeadNorms
+from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
 
@@ -37,33 +37,38 @@ class TritonBatch:
 class TritonAttention:
     """The attention kernel over a flat cache [layers, tokens, key heads, head_dim]."""
 
-    def __init__(self, sizes: AttentionSizes, keys: Tensor, values: Tensor, rope: Tensor, gemm: GemmLauncher) -> None:
-        self.sizes, self.keys, self.values, self._rope, self._gemm = sizes, keys, values, rope, gemm
+    def __init__(
+        self, sizes: AttentionSizes, keys: Tensor, values: Tensor, ropes: tuple[Tensor, ...], gemm: GemmLauncher
+    ) -> None:
+        self.sizes, self.keys, self.values, self._ropes, self._gemm = sizes, keys, values, ropes, gemm
         self.multiprocessors = multiprocessor_count(keys.device)
         counters = MAX_SEQS * MAX_NODES * sizes.num_kv_heads
         self._chunks_done = torch.zeros(counters, dtype=torch.int32, device=keys.device)
 
-    def __call__(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: TritonBatch) -> Tensor:
+    def __call__(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         """Norm where the architecture does, rotate, store keys and values, attend. [nodes, query size]"""
-        sizes, gemm = self.sizes, self._gemm
+        sizes, gemm, norms = self.sizes, self._gemm, attention.norms
         rows = max(ROWS, triton.next_power_of_2(sizes.group))
         parts = triton.cdiv(batch.nodes, rows // sizes.group)
-        heads = batch.num_seqs * parts * sizes.num_kv_heads
-        lanes = min(batch.chunks, triton.cdiv(PROGRAMS * self.multiprocessors, heads))
+        heads, chunks = batch.num_seqs * parts * sizes.num_kv_heads, chunks_read(batch, attention.window)
+        lanes = min(chunks, triton.cdiv(PROGRAMS * self.multiprocessors, heads))
         out = torch.empty(batch.num_seqs * batch.nodes, sizes.query_size, dtype=qkv.dtype, device=qkv.device)
-        sums = torch.empty(heads * batch.chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
-        stats = torch.empty(heads * batch.chunks, 2, rows, dtype=torch.float32, device=qkv.device)
+        sums = torch.empty(heads * chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
+        stats = torch.empty(heads * chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
-            qkv, self.keys, self.values, self._rope, gemm.or_none(norms.query), gemm.or_none(norms.key),
+            qkv, self.keys, self.values, self._ropes[attention.rope or 0],
+            self._ropes[attention.query_rope or attention.rope or 0],
+            gemm.or_none(norms.query), gemm.or_none(norms.key), gemm.or_none(attention.sinks),
             out, sums, stats, self._chunks_done,
             batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks,
-            batch.offset, batch.blocks.shape[1], layer * self.keys.stride(0), batch.chunks, lanes, gemm.eps,
-            sizes.head_dim**-0.5,
+            batch.offset, batch.blocks.shape[1], layer * self.keys.stride(0), chunks, lanes, gemm.eps,
+            sizes.head_dim**-0.5 if attention.scale is None else attention.scale, attention.softcap or 0.0,
             NODES=batch.nodes, GROUP=sizes.group, NUM_KV_HEADS=sizes.num_kv_heads, HALF=sizes.head_dim // 2, ROWS=rows,
             NEW_TOKENS=self._new_tokens(norms, batch), BLOCK_SIZE=sizes.block_size, CHUNK_TOKENS=CHUNK,
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
-            TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes), num_warps=WARPS, num_stages=STAGES,
-            **gemm.pdl_launch,
+            TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
+            WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
+            ROPE=attention.rope is not None, num_warps=WARPS, num_stages=STAGES, **gemm.pdl_launch,
         )
         return out
 
@@ -80,3 +85,11 @@ class TritonAttention:
         free first and waits for those. Only where half of them have nothing to do is early better.
         """
         return 2 * programs <= self.multiprocessors
+
+
+def chunks_read(batch: TritonBatch, window: int | None) -> int:
+    """Chunks of context that the nodes of a sequence see, at most."""
+    if window is None:
+        return batch.chunks
+    tokens = window - 1 + batch.nodes
+    return min(batch.chunks, (tokens + CHUNK - 2) // CHUNK + 1)

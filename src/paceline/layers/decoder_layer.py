@@ -1,4 +1,4 @@
-"""The decoder layer of Llama-like architectures: attention and a gated MLP, each behind a norm and a residual."""
+"""The decoder layer: attention and an MLP, each behind a norm and added to the residual stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.layers.attention import HeadNorms
+from paceline.layers.attention import NO_HEAD_NORMS, PLAIN_ATTENTION, HeadNorms, LayerAttention
 from paceline.layers.cpu_kernels import FLOAT_BITS, WeightBlocks
+from paceline.layers.feed_forward import Mlp
 from paceline.layers.gemm_types import Linear
+from paceline.layers.norm import Norm
 from paceline.layers.ops import Ops
-
-NO_HEAD_NORMS = HeadNorms()
+from paceline.layers.residual import PLAIN_ADD, ResidualAdd
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +39,11 @@ class LayerWeights:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every product multiplies by one matrix in floating point."""
-        return all(matrix is not None for matrix in (self.qkv, self.output, self.gate_up, self.down))
+        """Whether every product multiplies by one matrix in floating point, and norms are of its type."""
+        norms = (self.attention_norm, self.mlp_norm, self.query_norm, self.key_norm)
+        types = {norm.dtype for norm in norms if norm is not None}
+        matrices = (self.qkv, self.output, self.gate_up, self.down)
+        return all(matrix is not None and {matrix.dtype} == types for matrix in matrices)
 
     @property
     def is_blocked(self) -> bool:
@@ -59,47 +63,82 @@ class LayerWeights:
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0]
 
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """Weights of one layer, and their wiring. q, k and v are one linear layer; so are gate and up."""
+    """Weights of one layer, and their wiring: attention and an MLP, each behind a norm and added to what came before.
 
-    attention_norm: Tensor
+    q, k and v are one linear layer. What is not Llama's has a default that is: norms of whole projections, how a part
+    is added to the residual stream, and `parallel`: the MLP reads what attention has read, not its output.
+    """
+
+    attention_norm: Norm | None
     qkv: Linear
     output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp_norm: Norm | None
+    mlp: Mlp
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None
-    head_norms: HeadNorms = NO_HEAD_NORMS
+    attention: LayerAttention = PLAIN_ATTENTION
+    projection_norms: HeadNorms = NO_HEAD_NORMS  # of all queries of a node together, and of all its keys
+    attention_add: ResidualAdd = PLAIN_ADD
+    mlp_add: ResidualAdd = PLAIN_ADD
+    parallel: bool = False
 
     def __call__(self, hidden_states: Tensor, index: int, ops: Ops, batch: Any) -> Tensor:
         """hidden_states [nodes, hidden_size] through layer number `index`."""
         qkv = ops.project(hidden_states, self.attention_norm, self.qkv, self.qkv_bias)
-        attended = ops.attend(qkv, index, self.head_norms, batch)
-        hidden_states = ops.project_add(attended, self.output, hidden_states, self.output_bias)
-        activated = ops.gated(hidden_states, self.mlp_norm, self.gate_up)
-        return ops.project_add(activated, self.down, hidden_states)
+        attended = ops.attend(self._normed(qkv, ops), index, self.attention, batch)
+        states = self.attention_add.project(attended, self.output, self.output_bias, hidden_states, ops)
+        return self.mlp(hidden_states if self.parallel else states, self.mlp_norm, states, self.mlp_add, ops, batch)
+
+    def _normed(self, qkv: Tensor, ops: Ops) -> Tensor:
+        """Queries and keys, normed where the architecture norms whole projections."""
+        query, key = self.projection_norms.query, self.projection_norms.key
+        if query is None or key is None:
+            return qkv
+        sizes = (query.shape[0], key.shape[0], qkv.shape[1] - query.shape[0] - key.shape[0])
+        queries, keys, values = qkv.split(sizes, dim=1)
+        normed = [ops.norm(part.contiguous(), Norm(weight)) for part, weight in ((queries, query), (keys, key))]
+        return torch.cat([*normed, values], dim=1)
 
     def with_linears(self, wrap: Callable[[str, Linear], Linear]) -> DecoderLayer:
-        """The same layer with each linear layer wrapped, by its name here."""
-        return replace(
-            self,
-            qkv=wrap("qkv", self.qkv),
-            output=wrap("output", self.output),
-            gate_up=wrap("gate_up", self.gate_up),
-            down=wrap("down", self.down),
-        )
+        """The same layer with each linear layer wrapped, by its name in models/lora.py. Raises CapabilityError."""
+        qkv, output = wrap("qkv", self.qkv), wrap("output", self.output)
+        return replace(self, qkv=qkv, output=output, mlp=self.mlp.with_linears(wrap))
 
-    def weights(self) -> LayerWeights:
-        """Its tensors, for a kernel that runs the whole layer."""
-        norms = self.head_norms
+    def weights(self) -> LayerWeights | None:
+        """Its tensors, for a kernel that runs the whole layer; None: it has parts that Llama's has not."""
+        mlp, norms = self.mlp.gated_linears(), self.attention.norms
+        attention_norm, mlp_norm = (_rms_weight(norm) for norm in (self.attention_norm, self.mlp_norm))
+        if mlp is None or attention_norm is None or mlp_norm is None or not self._is_wired_like_llama:
+            return None
         return LayerWeights(
-            self.attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, self.mlp_norm,
-            self.gate_up.matrix, self.down.matrix, norms.query, norms.key,
-            self.qkv.blocks, self.output.blocks, self.gate_up.blocks, self.down.blocks,
+            attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, mlp_norm,
+            mlp.gate_up.matrix, mlp.down.matrix, norms.query, norms.key,
+            self.qkv.blocks, self.output.blocks, mlp.gate_up.blocks, mlp.down.blocks,
         )  # fmt: skip
+
+    @property
+    def _is_wired_like_llama(self) -> bool:
+        plain = self.attention.is_plain and self.attention_add.is_plain and self.mlp_add.is_plain
+        return plain and self.projection_norms.query is None and not self.parallel
+
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the Triton operations have everything it asks for."""
+        return self.mlp.can_fuse
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations."""
+        return self.mlp.can_fuse
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""
-        yield from (self.qkv, self.output, self.gate_up, self.down)
+        yield from (self.qkv, self.output)
+        yield from self.mlp.linears()
+
+
+def _rms_weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.rms_weight

@@ -20,7 +20,8 @@ from paceline.device.properties import fits_wide_tiles, supports_pdl
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
 from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
 from paceline.layers.mlp_triton import silu_mul
-from paceline.layers.norm_triton import rms_norm
+from paceline.layers.norm import Norm
+from paceline.layers.norm_triton import launch_norm
 
 VECTOR_IN_FEATURES = 2048  # longest row of a matrix that vector_kernel loads whole
 VECTOR_ROWS = 2
@@ -73,8 +74,9 @@ class GemmLauncher:
         """Rows of the tile that so many rows are cut into: the smallest that holds them all, or the largest."""
         return next((tile for tile in self._tiles if tile >= rows), self._tiles[-1])
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self.eps, use_pdl=self.use_pdl, launch=self.pdl_launch)
+    def norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+        """norm(x), plus residual where there is one."""
+        return launch_norm(x, norm, self.eps, residual=residual, use_pdl=self.use_pdl, launch=self.pdl_launch)
 
     def product(self, x: Tensor, linear: Linear, epilogue: Epilogue) -> GemmOutput:
         """x through the linear layer, with everything its epilogue names."""
@@ -86,7 +88,7 @@ class GemmLauncher:
 
     def normed(self, x: Tensor, epilogue: Epilogue) -> Tensor:
         """The input of a kernel that does not norm by itself."""
-        return x if epilogue.norm is None else self.norm(x, epilogue.norm)
+        return x if epilogue.norm is None else self.norm(x, Norm(epilogue.norm))
 
     def buffers(self, x: Tensor, columns: int, columns_per_program: int, epilogue: Epilogue) -> GemmOutput:
         """Memory for a product; for its argmax too where the epilogue names one."""

@@ -24,7 +24,7 @@ def clamped_index(index, count):
 
 
 @triton.jit
-def _accumulate(part, weights, total, TRANSPOSED: tl.constexpr):
+def accumulate(part, weights, total, TRANSPOSED: tl.constexpr):
     """total + part · weightsᵀ; TRANSPOSED: + weights · partᵀ. Either way each sum runs over the columns in order."""
     if TRANSPOSED:
         return tl.dot(weights, tl.trans(part), total, input_precision="ieee")
@@ -64,19 +64,19 @@ def project_kernel(
         gdc_wait()
         gdc_launch_dependents()
     x_tile = tl.load(x_at, mask=row_ok[:, None] & inside, other=0.0)
-    total = _accumulate(x_tile, weights, total, TRANSPOSED)
+    total = accumulate(x_tile, weights, total, TRANSPOSED)
     if GATE:
-        total_up = _accumulate(x_tile, up_weights, total_up, TRANSPOSED)
+        total_up = accumulate(x_tile, up_weights, total_up, TRANSPOSED)
     for start in range(STEP, in_features, STEP):
         inside = (start + step < in_features)[None, :]
         x_ok = row_ok[:, None] if EVEN else row_ok[:, None] & inside
         w_ok = column_ok[:, None] if EVEN else column_ok[:, None] & inside
         x_tile = tl.load(x_at + start, mask=x_ok, other=0.0)
         weights = tl.load(weight_at + start, mask=w_ok, other=0.0)
-        total = _accumulate(x_tile, weights, total, TRANSPOSED)
+        total = accumulate(x_tile, weights, total, TRANSPOSED)
         if GATE:
             up_weights = tl.load(up_at + start, mask=w_ok, other=0.0)
-            total_up = _accumulate(x_tile, up_weights, total_up, TRANSPOSED)
+            total_up = accumulate(x_tile, up_weights, total_up, TRANSPOSED)
     if TRANSPOSED:
         total = tl.trans(total)
         total_up = tl.trans(total_up)

@@ -10,30 +10,48 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms
+from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, LayerAttention
 from paceline.layers.gemm_types import Linear
-from paceline.layers.mlp import silu_mul
-from paceline.layers.norm import rms_norm
+from paceline.layers.mlp import Activation, gated
+from paceline.layers.moe import MixtureOfExperts
+from paceline.layers.norm import Norm, rms_norm
 from paceline.layers.rope import rotate
 
 
 class Ops(Protocol):
     """Operations of a layer. `batch` is what the attention of these operations needs to know about the pass."""
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Root-mean-square norm."""
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """norm(x)"""
 
-    def project(self, x: Tensor, norm: Tensor, linear: Linear, bias: Tensor | None) -> Tensor:
+    def norm_add(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        """residual + norm(x)"""
+
+    def project(self, x: Tensor, norm: Norm | None, linear: Linear, bias: Tensor | None = None) -> Tensor:
         """linear(norm(x)) + bias"""
 
-    def attend(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: Any) -> Tensor:
+    def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: Any) -> Tensor:
         """Norm heads, rotate by position, store keys and values in the cache, attend. [nodes, query size]"""
 
-    def project_add(self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-        """residual + linear(x) + bias"""
+    def project_add(
+        self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None, multiplier: float = 1.0
+    ) -> Tensor:
+        """residual + multiplier · (linear(x) + bias)"""
 
-    def gated(self, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
-        """silu(gate(norm(x))) * up(norm(x)), where the linear layer holds gate and up"""
+    def gated(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        linear: Linear,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        """activation(gate(norm(x))) * up(norm(x)), where the linear layer holds gate and up"""
+
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        """residual + mixture(norm(x)). batch: the pass, or None where all rows are real"""
 
 
 class EagerOps:
@@ -42,30 +60,60 @@ class EagerOps:
     def __init__(self, attention: EagerAttention, eps: float) -> None:
         self.attention, self._eps = attention, eps
 
-    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._eps)
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return norm(x, self._eps)
 
-    def project(self, x: Tensor, norm: Tensor, linear: Linear, bias: Tensor | None) -> Tensor:
-        return linear(self.norm(x, norm), bias)
+    def norm_add(self, x: Tensor, norm: Norm, residual: Tensor) -> Tensor:
+        return residual + norm(x, self._eps)
 
-    def project_add(self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    def project(self, x: Tensor, norm: Norm | None, linear: Linear, bias: Tensor | None = None) -> Tensor:
+        return linear(x if norm is None else norm(x, self._eps), bias)
+
+    def project_add(
+        self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None, multiplier: float = 1.0
+    ) -> Tensor:
+        if multiplier != 1.0:
+            return torch.add(residual, linear(x, bias), alpha=multiplier)
         return linear(x, bias).add_(residual)
 
-    def gated(self, x: Tensor, norm: Tensor, linear: Linear) -> Tensor:
-        return silu_mul(linear(self.norm(x, norm)))
+    def gated(
+        self,
+        x: Tensor,
+        norm: Norm | None,
+        linear: Linear,
+        bias: Tensor | None = None,
+        activation: Activation = Activation.SILU,
+    ) -> Tensor:
+        return gated(self.project(x, norm, linear, bias), activation)
 
-    def attend(self, qkv: Tensor, layer: int, norms: HeadNorms, batch: EagerBatch) -> Tensor:
+    def mixture(
+        self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
+    ) -> Tensor:
+        routed = mixture(x if norm is None else norm(x, self._eps))
+        return routed if residual is None else routed.add_(residual)
+
+    def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes
         heads = qkv.view(qkv.shape[0], sizes.num_heads + 2 * sizes.num_kv_heads, sizes.head_dim)
         keys_end = sizes.num_heads + sizes.num_kv_heads
-        rotated = rotate(self._normed(heads[:, :keys_end], norms), batch.rotation)
+        rotated = self._rotated(self._normed(heads[:, :keys_end], attention.norms), attention, batch)
         queries, keys = rotated[:, : sizes.num_heads], rotated[:, sizes.num_heads :]
-        return self.attention(queries, keys, heads[:, keys_end:], layer, batch)
+        return self.attention(queries, keys, heads[:, keys_end:], layer, attention, batch)
+
+    def _rotated(self, heads: Tensor, attention: LayerAttention, batch: EagerBatch) -> Tensor:
+        """Queries and keys, rotated where the architecture does."""
+        if attention.rope is None:
+            return heads
+        rotation, num_heads = batch.rotations[attention.rope], self.attention.sizes.num_heads
+        if attention.query_rope is None:
+            return rotate(heads, rotation)
+        queries = rotate(heads[:, :num_heads], batch.rotations[attention.query_rope])
+        return torch.cat([queries, rotate(heads[:, num_heads:], rotation)], dim=1)
 
     def _normed(self, heads: Tensor, norms: HeadNorms) -> Tensor:
         """Queries and keys, normed where the architecture does."""
         if norms.query is None or norms.key is None:
             return heads
         num_heads = self.attention.sizes.num_heads
-        queries = self.norm(heads[:, :num_heads], norms.query)
-        return torch.cat([queries, self.norm(heads[:, num_heads:], norms.key)], dim=1)
+        queries = rms_norm(heads[:, :num_heads], norms.query, self._eps)
+        return torch.cat([queries, rms_norm(heads[:, num_heads:], norms.key, self._eps)], dim=1)

@@ -1,4 +1,8 @@
-"""Rotary position embedding. The Triton form is part of the attention kernel (layers/attention_kernels.py)."""
+"""Rotary position embedding. The Triton form is part of the attention kernel (layers/attention_kernels.py).
+
+Every kernel rotates value i of a head with value i + head_dim / 2. Architectures that rotate other pairs, or only part
+of a head, have the values of their queries and keys put into that order when weights are loaded: scores stay the same.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,29 @@ from torch import Tensor
 FIXED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
 
 
+@dataclass(frozen=True, slots=True)
+class PositionScale:
+    """A factor that grows with the position: 1 + beta · log(1 + floor(position / period))."""
+
+    beta: float
+    period: int
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.period))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeConfig:
-    """How positions rotate queries and keys."""
+    """How positions rotate queries and keys.
 
-    frequencies: Tensor  # float32 [head_dim / 2]
+    order  which stored value of a head comes where, int64 [head_dim]; None: as it is stored
+    scale  what rotated vectors are multiplied with, by position; None: nothing
+    """
+
+    frequencies: Tensor  # float32 [head_dim / 2]; 0: this pair is not rotated
     attention_scaling: float = 1.0
+    order: Tensor | None = None
+    scale: PositionScale | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,22 +60,61 @@ def rope_parameters_of(config: Any) -> Mapping[str, Any]:
     return getattr(config, "rope_parameters", None) or {}
 
 
-def rope_config_of(config: Any, head_dim: int) -> RopeConfig:
-    """Frequencies for a Hugging Face config whose rope type is one of FIXED_ROPE_TYPES."""
+def partial_rotary_factor(config: Any) -> float:
+    """The part of a head that a Hugging Face config rotates."""
+    parameters = rope_parameters_of(config)
+    factor = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None)
+    return float(factor or 1.0)
+
+
+def rope_config_of(config: Any, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
+    """The rope of a Hugging Face config whose rope type is one of FIXED_ROPE_TYPES.
+
+    interleaved: pairs lie side by side, value 2 · i with value 2 · i + 1
+    """
     parameters = rope_parameters_of(config)
     if parameters.get("rope_type") == "default":
-        return RopeConfig(rotary_frequencies(head_dim, float(parameters["rope_theta"])))
+        rotated = int(head_dim * partial_rotary_factor(config))
+        return arranged(rotary_frequencies(rotated, float(parameters["rope_theta"])), head_dim, interleaved=interleaved)
     # transformers defines the scaled variants; its models take a second to import, so only where one is needed.
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config)
-    return RopeConfig(rotary.inv_freq.float(), float(rotary.attention_scaling))
+    return arranged(rotary.inv_freq.float(), head_dim, float(rotary.attention_scaling), interleaved=interleaved)
+
+
+def arranged(frequencies: Tensor, head_dim: int, scaling: float = 1.0, *, interleaved: bool = False) -> RopeConfig:
+    """A rope of the first 2 · len(frequencies) values of a head; the others are not rotated."""
+    order = head_order(head_dim, 2 * frequencies.shape[0], interleaved)
+    still = torch.zeros(head_dim // 2 - frequencies.shape[0])
+    identical = order == list(range(head_dim))
+    return RopeConfig(torch.cat([frequencies, still]), scaling, None if identical else torch.tensor(order))
+
+
+def head_order(head_dim: int, rotated: int, interleaved: bool) -> list[int]:
+    """The stored values of a head in the order that makes pairs of value i and value i + head_dim / 2."""
+    pairs, others = range(rotated), range(rotated, head_dim)
+    first = list(pairs[::2] if interleaved else pairs[: rotated // 2])
+    second = list(pairs[1::2] if interleaved else pairs[rotated // 2 :])
+    half = len(others) // 2
+    return [*first, *others[:half], *second, *others[half:]]
+
+
+def in_order(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Rows of whole heads [heads · head_dim, …], each head in this order."""
+    if order is None:
+        return rows
+    heads = rows.unflatten(0, (-1, order.shape[0]))
+    return heads[:, order.to(rows.device)].flatten(0, 1)
 
 
 def rope_cache(rope: RopeConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines of every position: float32 [length, 2, head_dim / 2]."""
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * rope.frequencies[None]
-    scale = rope.attention_scaling
+    positions = torch.arange(length, dtype=torch.float32)
+    angles = positions[:, None] * rope.frequencies[None]
+    scale = torch.where(rope.frequencies == 0, 1.0, rope.attention_scaling)
+    if rope.scale is not None:
+        scale = scale * rope.scale(positions)[:, None]
     return torch.stack([angles.cos() * scale, angles.sin() * scale], dim=1).to(device)
 
 

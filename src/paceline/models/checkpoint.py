@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
-HARMLESS_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry
+HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
 LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
 
@@ -85,8 +91,27 @@ class ModelCheckpoint:
         self._target, self._stored = target, stored
         self._used: set[str] = set()
 
+    def renamed(self, prefixes: Mapping[str, str], *, dropped: tuple[str, ...]) -> ModelCheckpoint:
+        """The same tensors with other beginnings of their names, less those of parts that are not read."""
+        names: dict[str, str] = {}
+        for name in self._names:
+            if not name.startswith(dropped):
+                prefix = next(filter(name.startswith, prefixes), "")
+                names[prefixes.get(prefix, "") + name.removeprefix(prefix)] = name
+
+        def fetch(name: str) -> Tensor | None:
+            return self._fetch(names[name]) if name in names else None
+
+        kinds = {"target": self._target, "stored": self._stored}
+        return ModelCheckpoint(fetch, names, self._dtype, self._device, **kinds)
+
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    @property
+    def keeps_float(self) -> bool:
+        """Whether weights in floating point stay so."""
+        return self._target is None
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""

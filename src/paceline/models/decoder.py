@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.gemm_types import Linear
+from paceline.layers.norm import Norm
 from paceline.layers.ops import Ops
 from paceline.models.config import ArchConfig
 
@@ -34,6 +35,16 @@ class Layer(Protocol):
         """The same layer with each linear layer wrapped, by its name in models/lora.py. Raises CapabilityError."""
         raise CapabilityError("LoRA adapters are for models with the layers of Llama; this one has others")
 
+    @property
+    def can_fuse(self) -> bool:
+        """Whether the Triton operations have everything it asks for; False: it runs through the eager ones."""
+        return True
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a graph can hold its eager operations: they ask the device for nothing."""
+        return True
+
     def weights(self) -> LayerWeights | None:
         """Its tensors, where it is wired like layers/decoder_layer.py; None: another kind of layer."""
         return None
@@ -52,14 +63,17 @@ class DecoderModel:
     """Weights of a whole model, and its wiring.
 
     scale_embedding  what happens to a row of the embedding before the first layer; None: nothing
+    scale_logits     what happens to the logits, without changing their order; None: nothing
     """
 
     config: ArchConfig
     embedding: Tensor  # [vocab_size, hidden_size]
     layers: Sequence[Layer]
-    final_norm: Tensor
+    final_norm: Norm
     lm_head: Linear
+    lm_head_bias: Tensor | None = None
     scale_embedding: Callable[[Tensor], Tensor] | None = None
+    scale_logits: Callable[[Tensor], Tensor] | None = None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
@@ -91,9 +105,15 @@ class DecoderModel:
         """The final norm."""
         return ops.norm(hidden_states, self.final_norm)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states behind the final norm -> logits."""
+        logits = self.lm_head(hidden, self.lm_head_bias)
+        return logits if self.scale_logits is None else self.scale_logits(logits)
+
     def fused_logits(self, hidden_states: Tensor, ops: TritonOps) -> GemmOutput:
         """Final norm and LM head in one product, with the argmax of each row."""
-        return ops.logits(hidden_states, self.final_norm, self.lm_head)
+        output = ops.logits(hidden_states, self.final_norm, self.lm_head, self.lm_head_bias)
+        return output if self.scale_logits is None else replace(output, out=self.scale_logits(output.out))
 
     def argmax_embedded(self, logits: GemmOutput, ops: TritonOps) -> ArgmaxResult:
         """The best token of each row and its input vector, in one launch where the embedding is used as it is."""

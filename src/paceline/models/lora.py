@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.errors import CapabilityError, ModelNotFound, WeightsError
 from paceline.layers.gemm_types import Linear
 from paceline.layers.lora import LoraLinear, LoraRows, LowRank
+from paceline.layers.rope import in_order
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel, Layer
 
@@ -32,6 +33,7 @@ PROJECTIONS = {  # of each linear layer, in the order in which it holds them
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+)\.lora_([AB])\.weight")
 # Settings that change the computation, with the values that leave it as it is here.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -176,7 +178,11 @@ class _Reader:
                 f"the LoRA adapter {self._name} is for another model: {projection} of layer {layer} has the shapes "
                 f"{tuple(down.shape)} and {tuple(up.shape)}, the model's is {out_features} by {in_features}"
             )
-        return down.float(), up.float()
+        return down.float(), self._rotatable(projection, up.float())
+
+    def _rotatable(self, projection: str, up: Tensor) -> Tensor:
+        """Rows of queries and keys come in the order in which the model holds its own."""
+        return in_order(up, self._config.rope.order) if projection in ROTATED else up
 
     def _sizes(self, group: str) -> list[tuple[int, int]]:
         """(out_features, in_features) of each projection of a linear layer."""

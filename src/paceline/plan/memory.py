@@ -196,7 +196,7 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Sliding-window layers are counted at full length: a window that has moved on cannot be rolled back on rejection.
+    Sliding-window layers are counted at full length: the cache keeps all their keys, so that any prefix can be shared.
     """
     values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
     return round(values * deployment.kv_bits / 8)
@@ -219,7 +219,8 @@ def activation_bytes(deployment: Deployment) -> int:
     step_tokens = (deployment.num_nodes + 1) * deployment.max_num_seqs
     tokens = max(min(deployment.max_seq_len, PREFILL_CHUNK), step_tokens)
     attention = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_dim
-    mlp = sizes.mlp_matrices * sizes.intermediate_size * max(sizes.num_experts_per_token, 1)
+    chosen = sizes.intermediate_size * max(sizes.num_experts_per_token, 1)
+    mlp = sizes.mlp_matrices * (chosen + sizes.shared_expert_size)
     inner = ceil(max(attention, mlp) / deployment.tensor_parallel_size)
     return tokens * (2 * sizes.hidden_size + inner) * deployment.precision.compute_bits // 8
 
@@ -241,7 +242,8 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
         num_learned_positions=0,
         num_experts=0,
         num_experts_per_token=0,
-        intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1),
+        intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1) + target.shared_expert_size,
+        shared_expert_size=0,
         small_outside=target.small_outside if method.head_layers else 0,
         other_parameters=joining + method.head_vocab_blocks * vocab_block,
         stored_bytes=None,

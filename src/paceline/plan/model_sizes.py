@@ -44,7 +44,10 @@ class WeightGroup:
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes(DecoderSizes):
-    """All that planning needs to know of one model. num_experts is 0 for a dense model."""
+    """All that planning needs to know of one model. num_experts is 0 for a dense model.
+
+    shared_expert_size: the intermediate size of the expert that every token passes; 0: there is none
+    """
 
     name: str
     architecture: str
@@ -52,6 +55,7 @@ class ModelSizes(DecoderSizes):
     tied_embeddings: bool
     num_experts: int = 0
     num_experts_per_token: int = 0
+    shared_expert_size: int = 0
     small_per_layer: int = 0
     small_outside: int = 0
     num_learned_positions: int = 0
@@ -75,6 +79,17 @@ class ModelSizes(DecoderSizes):
     def parameters_per_token(self) -> int:
         """The weights multiplied for one token: fewer than all in a mixture of experts."""
         return sum(group.used for group in self.groups)
+
+    @property
+    def expert_parameters(self) -> int:
+        """The weights of all experts that a router chooses among."""
+        return self.num_experts * self.mlp_matrices * self.num_layers * self.hidden_size * self.intermediate_size
+
+    def expected_experts(self, tokens: int) -> float:
+        """How many experts of a layer so many tokens choose, each for itself: E · (1 - (1 - k/E)^tokens)."""
+        if not self.num_experts:
+            return 0.0
+        return self.num_experts * (1.0 - (1.0 - self.num_experts_per_token / self.num_experts) ** tokens)
 
     def _outer_groups(self) -> tuple[WeightGroup, ...]:
         table = self.vocab_size * self.hidden_size
@@ -102,8 +117,10 @@ class ModelSizes(DecoderSizes):
         )
 
     def _mlp_groups(self) -> tuple[WeightGroup, ...]:
-        matrix = self.num_layers * self.hidden_size * self.intermediate_size
+        rows = self.num_layers * self.hidden_size
+        matrix, shared = rows * self.intermediate_size, rows * self.shared_expert_size
         every, used = max(self.num_experts, 1) * matrix, max(self.num_experts_per_token, 1) * matrix
+        every, used = every + shared, used + shared
         ups = self.mlp_matrices - 1
         return (
             WeightGroup(WeightRole.MLP, ups * every, ups * used, self.hidden_size),
@@ -123,6 +140,8 @@ class Architecture:
     norms: int = 2
     norm_bias: bool = False
     query_key_norms: bool = False
+    whole_query_key_norms: bool = False  # one norm for the queries of all heads, one for their keys
+    shared_expert: bool = False
     learned_positions: bool = False
     tied_embeddings: bool = False
     # The intermediate_size of Qwen's first generation counts gate and up together.
@@ -143,11 +162,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
+    "granitemoe": Architecture(tied_embeddings=True),
+    "olmoe": Architecture(whole_query_key_norms=True),
     "phi3": _LLAMA,
     "granite": _LLAMA,
     "smollm3": Architecture(tied_embeddings=True),
     "qwen": Architecture(qkv_bias=True, mlp_halved=True),
     "qwen2": Architecture(qkv_bias=True),
+    "qwen2_moe": Architecture(qkv_bias=True, shared_expert=True),
     "qwen3": Architecture(query_key_norms=True),
     "qwen3_moe": Architecture(query_key_norms=True),
     "gemma": Architecture(tied_embeddings=True),
@@ -165,6 +187,7 @@ _NOT_MODELLED: Mapping[str, str] = {
     "ssm_cfg": "it is recurrent and keeps a state instead of a cache",
     "state_size": "it is recurrent and keeps a state instead of a cache",
     "shared_expert_intermediate_size": "it mixes shared and routed experts",
+    "mlp_only_layers": "some of its layers have no experts",
     "is_encoder_decoder": "it has an encoder as well",
 }
 
@@ -188,6 +211,7 @@ def sizes_from_config(config: Config, name: str) -> ModelSizes:
         tied_embeddings=counter.tied_embeddings,
         num_experts=counter.num_experts,
         num_experts_per_token=counter.number("num_experts_per_tok"),
+        shared_expert_size=counter.number("shared_expert_intermediate_size"),
         small_per_layer=counter.small_per_layer(),
         small_outside=counter.small_outside(),
         num_learned_positions=decoder.max_seq_len if counter.architecture.learned_positions else 0,
@@ -214,9 +238,13 @@ class _WeightCounter:
         return decoder_sizes(self._outer, self._name, self.architecture.defaults)
 
     def refuse_what_is_not_modelled(self) -> None:
+        known = {"shared_expert_intermediate_size"} if self.architecture.shared_expert else set()
         for key, reason in _NOT_MODELLED.items():
-            if self._config.get(key):
+            if self._config.get(key) and key not in known:
                 raise OptionError(f"{self._name}: paceline plan cannot size this model, {reason}")
+        if self.number("decoder_sparse_step") > 1:
+            reason = _NOT_MODELLED["mlp_only_layers"]
+            raise OptionError(f"{self._name}: paceline plan cannot size this model, {reason}")
 
     @property
     def intermediate_size(self) -> int:
@@ -231,7 +259,8 @@ class _WeightCounter:
         decoder, architecture = self.decoder, self.architecture
         norms = architecture.norms * decoder.hidden_size * (2 if architecture.norm_bias else 1)
         norms += 2 * decoder.head_dim if architecture.query_key_norms else 0
-        router = self.num_experts * decoder.hidden_size
+        norms += (decoder.num_heads + decoder.num_kv_heads) * decoder.head_dim * architecture.whole_query_key_norms
+        router = (self.num_experts + architecture.shared_expert) * decoder.hidden_size
         return norms + self._attention_biases(decoder) + self._mlp_biases(decoder) + router
 
     def _attention_biases(self, decoder: DecoderSizes) -> int:

@@ -46,6 +46,7 @@ def stage_sizes(sizes: ModelSizes, stage: Stage, tensor_parallel_size: int) -> M
         num_heads=sizes.num_heads // tensor_parallel_size,
         num_kv_heads=max(1, sizes.num_kv_heads // tensor_parallel_size),
         intermediate_size=ceil(sizes.intermediate_size / tensor_parallel_size),
+        shared_expert_size=ceil(sizes.shared_expert_size / tensor_parallel_size),
         vocab_size=ceil(sizes.vocab_size / tensor_parallel_size) if has_table else 0,
         tied_embeddings=sizes.tied_embeddings if whole else True,  # one table, whichever of the two it is
         small_outside=sizes.small_outside if stage.is_last else 0,

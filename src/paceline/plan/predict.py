@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import OptionError
 from paceline.plan.hardware import Accelerator, AcceleratorKind
 from paceline.plan.memory import Deployment
-from paceline.plan.model_sizes import ModelSizes, WeightRole
+from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.precision import Precision, weight_bytes
 
 # Shares of the data sheet that good kernels reach: 7B in bf16 on an A100 was reported at 1,400 of 2,039 GB/s.
@@ -168,14 +168,9 @@ def _weight_bytes_read(sizes: ModelSizes, precision: Precision, tokens: int) -> 
     per_weight = weight_bytes(sizes, precision) / max(sizes.parameters, 1)
     if not sizes.num_experts:
         return per_weight * sizes.parameters_per_token
-    experts = sum(group.count for group in sizes.groups if group.role in (WeightRole.MLP, WeightRole.DOWN))
-    rest = sizes.parameters_per_token - experts * sizes.num_experts_per_token // sizes.num_experts
-    return per_weight * (rest + experts * _share_of_experts(sizes, tokens))
-
-
-def _share_of_experts(sizes: ModelSizes, tokens: int) -> float:
-    """Drafting costs more in a mixture of experts: each further token activates experts of its own."""
-    return 1.0 - (1.0 - sizes.num_experts_per_token / sizes.num_experts) ** tokens
+    expert = sizes.expert_parameters // sizes.num_experts
+    rest = sizes.parameters_per_token - expert * sizes.num_experts_per_token
+    return per_weight * (rest + expert * sizes.expected_experts(tokens))  # each further token has experts of its own
 
 
 def _check_rate(rate: float) -> None:

@@ -57,7 +57,7 @@ class Support:
 
     def runner_of(self, sizes: ModelSizes) -> str | None:
         """Which code runs a model; None: none does."""
-        if sizes.architecture in self.native_types and not sizes.sliding_window:
+        if sizes.architecture in self.native_types:
             return NATIVE
         return TRANSFORMERS if sizes.architecture in self.transformers_types else None
 

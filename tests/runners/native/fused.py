@@ -8,5 +8,5 @@ from paceline.runners.native.decode_graphs import DecodeGraphs
 
 
 def eager_graphs(runner: NativeRunner) -> DecodeGraphs:
-    parts = (runner.model, runner.kv, runner._rope_cache, runner.options)
+    parts = (runner.model, runner.kv, runner._rope_caches, runner.options)
     return DecodeGraphs(*parts, EagerPool(), batch_invariant=runner.batch_invariant)

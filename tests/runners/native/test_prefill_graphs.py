@@ -17,7 +17,7 @@ LENGTHS = (3, 32, 33, 150)
 def runner_with(graphs: bool, tokens: int = 1024) -> NativeRunner:
     runner = NativeRunner.of_model(tiny("llama"), "tiny", kv_cache_tokens=tokens)
     runner.expose(hidden=True, features=(1,))
-    parts = (runner.model, runner.kv, runner.eager.ops, runner._rope_cache, runner.options)
+    parts = (runner.model, runner.kv, runner.eager.ops, runner._rope_caches, runner.options)
     runner.prefill_graphs = PrefillGraphs(*parts, EagerPool()) if graphs else None
     return runner
 

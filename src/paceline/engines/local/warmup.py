@@ -22,6 +22,7 @@ REPEATS = 2
 CATCH_UP_SIZES = (64, 512)  # tokens that a draft model reads at once, to measure how quick it is
 QUICK_SECONDS = 0.2
 ANNOUNCE_SECONDS = 2.0
+FIRST_TOKEN, GOLDEN_RATIO = 7, 0.618034  # steps of this share of the vocabulary come back to no token for long
 LONGEST_SECONDS = 4.0  # a large model on a small machine is measured with fewer repeats, never for minutes
 
 
@@ -41,17 +42,18 @@ def measure_pass(
     widths, context = fitting_widths(target.info, widths), context_length(target.info, widths)
     samples: dict[int, list[float]] = {width: [] for width in widths}
     seq_caches: list[SequenceCache] = []
-    token = min(7, target.info.vocab_size - 1)
+    tokens = [different_tokens(target.info, context + max(widths), seq) for seq in range(num_seqs)]
     began = time.perf_counter()
     try:
         for _ in range(num_seqs):
             seq_caches.append(target.new_cache())
-        target.forward([Row.chain(seq_cache, [token] * context) for seq_cache in seq_caches], last_only=True)
+        rows = [Row.chain(seq_cache, row[:context]) for seq_cache, row in zip(seq_caches, tokens)]
+        target.forward(rows, last_only=True)
         for turn in range(repeats + 1):
             if turn > 1 and time.perf_counter() - began > longest_seconds:
                 break
             for width in widths:
-                taken = _one_pass(target, seq_caches, context, [token] * width)
+                taken = _one_pass(target, seq_caches, context, [row[context : context + width] for row in tokens])
                 if turn:
                     samples[width].append(taken)
     finally:
@@ -62,12 +64,13 @@ def measure_pass(
 
 def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
     """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is not an error."""
-    seq_cache, token = target.new_cache(), min(7, target.info.vocab_size - 1)
-    context = context_length(target.info, widths)
+    seq_cache, context = target.new_cache(), context_length(target.info, widths)
+    fitting = sorted(set(fitting_widths(target.info, widths)))
+    tokens = different_tokens(target.info, context + fitting[-1])
     try:
-        target.forward([Row.chain(seq_cache, [token] * context)], last_only=True)
-        for width in sorted(set(fitting_widths(target.info, widths))):
-            _one_pass(target, [seq_cache], context, [token] * width)
+        target.forward([Row.chain(seq_cache, tokens[:context])], last_only=True)
+        for width in fitting:
+            _one_pass(target, [seq_cache], context, [tokens[context : context + width]])
     except OutOfMemory:
         pass
     finally:
@@ -84,11 +87,20 @@ def context_length(info: ModelInfo, widths: tuple[int, ...]) -> int:
     return max(1, min(CONTEXT, info.max_seq_len - max(fitting_widths(info, widths))))
 
 
-def _one_pass(target: Runner, seq_caches: list[SequenceCache], context: int, tokens: list[int]) -> float:
+def different_tokens(info: ModelInfo, count: int, seq: int = 0) -> list[int]:
+    """Tokens of sequence number `seq`, from all over the vocabulary.
+
+    Equal tokens choose equal experts: a mixture of experts would seem to cost the same at every width.
+    """
+    step = max(1, round(info.vocab_size * GOLDEN_RATIO))
+    return [(FIRST_TOKEN + seq + place * step) % info.vocab_size for place in range(count)]
+
+
+def _one_pass(target: Runner, seq_caches: list[SequenceCache], context: int, tokens: list[list[int]]) -> float:
     for seq_cache in seq_caches:
         target.truncate(seq_cache, context)
     started = time.perf_counter()
-    output = target.forward([Row.chain(seq_cache, tokens) for seq_cache in seq_caches])
+    output = target.forward([Row.chain(seq_cache, row) for seq_cache, row in zip(seq_caches, tokens)])
     output.logits.argmax(dim=-1).tolist()  # as a step does: choose, and wait for the device
     return time.perf_counter() - started
 
@@ -124,7 +136,7 @@ def measure_catch_up(draft: Runner) -> float:
 
 def _seconds_to_read(runner: Runner, size: int) -> float:
     """For each token, the second time."""
-    row, taken = [min(7, runner.info.vocab_size - 1)] * size, 0.0
+    row, taken = different_tokens(runner.info, size), 0.0
     for _ in range(2):
         seq_cache, started = runner.new_cache(), time.perf_counter()
         try:

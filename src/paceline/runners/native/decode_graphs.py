@@ -90,12 +90,17 @@ DraftGraph = Graph[DraftKey, DraftBuffers, DraftOutput]
 
 
 def triton_ops(
-    model: DecoderModel, kv: KVCache, rope_cache: Tensor, *, use_vectors: bool = False, batch_invariant: bool = False
+    model: DecoderModel,
+    kv: KVCache,
+    rope_caches: tuple[Tensor, ...],
+    *,
+    use_vectors: bool = False,
+    batch_invariant: bool = False,
 ) -> TritonOps:
     """The fused operations of a model over its cache."""
     eps = model.config.rms_norm_eps
     gemm = GemmLauncher(kv.keys.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant)
-    return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_cache, gemm))
+    return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_caches, gemm))
 
 
 def _runs(captured: PassSize, size: PassSize) -> bool:
@@ -113,18 +118,18 @@ class DecodeGraphs:
         self,
         model: DecoderModel,
         kv: KVCache,
-        rope_cache: Tensor,
+        rope_caches: tuple[Tensor, ...],
         options: OutputOptions,
         pool: GraphPool,
         *,
         batch_invariant: bool = False,
     ) -> None:
         self._model, self._kv, self._options = model, kv, options
-        extra = rope_cache.shape[0] - model.config.max_seq_len  # positions past the longest sequence
+        extra = rope_caches[0].shape[0] - model.config.max_seq_len  # positions past the longest sequence
         self._table_width = -(-(min(model.config.max_seq_len, kv.num_tokens) + extra) // kv.block_size)
-        self._persistent = _persistent_pass(model, kv, rope_cache, options)
-        self.ops = triton_ops(model, kv, rope_cache, batch_invariant=batch_invariant)
-        self._draft_ops = triton_ops(model, kv, rope_cache, use_vectors=True)
+        self._persistent = _persistent_pass(model, kv, rope_caches, options)
+        self.ops = triton_ops(model, kv, rope_caches, batch_invariant=batch_invariant)
+        self._draft_ops = triton_ops(model, kv, rope_caches, use_vectors=True)
         self._forward: GraphCache[ForwardKey, PassInputs, PassOutput] = GraphCache(
             pool, MAX_FORWARD_GRAPHS, near=self._runs_forward, cost=lambda key: (key.size.rows, key.size.chunks)
         )
@@ -339,12 +344,12 @@ class DecodeGraphs:
 
 
 def _persistent_pass(
-    model: DecoderModel, kv: KVCache, rope_cache: Tensor, options: OutputOptions
+    model: DecoderModel, kv: KVCache, rope_caches: tuple[Tensor, ...], options: OutputOptions
 ) -> PersistentPass | None:
     """The pass that is one kernel; None: for this model or device there is none, or the pass ends at an early exit."""
     if options.last_layer < model.config.num_layers:
         return None
-    return PersistentPass.of(model, kv, rope_cache)
+    return PersistentPass.of(model, kv, rope_caches[0])
 
 
 def _single(batch: TritonBatch, offset: int) -> TritonBatch:

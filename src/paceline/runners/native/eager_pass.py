@@ -30,7 +30,7 @@ class EagerPasses:
         self,
         model: DecoderModel,
         kv: KVCache,
-        rope_cache: Tensor,
+        rope_caches: tuple[Tensor, ...],
         options: OutputOptions,
         *,
         lora_rows: LoraRows | None = None,
@@ -41,8 +41,8 @@ class EagerPasses:
         by_node = model.quantizes_input
         attention = EagerAttention(attention_sizes(model, kv), kv.keys, kv.values, node_by_node=by_node)
         self.ops = EagerOps(attention, model.config.rms_norm_eps)
-        self._builder = BatchBuilder(kv, attention, rope_cache)
-        self._compiled = CompiledLayers.of(model, kv, rope_cache)
+        self._builder = BatchBuilder(kv, attention, rope_caches, model.config.windows)
+        self._compiled = CompiledLayers.of(model, kv, rope_caches[0])
 
     def forward(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """Read all rows, packed, in one pass."""

@@ -42,7 +42,7 @@ class LoraRunner(NativeRunner):
         super()._make_passes()
         if self._lora_model is not None:
             self._lora_passes = EagerPasses(
-                self._lora_model, self.kv, self._rope_cache, self.options, lora_rows=self._lora_rows
+                self._lora_model, self.kv, self._rope_caches, self.options, lora_rows=self._lora_rows
             )
 
     def _dispatch(self, rows: list[Row], last_only: bool) -> ModelOutput:

@@ -27,7 +27,7 @@ class OutputOptions:
 
 def logits_of(hidden: Tensor, model: DecoderModel, options: OutputOptions) -> Tensor:
     """Hidden states behind the final norm -> logits; of an early exit, through its adapter."""
-    return for_sampling(model.lm_head(hidden if options.adapter is None else options.adapter(hidden)))
+    return for_sampling(model.logits(hidden if options.adapter is None else options.adapter(hidden)))
 
 
 def row_ends(row_sizes: list[int], device: torch.device) -> Tensor:

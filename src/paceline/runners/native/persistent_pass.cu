@@ -1,10 +1,16 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
-// Shapes are compile-time constants (see layers/decode_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, PREFETCH_TILES.
+// Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
+// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS.
 //
-// The grid has one block a multiprocessor. Phases are separated by counters in global memory; the first weights of the
-// next phase are loaded into registers before a block waits, so the memory bus works while blocks wait for each other.
+// The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
+// readers ask for the words until they have that number, so a hand-over costs one trip to L2 and not a store, a fence, a flag
+// and a load. Only the widest one, from gate to down, goes through flags. The first weights of the next product are on their way
+// while a block waits.
+//
+// Why nothing is overwritten that is still read: the flags of gate come from every block, once a layer; a block that owns no
+// rows of a product does not read its input; and output and down are divided alike, so whoever reads what attention or gate
+// wrote must finish before the next layer has an input.
 //
 // Every sum runs in an order that depends on absolute positions only. So a token's numbers are the same bits whether it
 // is read alone, among draft tokens, in a tree or among other sequences.
@@ -29,23 +35,23 @@ constexpr int HEAD_ROWS = 16;                      // (node, query head) pairs o
 constexpr int NODES_PER_TILE = HEAD_ROWS / GROUP;
 constexpr int SLOT_BYTES = 2 * THREADS * 16;       // of the ring of weights: a unit of every warp
 constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
+constexpr int PAUSE = 200;                         // ns between two questions whether attention has finished
 constexpr int LAYER_FIELDS = 11;
 #define NEGATIVE __int_as_float(0xff800000)
 
 enum Field { ATTENTION_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT_WEIGHT, OUTPUT_BIAS, MLP_NORM, GATE_UP, DOWN, QUERY_NORM, KEY_NORM,
              FEATURES };
-enum Phase { PHASE_QKV, PHASE_ATTEND, PHASE_OUTPUT, PHASE_GATE, PHASE_DOWN, NUM_PHASES };
 
 struct AttentionArgs {
   const i64* blocks;
   const int* table;  // the same in shared memory; null where they are too many
   const float* rope;
   u16 *keys, *values;
-  const u16* qkv;
-  u16* attended;
+  const u64* qkv;
+  u64* attended;
   float *partial, *partial_stats;
   int* splits_done;
-  int nodes, table_width, cache_tokens, max_splits;
+  int nodes, table_width, cache_tokens, max_splits, base;
 };
 
 // --- small things ---------------------------------------------------------------------------------------------------
@@ -87,15 +93,10 @@ __device__ __forceinline__ int load_int(const int* at) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ u16 load_narrow(const u16* at) {
-  u16 v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(at) : "memory");
-  return v;
-}
-// Sixteen bytes of weights into shared memory, beside everything else; zeros where they are not wanted. Loads into registers
+// Sixteen bytes of weights into shared memory, beside everything else; zeros beyond `bytes`. Loads into registers
 // cannot run as far ahead: the compiler waits for the youngest of them whenever it waits for the oldest.
-__device__ __forceinline__ void copy_weights(u32 to, const u16* from, bool wanted) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+__device__ __forceinline__ void copy_weights(u32 to, const u16* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -105,6 +106,37 @@ __device__ __forceinline__ void copy_async(u16* to, const u16* from) {
   u32 at = (u32)__cvta_generic_to_shared(to);
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
+
+// --- words that blocks hand to each other: two values, and the number of the layer counted over all launches ---------------
+
+__device__ __forceinline__ void store_tagged(u64* at, u32 pair, u32 tag) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"((u64)tag << 32 | pair) : "memory");
+}
+struct Tagged {  // four values
+  u64 first, second;
+
+  __device__ __forceinline__ void load(const u64* at) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(at) : "memory");
+  }
+  __device__ __forceinline__ bool has(u32 tag) const { return (u32)(first >> 32) == tag && (u32)(second >> 32) == tag; }
+};
+__device__ __forceinline__ u64 load_word(const u64* at) {
+  u64 word;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
+  return word;
+}
+template <int COUNT>
+__device__ __forceinline__ void load_words(u64 (&words)[COUNT], const u64* from, u32 tag) {  // sixteen apart
+  bool ready;
+  do {
+    ready = true;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) words[i] = load_word(from + i * 16);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) ready &= (u32)(words[i] >> 32) == tag;
+  } while (!ready);
+}
+__device__ __forceinline__ u16 value_of(u64 word, int index) { return (u16)(index & 1 ? word >> 16 : word); }
 
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -136,22 +168,22 @@ __device__ __forceinline__ float warp_sum(float v) {
 
 // --- waiting for other blocks -----------------------------------------------------------------------------------------
 
-// Each block has a flag a phase. It holds the number of the last layer, counted over all launches, that the block has
-// finished the phase of. Single writers and many readers are quicker than one counter that all blocks add to.
+// Each block has a flag. It holds the number of the last layer, counted over all launches, whose gate the block has
+// finished. Single writers and many readers are quicker than one counter that all blocks add to.
 struct Flags {
   int* flags;
   int base;
 
-  __device__ __forceinline__ void arrive(int phase, int layer) const {
+  __device__ __forceinline__ void arrive(int layer) const {
     __syncthreads();
     if (threadIdx.x == 0)
-      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flags + phase * BLOCKS + blockIdx.x), "r"(base + layer + 1) : "memory");
+      asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flags + blockIdx.x), "r"(base + layer + 1) : "memory");
   }
-  __device__ __forceinline__ void wait(int phase, int layer) const {
+  __device__ __forceinline__ void wait(int layer) const {
     if (threadIdx.x < BLOCKS) {
       int seen;
       do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flags + phase * BLOCKS + threadIdx.x) : "memory");
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flags + threadIdx.x) : "memory");
       } while (seen - (base + layer + 1) < 0);
     }
     __syncthreads();
@@ -180,7 +212,7 @@ enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
 struct Product {
   const u16 *weight, *bias;
   int columns, rows, outputs;                 // outputs: rows of a tile
-  int units, units_per_warp;                  // of 32 columns
+  int units;                                  // of 32 columns
   int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
   int to_partner;                             // elements from a row of the tile's first half to the same row of the second
   int paired;                                 // both halves have as many rows: gate and up
@@ -194,7 +226,6 @@ struct Product {
     rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : VOCAB;
     outputs = kind == QKV_PRODUCT ? balanced(QKV) : is_hidden ? balanced(HIDDEN) : paired ? GATE_OUTPUTS : 16;
     units = columns / 32;
-    units_per_warp = divided_up(units, WARPS);
     int all = divided_up(rows, outputs);
     tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
     to_partner = (paired ? INTER : 8) * columns;
@@ -204,48 +235,70 @@ struct Product {
 __device__ __forceinline__ int kind_of(int step, int num_layers) { return step == 4 * num_layers ? (int)LM_HEAD : step % 4; }
 
 // Streams the weights of a product through a ring in shared memory. Each thread copies what it multiplies itself, and
-// waits for no other: a slot has 16 bytes of a row of the tile and 16 of its partner for every thread.
+// waits for no other: a slot has 16 bytes of a row of the tile and 16 of its partner for every thread. What changes from unit
+// to unit lies in registers: asking for a unit must cost few instructions, for it is done between waiting and multiplying.
 struct Stream {
-  const u16* low;
-  u32 ring;
-  int unit, tile, slot;
+  const u16* at;
+  i64 to_partner, to_next_tile;               // elements
+  u32 ring, slot;                             // addresses of this thread's part
+  int units, unit, tiles;                     // units of this warp in a tile; tiles that are left
+  int row, group, step, outputs, rows;        // step: rows from a tile of this block to its next one
+  int low_bytes, high_bytes, partner;
 
-  __device__ __forceinline__ Stream(const volatile Product& product, u32 ring_) : ring(ring_), unit(0), tile(0), slot(0) {
-    const int thread = this_thread(), group = (thread & 31) >> 2;
-    low = product.weight + ((i64)blockIdx.x * product.outputs + group) * product.columns + (thread >> 5) * 32 + (thread & 3) * 8;
+  __device__ __forceinline__ Stream(const volatile Product& product, u32 ring_) {
+    const int thread = this_thread(), warp = thread >> 5;
+    group = (thread & 31) >> 2;
+    ring = slot = ring_ + thread * 16;
+    units = units_of_warp(product.units, warp);
+    unit = 0;
+    tiles = units ? product.tiles : 0;
+    outputs = product.outputs;
+    rows = product.rows;
+    row = (int)blockIdx.x * outputs;
+    step = BLOCKS * outputs;
+    partner = product.paired ? group : group + 8;
+    to_partner = product.to_partner;
+    const i64 columns = product.columns;
+    at = product.weight + (row + group) * columns + warp * 32 + (thread & 3) * 8;
+    to_next_tile = step * columns - units * (WARPS * 32);
+    choose();
+  }
+  static __device__ __forceinline__ int units_of_warp(int units, int warp) { return (units - warp + WARPS - 1) / WARPS; }
+  __device__ __forceinline__ void choose() {  // the rows of this tile that are read
+    low_bytes = group < outputs && row + group < rows ? 16 : 0;
+    high_bytes = partner < outputs && row + partner < rows ? 16 : 0;
   }
   // Ask for the next unit of this warp. At the end of the product a group is empty.
-  __device__ __forceinline__ void next(const volatile Product& product) {
-    if (tile < product.tiles) {
-      const int thread = this_thread(), group = (thread & 31) >> 2, outputs = product.outputs;
-      const int rows = product.rows - ((int)blockIdx.x + tile * BLOCKS) * outputs;  // from the first of the tile to the end
-      const int partner = product.paired ? group : group + 8;
-      const bool inside = unit * WARPS + (thread >> 5) < product.units;
-      const u16* at = low + unit * WARPS * 32;
-      const u32 to = ring + slot * SLOT_BYTES + thread * 16;
-      copy_weights(to, at, inside && group < outputs && group < rows);
-      copy_weights(to + THREADS * 16, at + product.to_partner, inside && partner < outputs && partner < rows);
-      if (++unit == product.units_per_warp) {
+  __device__ __forceinline__ void next() {
+    if (tiles) {
+      copy_weights(slot, at, low_bytes);
+      copy_weights(slot + THREADS * 16, at + to_partner, high_bytes);
+      at += WARPS * 32;
+      if (++unit == units) {
         unit = 0;
-        ++tile;
-        low += (i64)BLOCKS * outputs * product.columns;
+        --tiles;
+        at += to_next_tile;
+        row += step;
+        choose();
       }
     }
     end_group();
-    if (++slot == SLOTS) slot = 0;
+    slot = slot == ring + (SLOTS - 1) * SLOT_BYTES ? ring : slot + SLOT_BYTES;
   }
 };
 
-// Multiply one unit from its slot. x: rows of the input, `stride` apart, in shared or global memory.
-__device__ __forceinline__ void add_unit(const unsigned char* slot, int unit, int units, const u16* x, int stride, int rows, float (&sums)[TOKEN_TILES][4]) {
-  const int thread = this_thread(), group = (thread & 31) >> 2, column = unit * WARPS + (thread >> 5);
-  const uint4 low = *reinterpret_cast<const uint4*>(slot + thread * 16);
-  const uint4 high = *reinterpret_cast<const uint4*>(slot + THREADS * 16 + thread * 16);
-  const u16* at = x + group * stride + column * 32 + (thread & 3) * 8;
+// Multiply one unit from its slot. slot: this thread's part. x: this thread's part of the input, rows `stride` apart.
+__device__ __forceinline__ uint4 load_slot(u32 at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ void add_unit(u32 slot, const u16* x, int stride, int rows, float (&sums)[TOKEN_TILES][4]) {
+  const uint4 low = load_slot(slot), high = load_slot(slot + THREADS * 16);
 #pragma unroll
   for (int tile = 0; tile < TOKEN_TILES; ++tile) {
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (tile * 8 + group < rows && column < units) v = *reinterpret_cast<const uint4*>(at + tile * 8 * stride);
+    if (tile * 8 < rows) v = *reinterpret_cast<const uint4*>(x + tile * 8 * stride);
     multiply(sums[tile], low.x, high.x, low.y, high.y, v.x, v.y);
     multiply(sums[tile], low.z, high.z, low.w, high.w, v.z, v.w);
   }
@@ -273,20 +326,42 @@ __device__ __forceinline__ void fetch_gain(u16* gain, const u16* from) {
   for (int at = threadIdx.x * 8; at < HIDDEN; at += THREADS * 8) copy_async(gain + at, from + at);
 }
 
-// Rows through the root-mean-square norm into shared memory, rounded as transformers rounds them. A warp a row.
-template <class RowOf>
-__device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, RowOf row_of) {
+// Rows through the root-mean-square norm into shared memory, rounded as transformers rounds them. A warp a row. The rows are
+// those of other blocks, or of the embedding.
+__device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, const u64* hidden, u32 tag,
+                                             const u16* embedding, const int* row_tokens) {
   constexpr int STEPS = (HIDDEN + 255) / 256;
   const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
 #pragma unroll 1
   for (int row = warp; row < rows; row += WARPS) {
-    const u16* from = row_of(row);
     uint4 values[STEPS];
     float squares = 0.f;
+    if (embedding) {
+      const u16* from = embedding + (i64)row_tokens[row] * HIDDEN;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      int column = (i * 32 + lane) * 8;
-      values[i] = column < HIDDEN ? load_shared_by_blocks(from + column) : make_uint4(0, 0, 0, 0);
+      for (int i = 0; i < STEPS; ++i) {
+        int column = (i * 32 + lane) * 8;
+        values[i] = column < HIDDEN ? *reinterpret_cast<const uint4*>(from + column) : make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      const u64* from = hidden + (i64)row * (HIDDEN / 2) + lane * 4;
+      bool ready;
+      do {  // all words again: they come together, so asking for them one by one would wait for each
+        Tagged low[STEPS], high[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+          const bool inside = (i * 32 + lane) * 8 < HIDDEN;
+          low[i].load(from + (inside ? i * 128 : 0));
+          high[i].load(from + (inside ? i * 128 : 0) + 2);
+        }
+        ready = true;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+          ready &= low[i].has(tag) && high[i].has(tag);
+          const bool inside = (i * 32 + lane) * 8 < HIDDEN;
+          values[i] = inside ? make_uint4((u32)low[i].first, (u32)low[i].second, (u32)high[i].first, (u32)high[i].second) : make_uint4(0, 0, 0, 0);
+        }
+      } while (!ready);
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -309,6 +384,24 @@ __device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, 
       if (copy && blockIdx.x == 0) *reinterpret_cast<uint4*>(copy + (i64)row * HIDDEN + column) = values[i];
       if (normed && blockIdx.x == 0) *reinterpret_cast<uint4*>(normed + (i64)row * HIDDEN + column) = packed;
     }
+  }
+  __syncthreads();
+}
+
+// Rows that other blocks hand over, as they are into shared memory. Nobody writes those of nodes that only fill up the pass.
+__device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, const u64* from, u32 tag, const bool* in_use) {
+#pragma unroll 1
+  for (int at = this_thread() * 4; at < rows * columns; at += THREADS * 4) {
+    const int row = at / columns;
+    Tagged values = {0, 0};
+    if (in_use[row]) {
+      values.load(from + at / 2);
+      while (!values.has(tag)) {  // attention takes a while; asking without a pause would delay those who work on it
+        __nanosleep(PAUSE);
+        values.load(from + at / 2);
+      }
+    }
+    *reinterpret_cast<uint2*>(x + row * (columns + X_STRIDE_PAD) + at - row * columns) = make_uint2((u32)values.first, (u32)values.second);
   }
   __syncthreads();
 }
@@ -346,19 +439,21 @@ struct SeqInfo { int length, count, chain; };
 constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
 
 // A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
-__device__ __forceinline__ void rotate(const u16* from, const u16* gain, const float* rope, int position, u16* to) {
+__device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain, const float* rope, int position, u16* to) {
   int lane = threadIdx.x & 31;
   constexpr int STEPS = HALF / 32;
   float low[STEPS], high[STEPS], cosine[STEPS], sine[STEPS], squares = 0.f;
+  u64 words[2 * STEPS];
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     cosine[i] = __ldg(rope + position * HEAD_DIM + i * 32 + lane);
     sine[i] = __ldg(rope + position * HEAD_DIM + HALF + i * 32 + lane);
   }
+  load_words(words, from + lane / 2, tag);
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    low[i] = wide(load_narrow(from + i * 32 + lane));
-    high[i] = wide(load_narrow(from + HALF + i * 32 + lane));
+    low[i] = wide(value_of(words[i], lane));
+    high[i] = wide(value_of(words[STEPS + i], lane));
     squares += low[i] * low[i] + high[i] * high[i];
   }
   if (QK_NORM) {
@@ -376,7 +471,10 @@ __device__ __forceinline__ void rotate(const u16* from, const u16* gain, const f
   }
 }
 
-// The shares of attention are numbered: sequence by sequence, split by split, tile of nodes by tile, key head by key head.
+// The shares of attention are numbered: sequence by sequence, split by split, tile of nodes by tile, key head by key head. They
+// are given out from the last block on: it has fewer rows of the products than the first, often none of the output, whose weights
+// a block that attends could only ask for afterwards.
+__device__ __forceinline__ int first_share() { return BLOCKS - 1 - (int)blockIdx.x; }
 __device__ __forceinline__ int node_tiles(const SeqInfo& info) { return info.chain ? divided_up(info.count, NODES_PER_TILE) : info.count; }
 __device__ __forceinline__ int shares(const SeqInfo& info) {
   return KV_HEADS * node_tiles(info) * divided_up(info.length + info.count, SPLIT);
@@ -384,7 +482,7 @@ __device__ __forceinline__ int shares(const SeqInfo& info) {
 
 // Ask L2 for the keys and values that this block's first share of the layer's attention reads: a token a thread.
 __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, const SeqInfo* infos, int num_seqs, int layer) {
-  int share = blockIdx.x, seq = 0;
+  int share = first_share(), seq = 0;
   while (seq < num_seqs && share >= shares(infos[seq])) share -= shares(infos[seq++]);
   if (seq == num_seqs) return;
   int place = share / KV_HEADS / node_tiles(infos[seq]) * SPLIT + this_thread(), at = seq * args.table_width + place / BLOCK_SIZE;
@@ -408,7 +506,7 @@ struct AttentionMemory {
 
 // One (sequence, key head, tile of nodes, split of the context).
 __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer, int layer_index, AttentionMemory& memory, const SeqInfo* infos,
-                       const int* depths, const u64* masks, int seq, int head, int tile, int split, const Flags blocks_done, bool wait_for_qkv) {
+                       const int* depths, const u64* masks, int seq, int head, int tile, int split) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quarter = lane & 3;
   int length = infos[seq].length, count = infos[seq].count, end = length + count;
   bool chain = infos[seq].chain;
@@ -450,14 +548,19 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
   }
-  if (wait_for_qkv) blocks_done.wait(PHASE_QKV, layer_index);
+  const u32 tag = args.base + layer_index + 1;
+
+  auto hand_over = [&](float value, i64 at) {  // a warp has neighbouring columns of one row
+    const float next = __shfl_down_sync(0xffffffffu, value, 1);
+    if (!(lane & 1)) store_tagged(args.attended + at / 2, narrow2(value, next), tag);
+  };
 
   // --- queries, a warp each
   {
     int node = first_node + warp / GROUP;
     if (warp < nodes_per_tile * GROUP && node < count) {
-      const u16* from = args.qkv + (i64)(first_row + node) * QKV + (head * GROUP + warp % GROUP) * HEAD_DIM;
-      rotate(from, (const u16*)layer[QUERY_NORM], args.rope, length + depths[first_row + node], memory.queries[warp]);
+      const u64* from = args.qkv + ((i64)(first_row + node) * QKV + (head * GROUP + warp % GROUP) * HEAD_DIM) / 2;
+      rotate(from, tag, (const u16*)layer[QUERY_NORM], args.rope, length + depths[first_row + node], memory.queries[warp]);
     } else {
       for (int i = lane; i < HEAD_DIM; i += 32) memory.queries[warp][i] = 0;
     }
@@ -468,13 +571,13 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     for (int node = WARPS - 1 - warp; node < count; node += WARPS) {  // the last warps have no query
       int place = length + node;
       i64 at = cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE;
-      const u16* from = args.qkv + (i64)(first_row + node) * QKV + QUERY + head * HEAD_DIM;
-      u16 values[HEAD_DIM / 32];
+      const u64* from = args.qkv + ((i64)(first_row + node) * QKV + QUERY + head * HEAD_DIM) / 2;
+      const u64* from_value = from + KV_STRIDE / 2 + lane / 2;
+      u64 words[HEAD_DIM / 32];
+      rotate(from, tag, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at);
+      load_words(words, from_value, tag);
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 32; ++i) values[i] = load_narrow(from + KV_HEADS * HEAD_DIM + i * 32 + lane);
-      rotate(from, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at);
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 32; ++i) args.values[at + i * 32 + lane] = values[i];
+      for (int i = 0; i < HEAD_DIM / 32; ++i) args.values[at + i * 32 + lane] = value_of(words[i], lane);
     }
   }
   __syncthreads();
@@ -605,7 +708,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       sum += memory.sums[w][row][column] * memory.scales[w][row];
     }
     if (splits == 1) {
-      args.attended[(i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column] = narrow(__fdividef(sum, total));
+      hand_over(__fdividef(sum, total), (i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column);
     } else {
       i64 at = (i64)item * args.max_splits + split;
       args.partial[(at * HEAD_ROWS + row) * HEAD_DIM + column] = sum;
@@ -640,7 +743,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
           total += load_float(args.partial_stats + at * 2 + 1) * scale;
           if (scale != 0.f) sum += load_float(args.partial + at * HEAD_DIM + column) * scale;
         }
-        args.attended[(i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column] = narrow(__fdividef(sum, total));
+        hand_over(__fdividef(sum, total), (i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column);
       }
     }
   }
@@ -653,28 +756,29 @@ extern __shared__ __align__(16) unsigned char memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
-    const u16* embedding, const u16* final_norm, const u16* lm_head, const float* rope, u16* keys, u16* values, u16* hidden, u16* qkv,
-    u16* attended, u16* activated, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, float* best_value,
+    const u16* embedding, const u16* final_norm, const u16* lm_head, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
+    u64* attended, u16* activated, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, float* best_value,
     int* best_index, u16* hidden_out, int* flags, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
     int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit) {
   __shared__ SeqInfo infos[MAX_ROWS];
   __shared__ int depths[MAX_ROWS];
   __shared__ u64 masks[MAX_ROWS];
   __shared__ int row_tokens[MAX_ROWS];
+  __shared__ bool in_use[MAX_ROWS];  // rows of nodes that a sequence has
   __shared__ i64 table[2][LAYER_FIELDS];
   __shared__ AttentionArgs args;
   __shared__ volatile Product products[2];  // of this step and the next
   __shared__ int block_table[TABLE_SIZE];
   for (int i = threadIdx.x; i < min(num_seqs * table_width, TABLE_SIZE); i += THREADS) block_table[i] = (int)blocks[i];
   if (threadIdx.x == 0)
-    args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits};
+    args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits, flags[BLOCKS]};
   const int rows = num_seqs * nodes, thread = threadIdx.x;
   float* joined = reinterpret_cast<float*>(memory);
   unsigned char* ring = memory + WARPS * SUMS * sizeof(float);
   const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
   u16* gain = reinterpret_cast<u16*>(ring + SLOTS * SLOT_BYTES);
   u16* x = gain + HIDDEN;
-  const Flags blocks_done = {flags, flags[NUM_PHASES * BLOCKS]};
+  const Flags gates_done = {flags, flags[BLOCKS]};
   AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory);
 
   if (thread < rows) {
@@ -683,6 +787,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     row_tokens[thread] = (int)(token < 0 ? 0 : (token >= VOCAB ? VOCAB - 1 : token));
     depths[thread] = nodes == 1 ? 0 : (int)depths_[thread];  // a single node is a chain
     masks[thread] = nodes == 1 ? 1 : (u64)masks_[thread];
+    in_use[thread] = node < (int)counts[seq];
   }
   if (thread < LAYER_FIELDS) table[0][thread] = layers[thread];
   __syncthreads();
@@ -712,37 +817,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     end_group();
     Stream stream(product, ring_at);
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) stream.next(product);
+    for (int i = 0; i < SLOTS; ++i) stream.next();
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
     u16 bias = 0, residual = 0;
     auto ask_for_added = [&](const Target target) {
       const u16* biases = product.bias;
       if (target.valid && biases) bias = biases[target.row];
       if (target.valid && (kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT)) {
-        const u16* from = step == 1 ? embedding + (i64)row_tokens[target.token] * HIDDEN : hidden + (i64)target.token * HIDDEN;
-        residual = load_narrow(from + target.row);
+        const i64 at = (i64)target.token * HIDDEN + target.row;
+        if (step == 1) residual = embedding[(i64)row_tokens[target.token] * HIDDEN + target.row];
+        else residual = value_of(load_word((kind == OUTPUT_PRODUCT ? hidden : between) + at / 2), target.row);  // written by this block
       }
     };
     if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, 0, product.tiles, rows));
     if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
     wait_groups<SLOTS>();  // the gain is there
-    if (step) {
-      const int before = kind == OUTPUT_PRODUCT ? PHASE_ATTEND : kind == GATE_PRODUCT ? PHASE_OUTPUT : kind == DOWN_PRODUCT ? PHASE_GATE : PHASE_DOWN;
-      blocks_done.wait(before, (step - 1) / 4);
-    } else {
-      __syncthreads();
-    }
+    if (kind == DOWN_PRODUCT) gates_done.wait(index);
+    else __syncthreads();
 
     if (thread == THREADS - 32) products[(step + 1) & 1].set(kind_of(step + 1, num_layers), table[(step + 1) / 4 & 1], lm_head);
 
     // --- the input
+    const u32 tag = gates_done.base + index + 1;
     const u16* input = x;
-    int stride = HIDDEN + X_STRIDE_PAD;
-    if (normed) {
+    int stride = product.columns + X_STRIDE_PAD;
+    if (!product.tiles && blockIdx.x) {
+      __syncthreads();
+    } else if (normed) {
       stage_normed(x, rows, gain, kind == QKV_PRODUCT ? (u16*)layer[FEATURES] : nullptr, kind == LM_HEAD && want_hidden ? hidden_out : nullptr,
-                   [=](int row) { return step ? hidden + (i64)row * HIDDEN : embedding + (i64)row_tokens[row] * HIDDEN; });
+                   kind == GATE_PRODUCT ? between : hidden, kind == GATE_PRODUCT ? tag : tag - 1, step ? nullptr : embedding, row_tokens);
+    } else if (kind == OUTPUT_PRODUCT) {
+      stage_tagged(x, rows, QUERY, attended, tag, in_use);
     } else {
-      input = stage(x, rows, product.columns, kind == OUTPUT_PRODUCT ? attended : activated, x_limit, stride);
+      input = stage(x, rows, INTER, activated, x_limit, stride);
     }
 
     // --- the product
@@ -751,15 +858,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     for (int tile = 0; tile < TOKEN_TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
-    int tile = 0, in_batch = 0, slot = 0;
+    const u16* own_input;
+    u32 own_slot, first_slot;
+    int units, own_rows;  // own_rows: from this thread's first row of the input to the end
+    {
+      const int thread = this_thread(), group = (thread & 31) >> 2;
+      own_input = input + group * stride + (thread >> 5) * 32 + (thread & 3) * 8;
+      own_slot = first_slot = ring_at + thread * 16;
+      units = Stream::units_of_warp(product.units, thread >> 5);
+      own_rows = rows - group;
+    }
+    int tile = 0, in_batch = 0;
+    const int tiles = product.tiles;
 #pragma unroll 1
-    while (tile < product.tiles) {
+    while (tile < tiles) {
 #pragma unroll 1
-      for (int unit = 0; unit < product.units_per_warp; ++unit) {
+      for (int unit = 0; unit < units; ++unit) {
         wait_groups<SLOTS - 1>();
-        add_unit(ring + slot * SLOT_BYTES, unit, product.units, input, stride, rows, sums);
-        stream.next(product);
-        if (++slot == SLOTS) slot = 0;
+        add_unit(own_slot, own_input + unit * (WARPS * 32), stride, own_rows, sums);
+        stream.next();
+        own_slot = own_slot == first_slot + (SLOTS - 1) * SLOT_BYTES ? first_slot : own_slot + SLOT_BYTES;
       }
       // --- keep the sums of the tile; at the end of a batch of tiles join those of the warps
       const int thread = this_thread();
@@ -770,7 +888,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
         sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
       }
       ++tile;
-      if (++in_batch < TILES_AT_ONCE && tile < product.tiles) continue;
+      if (++in_batch < TILES_AT_ONCE && tile < tiles) continue;
       const Target target = target_of(product, tile - in_batch, in_batch, rows);
       __syncthreads();
       const float* from = joined + thread;
@@ -778,39 +896,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #pragma unroll
       for (int warp = 0; warp < WARPS; ++warp) total += from[warp * SUMS];
       const float up = __shfl_down_sync(0xffffffffu, total, 2);
+      const float output = total + (wide(bias) + wide(residual)), next = __shfl_down_sync(0xffffffffu, output, 16);  // of the next row
       if (target.valid) {
         const i64 token = target.token;
-        const float added = wide(bias) + wide(residual);
-        if (kind == QKV_PRODUCT) qkv[token * QKV + target.row] = narrow(total + added);
+        const bool first = !(target.row & 1);
+        if (kind == QKV_PRODUCT) { if (first) store_tagged(qkv + (token * QKV + target.row) / 2, narrow2(output, next), tag); }
         else if (kind == GATE_PRODUCT) activated[token * INTER + target.row] = narrow(__fdividef(total, 1.f + __expf(-total)) * up);
         else if (kind == LM_HEAD) {
           if (want_logits) logits[token * VOCAB + target.row] = total;
           if (total > most) { most = total; place = target.row; }
-        } else hidden[token * HIDDEN + target.row] = narrow(total + added);
+        } else if (first) store_tagged((kind == OUTPUT_PRODUCT ? between : hidden) + (token * HIDDEN + target.row) / 2, narrow2(output, next), tag);
       }
-      if (tile < product.tiles) ask_for_added(target_of(product, tile, product.tiles - tile, rows));
+      if (tile < tiles) ask_for_added(target_of(product, tile, tiles - tile, rows));
       in_batch = 0;
       __syncthreads();
     }
     if (kind == LM_HEAD) break;
-    blocks_done.arrive(kind == QKV_PRODUCT ? PHASE_QKV : kind == OUTPUT_PRODUCT ? PHASE_OUTPUT : kind == GATE_PRODUCT ? PHASE_GATE : PHASE_DOWN, index);
+    if (kind == GATE_PRODUCT) gates_done.arrive(index);
     if (kind != QKV_PRODUCT) continue;
 
-    // --- attention: blocks without a share of it go on at once. The first share waits inside.
-    bool waited = false;
+    // --- attention: blocks without a share of it go on at once
     int base = 0;
 #pragma unroll 1
     for (int seq = 0; seq < num_seqs; ++seq) {
       const int items = shares(infos[seq]), tiles = node_tiles(infos[seq]);
 #pragma unroll 1
-      for (int item = ((int)blockIdx.x - base % BLOCKS + BLOCKS) % BLOCKS; item < items; item += BLOCKS) {
-        attend(args, layer, index, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles,
-               blocks_done, !waited);
-        waited = true;
+      for (int item = (first_share() - base % BLOCKS + BLOCKS) % BLOCKS; item < items; item += BLOCKS) {
+        attend(args, layer, index, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles);
       }
       base += items;
     }
-    blocks_done.arrive(PHASE_ATTEND, index);
   }
 
   // --- the argmax of this block
@@ -838,7 +953,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   __threadfence();
   __syncthreads();
   if (thread == 0) {
-    last = atomicAdd(flags + NUM_PHASES * BLOCKS + 1, 1) == BLOCKS - 1;
+    last = atomicAdd(flags + BLOCKS + 1, 1) == BLOCKS - 1;
     __threadfence();
   }
   __syncthreads();
@@ -853,7 +968,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (lane == 0) best[row] = found < VOCAB ? found : 0;
   }
   if (thread == 0) {
-    flags[NUM_PHASES * BLOCKS] = blocks_done.base + num_layers;
-    flags[NUM_PHASES * BLOCKS + 1] = 0;
+    flags[BLOCKS] = gates_done.base + num_layers;
+    flags[BLOCKS + 1] = 0;
   }
 }

@@ -1,7 +1,7 @@
 """A whole decode pass as one kernel that stays on the device from the first layer to the argmax.
 
 A small model's pass is hundreds of kernels of a few microseconds, and each border between two of them costs about as
-much as the kernel itself. Here blocks wait for each other through counters in memory instead, and load their next
+much as the kernel itself. Here blocks hand their results to each other through memory instead, and load their next
 weights while they wait. The kernel (persistent_pass.cu) is compiled for the shapes of one model.
 """
 
@@ -34,7 +34,6 @@ MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, not for borders 
 MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
 PAD = 32  # elements between rows of the input in shared memory
-PHASES = 5  # that blocks wait for each other after
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,9 +66,13 @@ class OutputWish:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassWorkspace:
-    """Memory that blocks exchange results through. Passes of one runner follow each other, so they share it."""
+    """Memory that blocks exchange results through. Passes of one runner follow each other, so they share it.
 
-    hidden: Tensor
+    The first four are int64: two values, and the number of the layer that wrote them.
+    """
+
+    between: Tensor  # hidden states between attention and MLP
+    hidden: Tensor  # hidden states behind a layer
     qkv: Tensor
     attended: Tensor
     activated: Tensor
@@ -90,16 +93,17 @@ class PassWorkspace:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            hidden=zeros(rows, config.hidden_size, dtype=dtype),
-            qkv=zeros(rows, query + 2 * kv, dtype=dtype),
-            attended=zeros(rows, query, dtype=dtype),
+            between=zeros(rows, config.hidden_size // 2, dtype=torch.int64),
+            hidden=zeros(rows, config.hidden_size // 2, dtype=torch.int64),
+            qkv=zeros(rows, (query + 2 * kv) // 2, dtype=torch.int64),
+            attended=zeros(rows, query // 2, dtype=torch.int64),
             activated=zeros(rows, config.intermediate_size, dtype=dtype),
             partial=zeros(items * splits * HEAD_ROWS, config.head_dim),
             partial_stats=zeros(items * splits * HEAD_ROWS, 2),
             splits_done=zeros(items, dtype=torch.int32),
             best_value=zeros(rows, blocks),
             best_index=zeros(rows, blocks, dtype=torch.int32),
-            flags=zeros(PHASES * blocks + 2, dtype=torch.int32),
+            flags=zeros(blocks + 2, dtype=torch.int32),
         )
 
 
@@ -159,7 +163,7 @@ class PersistentPass:
         return self._with_last_feature(output, wish.features)
 
     def _new_output(self, rows: int, wish: OutputWish) -> PersistentOutput:
-        device, size, dtype = self.kv.device, self.model.config.hidden_size, self.workspace.hidden.dtype
+        device, size, dtype = self.kv.device, self.model.config.hidden_size, self.model.embedding.dtype
         logits = torch.empty(rows if wish.logits else 1, self.model.lm_head.out_features, device=device)
         hidden = torch.empty(rows, size, dtype=dtype, device=device) if wish.hidden else None
         features = torch.empty(len(wish.features), rows, size, dtype=dtype, device=device) if wish.features else None
@@ -172,8 +176,10 @@ class PersistentPass:
         model, kv, work = self.model, self.kv, self.workspace
         assert model.lm_head.matrix is not None
         inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
-        weights = [self._table(wish.features, output.features), model.embedding, model.final_norm, model.lm_head.matrix]
-        exchanged = [work.hidden, work.qkv, work.attended, work.activated, work.partial, work.partial_stats]
+        final_norm, lm_head = model.final_norm.weight, model.lm_head.matrix
+        weights = [self._table(wish.features, output.features), model.embedding, final_norm, lm_head]
+        handed = [work.between, work.hidden, work.qkv, work.attended]
+        exchanged = [*handed, work.activated, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden
         results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]
         sizes = [batch.num_seqs, batch.nodes, batch.blocks.shape[1], batch.offset, model.config.num_layers]
@@ -188,7 +194,8 @@ class PersistentPass:
         if features is None:
             return output
         if last in layers:
-            features[layers.index(last)].copy_(self.workspace.hidden[: features.shape[1]])
+            words = self.workspace.hidden[: features.shape[1]]
+            features[layers.index(last)].copy_(words.view(features.dtype).view(*words.shape, 4)[..., :2].flatten(1))
         return replace(output, features=features.transpose(0, 1).flatten(1))
 
     def _input_limit(self, rows: int) -> int:
@@ -218,6 +225,10 @@ def fits(model: DecoderModel) -> bool:
     return (
         model.embedding.dtype == torch.bfloat16
         and model.scale_embedding is None
+        and model.scale_logits is None
+        and model.lm_head_bias is None
+        and not model.final_norm.centers
+        and model.final_norm.weight.dtype == torch.bfloat16
         and model.lm_head.matrix is not None
         and config.hidden_size <= MAX_HIDDEN_SIZE
         and config.head_dim in (64, 128)
@@ -244,7 +255,8 @@ def tiles_of(rows: int) -> int:
 def slots(model: DecoderModel, tiles: int) -> int:
     """Slots of the ring of weights: what the input of `tiles` tiles leaves of shared memory, as far as it helps."""
     size = model.config.hidden_size
-    left = MAX_SHARED_MEMORY - SUMS_BYTES - 2 * (size + TILE * tiles * (size + PAD))
+    widest = max(size, model.config.query_size)
+    left = MAX_SHARED_MEMORY - SUMS_BYTES - 2 * (size + TILE * tiles * (widest + PAD))
     return min(left // SLOT_BYTES, MOST_SLOTS)
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.core.protocols import Preparation
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.device.graphs import Graph, GraphCache, GraphPool, needed, rounded_up
-from paceline.layers.attention import EagerBatch, SequenceSpan
+from paceline.layers.attention import AttentionSpans, EagerBatch, SequenceSpan
 from paceline.layers.ops import EagerOps
-from paceline.layers.rope import cos_sin
+from paceline.layers.rope import CosSin, cos_sin
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import OutputOptions, logits_of
@@ -86,12 +86,12 @@ class PrefillGraphs:
         model: DecoderModel,
         kv: KVCache,
         ops: EagerOps,
-        rope_cache: Tensor,
+        rope_caches: tuple[Tensor, ...],
         options: OutputOptions,
         pool: GraphPool,
     ) -> None:
         self._model, self._kv, self._ops, self._options = model, kv, ops, options
-        self._rope_cache = rope_cache
+        self._rope_caches, self._windows = rope_caches, model.config.windows
         self._graphs: GraphCache[PrefillKey, PrefillInputs, PrefillOutput] = GraphCache(pool, MAX_GRAPHS)
 
     def fits(self, rows: list[Row], last_only: bool) -> bool:
@@ -176,21 +176,43 @@ class PrefillGraphs:
         return PrefillOutput(logits, hidden if options.want_hidden else None, states.features)
 
     def _first_batch(self, inputs: PrefillInputs) -> EagerBatch:
+        by_window = {window: AttentionSpans([self._first_span(inputs, window)]) for window in self._windows}
+        return EagerBatch(self._rotations(slice(inputs.tokens.shape[0])), by_window)
+
+    def _first_span(self, inputs: PrefillInputs, window: int | None) -> SequenceSpan:
         size = inputs.tokens.shape[0]
-        rotation = cos_sin(self._rope_cache, slice(size), self._kv.keys.dtype)
-        return EagerBatch(rotation, [SequenceSpan(0, size, 0, inputs.slots, inputs.slots, None)])
+        steps = torch.arange(size, device=self._kv.device)
+        mask = None if window is None or size <= window else self._additive(_hidden(steps, steps, window))
+        return SequenceSpan(0, size, 0, inputs.slots, inputs.slots, mask)
 
     def _later_batch(self, inputs: PrefillInputs) -> EagerBatch:
-        """Keys are the padded context and then the chunk: a mask hides the padding between them."""
-        size, context, dtype = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.keys.dtype
-        steps = torch.arange(size, device=self._kv.device)
-        positions = (inputs.length + steps).clamp_max(self._rope_cache.shape[0] - 1)
-        hidden = torch.arange(context, device=self._kv.device) >= inputs.length
-        hidden = torch.cat([hidden.expand(size, -1), steps > steps[:, None]], dim=1)
-        mask = torch.zeros(size, context + size, dtype=dtype, device=self._kv.device).masked_fill(hidden, -torch.inf)
-        slots = torch.cat([inputs.context_slots, inputs.slots])
-        rotation = cos_sin(self._rope_cache, positions, dtype)
-        return EagerBatch(rotation, [SequenceSpan(0, size, context, slots, inputs.slots, mask)])
+        steps = torch.arange(inputs.tokens.shape[0], device=self._kv.device)
+        positions = (inputs.length + steps).clamp_max(self._rope_caches[0].shape[0] - 1)
+        by_window = {window: AttentionSpans([self._later_span(inputs, window)]) for window in self._windows}
+        return EagerBatch(self._rotations(positions), by_window)
+
+    def _later_span(self, inputs: PrefillInputs, window: int | None) -> SequenceSpan:
+        """Keys are the padded context, or what windows see of it, and then the chunk: a mask hides the padding."""
+        size, context, device = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.device
+        steps, places, slots = torch.arange(size, device=device), torch.arange(context, device=device), inputs.context_slots
+        if window is not None:
+            places = inputs.length - min(window - 1, context) + places[: window - 1]
+            slots = slots[places.clamp_min(0)]
+        hidden = _hidden(places, inputs.length + steps, window) | (places < 0) | (places >= inputs.length)
+        mask = self._additive(torch.cat([hidden, _hidden(steps, steps, window)], dim=1))
+        return SequenceSpan(0, size, places.shape[0], torch.cat([slots, inputs.slots]), inputs.slots, mask)
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self._kv.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
+
+    def _rotations(self, positions: Tensor | slice) -> tuple[CosSin, ...]:
+        return tuple(cos_sin(cache, positions, self._kv.keys.dtype) for cache in self._rope_caches)
+
+
+def _hidden(keys: Tensor, nodes: Tensor, window: int | None) -> Tensor:
+    """Which keys are behind a node or before its window, by position: [nodes, keys]."""
+    behind = keys > nodes[:, None]
+    return behind if window is None else behind | (keys <= nodes[:, None] - window)
 
 
 def _fits(row: Row) -> bool:

@@ -56,7 +56,8 @@ class NativeRunner(PagedRunner):
         self.kv = KVCache(model.config, blocks, model.embedding.dtype, torch.device(info.device))
         self.options = OutputOptions(last_layer=model.config.num_layers)
         self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
-        self._rope_cache = rope_cache(model.config.rope, model.config.max_seq_len + EXTRA_POSITIONS, self.kv.device)
+        positions = model.config.max_seq_len + EXTRA_POSITIONS
+        self._rope_caches = tuple(rope_cache(rope, positions, self.kv.device) for rope in model.config.ropes)
         self._make_passes()
         if self.decode_graphs is not None:
             self.decode_steps = SHORT_DECODE_STEPS if self.decode_graphs.is_persistent(1) else DECODE_STEPS
@@ -66,15 +67,17 @@ class NativeRunner(PagedRunner):
     def _make_passes(self) -> None:
         """Eager passes, and graphs where there are any. Graphs know the options of the runner they are made for."""
         parts = (self.model, self.kv)
-        self.eager = EagerPasses(*parts, self._rope_cache, self.options)
+        self.eager = EagerPasses(*parts, self._rope_caches, self.options)
         self.prefill_graphs = self._new_prefill_graphs()
         self.decode_graphs = self._new_decode_graphs()
 
     def _new_prefill_graphs(self) -> PrefillGraphs | None:
         if not supports_graphs(self.kv.device) or self.model.quantizes_input:
             return None
+        if not all(layer.can_capture for layer in self.model.layers):
+            return None
         pool = GraphPool("a prefill", self.kv.device)
-        return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_cache, self.options, pool)
+        return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_caches, self.options, pool)
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
         if not can_fuse(self.model, self.kv.device):
@@ -82,7 +85,7 @@ class NativeRunner(PagedRunner):
         from paceline.runners.native.decode_graphs import DecodeGraphs
 
         pool, invariant = GraphPool("a decode pass", self.kv.device), self.batch_invariant
-        return DecodeGraphs(self.model, self.kv, self._rope_cache, self.options, pool, batch_invariant=invariant)
+        return DecodeGraphs(self.model, self.kv, self._rope_caches, self.options, pool, batch_invariant=invariant)
 
     # --- making a runner ----------------------------------------------------------------------------------------------
 
@@ -208,12 +211,12 @@ class NativeRunner(PagedRunner):
         """Eager passes only: the view reads a prompt now and then, and graphs would hold memory."""
         view = copy.copy(self)
         view.options = OutputOptions(self.model.config.num_layers, want_hidden=True)
-        view.eager = EagerPasses(self.model, self.kv, self._rope_cache, view.options)
+        view.eager = EagerPasses(self.model, self.kv, self._rope_caches, view.options)
         view.prefill_graphs = view.decode_graphs = None
         return view
 
     def lm_head(self, hidden: Tensor) -> Tensor:
-        return self.model.lm_head(hidden)
+        return self.model.logits(hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens.to(self.kv.device))

@@ -1,0 +1,28 @@
+"""GLM: Llama with a rope over half of each head whose pairs lie side by side, and gate and up stored as one tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.models.checkpoint import ModelCheckpoint
+from paceline.models.config import ArchConfig, arch_config, unsupported_field
+from paceline.models.decoder import DecoderModel
+from paceline.models.llama import LayerNames, read_layer, read_model
+
+MODEL_TYPES = ("glm",)
+NAMES = LayerNames(gate_up=("gate_up_proj",))
+
+
+def unsupported(config: Any) -> str | None:
+    """Why a model with this Hugging Face config cannot run here; None: it can."""
+    return unsupported_field(config, ("partial_rotary_factor", "rope_interleaved"))
+
+
+def config_from_hf(config: Any) -> ArchConfig:
+    return arch_config(config, qkv_bias=bool(config.attention_bias), interleaved_rope=True)
+
+
+def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
+    """Read a model. Raises WeightsError that names a tensor which is missing, of another shape, or not used."""
+    layers = [read_layer(checkpoint, config, index, NAMES) for index in range(config.num_layers)]
+    return read_model(checkpoint, config, layers)

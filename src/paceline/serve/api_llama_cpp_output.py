@@ -83,9 +83,8 @@ class LlamaRequest:
 
     def _probabilities(self, token: str, logprob: float, top: dict[str, float] | None) -> Json:
         name = "top_probs" if self.post_sampling else "top_logprobs"
-        return self._probability(token, logprob) | {
-            name: [self._probability(other, value) for other, value in (top or {}).items()]
-        }
+        best = list((top or {}).items())[: self.fields["logprobs"]]  # the token itself comes after them
+        return self._probability(token, logprob) | {name: [self._probability(*other) for other in best]}
 
     def _probability(self, spelling: str, logprob: float) -> Json:
         token = int(spelling.removeprefix(ID_PREFIX))

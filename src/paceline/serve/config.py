@@ -48,10 +48,10 @@ class NetworkConfig:
     no_api_key: bool = option(False, "--no-api-key", "", "listen beyond this machine without an API key")
     allowed_hosts: tuple[str, ...] = option((), "--allowed-host", "NAME", "Host header to accept; repeatable")
     cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
-    root_path: str = option("", "--root-path", "PATH", "what a proxy puts before every path; both are served")
+    root_path: str | None = option(None, "--root-path", "PATH", "what a proxy puts before every path; both are served")
 
     def __post_init__(self) -> None:
-        if self.root_path and not (self.root_path.startswith("/") and self.root_path.strip("/")):
+        if self.root_path is not None and not (self.root_path.startswith("/") and self.root_path.strip("/")):
             raise OptionError(f"--root-path is a path such as /llm, not {self.root_path!r}")
         if not 0 <= self.port <= MAX_PORT:
             raise OptionError(f"--port must be 0 to {MAX_PORT}, not {self.port}")

@@ -84,7 +84,7 @@ class EagerOps:
         bias: Tensor | None = None,
         activation: Activation = Activation.SILU,
     ) -> Tensor:
-        return gated(self.project(x, norm, linear, bias), activation)
+        return gated(linear(x if norm is None else norm(x, self._eps), bias), activation)
 
     def mixture(
         self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None

@@ -92,7 +92,7 @@ class ModelCheckpoint:
         self._used: set[str] = set()
 
     def renamed(self, prefixes: Mapping[str, str], *, dropped: tuple[str, ...]) -> ModelCheckpoint:
-        """The same tensors with other prefixes of their names, less those of parts that are not read."""
+        """The same tensors, their names with other prefixes, less those of parts that are not read."""
         names: dict[str, str] = {}
         for name in self._names:
             if not name.startswith(dropped):

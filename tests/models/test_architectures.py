@@ -54,7 +54,7 @@ REFUSED: list[tuple[Any, str]] = [
     (MistralConfig(mlp_bias=True), "mlp_bias"),
     (LlamaConfig(hidden_act="quick_gelu"), "hidden_act"),
     (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
-    (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    (LlamaConfig(quantization_config={"quant_method": "hqq"}), "quantization_config"),
     (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
     (
         LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),

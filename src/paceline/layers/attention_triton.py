@@ -12,6 +12,7 @@ from paceline.device.properties import multiprocessor_count
 from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
+from paceline.layers.linear_attention import DeltaNetSpans
 
 ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
 WARPS = 4  # twice as many for heads of 256: their new keys do not fit into the registers of four
@@ -32,6 +33,7 @@ class TritonBatch:
     blocks: Tensor  # int64 [sequences, blocks a sequence]
     chunks: int  # of context, at most
     offset: int = 0  # added to every length: the steps of a drafting loop
+    recurrent: DeltaNetSpans | None = None  # for recurrent layers, where the model has any
 
 
 class TritonAttention:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.device.properties import supports_graphs
-from paceline.layers.cpu_kernels import blocks_product
+from paceline.layers.cpu_kernels import blocks_product, joined
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
 from paceline.layers.mlp import silu_mul
@@ -78,7 +78,7 @@ class RowByRowLinear(UnquantizedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         blocks = self.blocks
         if blocks is not None:
-            return blocks_product(x, blocks.structure(), bias)
+            return blocks_product(x, joined(blocks), bias)
         return torch.cat([F.linear(row, self.weight, bias) for row in torch.split(x, 1)])
 
 

@@ -190,6 +190,7 @@ def weighted_sum_kernel(
     for choice in tl.static_range(TOP_K):
         pair = row * TOP_K + choice
         share = tl.load(weights + pair)
-        part = tl.load(parts + pair.to(tl.int64) * columns + column, mask=column < tl.where(share != 0.0, columns, 0), other=0.0)
+        counted = column < tl.where(share != 0.0, columns, 0)
+        part = tl.load(parts + pair.to(tl.int64) * columns + column, mask=counted, other=0.0)
         total += share * part
     tl.store(out + at, (added + total).to(out.dtype.element_ty), mask=ok)

@@ -67,6 +67,7 @@ def test_packed_for_a_gpu_the_weights_are_the_same(
     assert smaller < larger / (2 if "8" in name or name in ("int-quantized", "float-quantized") else 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_text_is_that_of_the_unpacked_weights(name: str, written: Write) -> None:
     folder, options = written(name), {"max_new_tokens": 24, "ignore_eos": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -51,6 +52,7 @@ def mxfp4(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return blocks, (exponents + 127).to(torch.uint8), unpacked
 
 
+@pytest.mark.slow
 def test_gpt_oss_runs_its_experts_from_mxfp4(tmp_path: Path) -> None:
     packed, unpacked = write(tmp_path, "gpt_oss")
     state = load_file(unpacked / "model.safetensors")
@@ -68,6 +70,7 @@ def test_gpt_oss_runs_its_experts_from_mxfp4(tmp_path: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_experts_of_qwen3_run_from_fp8(tmp_path: Path) -> None:
     packed, unpacked = write(tmp_path, "qwen3_moe")
     store = fp8_blocks(128, 128, "weight_scale_inv", torch.float32)

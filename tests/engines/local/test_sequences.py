@@ -91,7 +91,7 @@ def test_string_keys_of_a_bias_are_token_ids() -> None:
     ("prompt", "error", "words"),
     [
         ([], PromptError, "empty"),
-        ([0, 6], PromptError, "token 6; the vocabulary has 6"),
+        ([0, 6], PromptError, "token 6 of the prompt is out of vocabulary: ids are below 6"),
         ([-1], PromptError, "token -1"),
         ([0] * 64, ContextLengthExceeded, "64 tokens; toy reads at most 63"),
         ([0] * 90, ContextLengthExceeded, "90 tokens"),

@@ -25,7 +25,7 @@ the way. The table is generated (`python -m tests.families.page`) and tested. A 
 model:
 """
 WAYS = {
-    "native": "paceline's own code: batches, trees, CUDA graphs.",
+    "native": "paceline's own code: batches, trees (chains where layers are recurrent), CUDA graphs.",
     "trees, batches": "Row buffers: many sequences a pass, draft trees.",
     "chains, batches": "Row buffers; the model reads trees wrongly, so methods that draft trees draft chains.",
     "chains, one sequence a pass": "The model's own cache, state or none; rejected tokens are taken back exactly.",

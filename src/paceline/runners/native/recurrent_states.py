@@ -23,7 +23,7 @@ from paceline.device.properties import supports_graphs
 from paceline.errors import OutOfMemory
 from paceline.layers.linear_attention import RING, DeltaNetSizes, DeltaNetStates, Recurrence
 from paceline.runners.native.recurrent_batch import BatchIndices, kernel_spans
-from paceline.runners.native.sequence_state import SequenceState, Snapshot, StateSpan, ReadTokens, spans_of
+from paceline.runners.native.sequence_state import ReadTokens, SequenceState, Snapshot, StateSpan, spans_of
 
 MIN_SLOTS, MAX_SLOTS = 32, 256
 MAX_CHECKPOINTS = 4  # of a sequence

@@ -29,7 +29,7 @@ prompts and by what is written. The page is generated (`python -m tests.families
 finds the way to run a model:
 """
 WAYS = {
-    "native": "paceline's own code: batches, trees, CUDA graphs.",
+    "native": "paceline's own code: batches, trees (chains where layers are recurrent), CUDA graphs.",
     "trees, batches": "Row buffers: many sequences a pass, draft trees.",
     "chains, batches": "Row buffers; the model reads trees wrongly, so methods that draft trees draft chains.",
     "chains, one sequence a pass": "The model's own cache, state or none; rejected tokens are taken back exactly.",

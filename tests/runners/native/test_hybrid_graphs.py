@@ -11,7 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from paceline.core.types import Row
+from paceline.device.graphs import GraphPool
 from paceline.runners.native import NativeRunner
+from paceline.runners.native.decode_graphs import DecodeGraphs
 from tests.runners.native.fused import eager_graphs
 from tests.support.families import Variant, tiny_family
 
@@ -89,7 +91,8 @@ def test_several_plain_steps_in_a_row_are_those_of_as_many_passes() -> None:
 def test_graphs_of_a_hybrid_model_have_the_bits_of_plain_decoding_whatever_is_accepted() -> None:
     model = tiny_family(Variant("qwen3_5_text", changes=SIZES)).to("cuda", torch.bfloat16)
     runner = NativeRunner.of_model(model, "tiny", kv_cache_tokens=2048)
-    assert runner.decode_graphs is not None
+    parts = (runner.model, runner.kv, runner._rope_caches, runner.options)
+    runner.decode_graphs = DecodeGraphs(*parts, GraphPool("a decode pass", runner.kv.device))
     expected = plain(runner, IDS)
     cache, place = runner.new_cache(), PROMPT
     runner.forward([Row.chain(cache, IDS[:PROMPT])], last_only=True)

@@ -126,7 +126,9 @@ def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runn
     dtype = dtype_named(config.dtype, device)
     files = locate(config.model)
     if config.runner != "hf" and _is_native(files, config):
-        runner_class = _native_class(config)
+        from paceline.runners.native import stored_dtype
+
+        dtype, runner_class = stored_dtype(files.folder, config.dtype, device), _native_class(config)
         return runner_class.load(
             files.folder, files.name, dtype, device, kv_cache_tokens, batch_invariant=config.batch_invariant
         )
@@ -146,10 +148,11 @@ def _hugging_face(model: Any, name: str, kv_cache_tokens: int | None) -> Runner:
 
 
 def _is_native(files: ModelFiles, config: ModelConfig) -> bool:
-    """Whether the directory holds safetensors of an architecture that the native runner runs."""
+    """Whether the directory holds safetensors or a GGUF file of an architecture that the native runner runs."""
+    from paceline.hub.gguf_index import has_index
     from paceline.runners.native import is_native, read_config
 
-    if not any(files.folder.glob("*.safetensors")):
+    if not any(files.folder.glob("*.safetensors")) and not has_index(files.folder):
         return False
     try:
         hf_config = read_config(files.folder, files.name, trust_remote_code=config.trust_remote_code)

@@ -52,6 +52,7 @@ class ModelConfig:
     dtype: str | None = option(
         None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T"
     )
+    quantize: str | None = option(None, "convert the weights at load: {formats}; the same as that --dtype", "F")
     runner: str = option(AUTO, "auto, native or hf: which code runs the model", "R")
     max_model_len: int | None = option(
         None, "longest sequence, prompt included; default: the model's own", "N", type=int
@@ -66,6 +67,7 @@ class ModelConfig:
         if self.model is None:
             raise OptionError("model must be a name, a directory, a .gguf file or a loaded model, not None")
         _set(self, model=_path_or_model(self.model), device=_device_name(self.device), dtype=_dtype_name(self.dtype))
+        _set(self, **_weight_format(self.dtype, self.quantize))
         _one_of("runner", self.runner, RUNNERS)
         _set(self, lora=_lora_folders(self.lora))
         _set(self, max_model_len=_at_least("max_model_len", self.max_model_len, 2))
@@ -347,6 +349,15 @@ def _dtype_name(dtype: Any) -> str | None:
     if str(dtype).startswith("torch."):
         return str(dtype).removeprefix("torch.")
     raise OptionError(f"dtype must be a name such as fp32, bf16 or int8, not {dtype!r}")
+
+
+def _weight_format(dtype: str | None, quantize: Any) -> dict[str, Any]:
+    """`quantize` as the dtype that it stands for. Raises OptionError where both are given and differ."""
+    if quantize is None:
+        return {}
+    if not isinstance(quantize, str) or dtype not in (None, AUTO, quantize):
+        raise OptionError(f"quantize {quantize!r} and dtype {dtype!r} exclude each other; name the weight format alone")
+    return {"dtype": quantize, "quantize": None}
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +29,15 @@ from paceline.heads.eagle1 import Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
+from paceline.hub.convert import convert_gguf
 from paceline.models import registry
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_probe import open_hugging_face
-from paceline.runners.native import NativeRunner
+from paceline.runners.native import NativeRunner, stored_dtype
 from paceline.runners.table import TableRunner
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
+from tests.support.gguf import write_gguf
 from tests.support.tiny import tiny_llama
 
 MakeRunner = Callable[[], Any]  # a runner that can be looked into, too (Runner)
@@ -50,6 +54,21 @@ def _hugging_face() -> HuggingFaceRunner:
 
 def _native() -> NativeRunner:
     return NativeRunner.of_model(tiny_llama(), "tiny")
+
+
+def _native_gguf() -> Any:
+    """A file with blocks of several kinds, as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = {"attn_q": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "IQ4_NL"}
+        path = write_gguf(
+            Path(folder, "tiny.gguf"),
+            tiny_llama(eos_token_id=258),
+            kinds=lambda name: next((kinds[part] for part in kinds if part in name), "Q4_1"),
+        )
+        files = Path(folder, "files")
+        files.mkdir()
+        convert_gguf(path, files)
+        return NativeRunner.load(files, "tiny", stored_dtype(files, None, "cpu"), "cpu")
 
 
 def _own_state(model_type: str) -> MakeRunner:
@@ -70,6 +89,7 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-alibi": _own_state("bloom"),
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
+    "native-gguf": _native_gguf,
     "native-windows": _native_family("gemma3_text"),
     "native-softcaps": _native_family("gemma2"),
     "native-sinks": _native_family("gpt_oss"),

@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 LIMITED = """
 import resource, sys
 from paceline import cli
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # writing beyond it fails, as on a full disk
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))  # writing beyond it fails, as on a full disk
 sys.exit(cli.main(["generate", "-m", sys.argv[1], "--device", "cpu", "hello"]))
 """
 

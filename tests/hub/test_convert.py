@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from paceline import SpeculativeDecoder, cli
 from paceline.errors import WeightsError
 from paceline.hub import locate
+from paceline.hub.convert import unpacked_folder
 from paceline.hub.gguf_rope import llama3_parameters
 from tests.runners.native.models import SIZES, tiny
 from tests.support.gguf import gguf_name, llama3_rope_factors, write_gguf
@@ -67,7 +68,7 @@ def tensors_of(model: Any) -> dict[str, np.ndarray]:
 def converted_logits(path: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(locate(str(path)).folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(unpacked_folder(locate(str(path)).folder), dtype=torch.float32)
     return logits_of(model)
 
 
@@ -125,7 +126,7 @@ def test_weights_are_those_of_the_gguf_package(tmp_path: Path, quantization: str
     model = model_of("qwen2", hidden_size=64, intermediate_size=96)
     path = write_gguf(tmp_path / "tiny.gguf", model, quantization=GGMLQuantizationType[quantization])
     reference = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
-    converted = load_file(locate(str(path)).folder / "model.safetensors")
+    converted = load_file(unpacked_folder(locate(str(path)).folder) / "model.safetensors")
     assert {gguf_name(name) for name in converted} == set(reference)
     for name, weight in converted.items():
         expected = torch.from_numpy(reference[gguf_name(name)].copy())

@@ -25,6 +25,8 @@ from paceline.layers.moe_kernels import (
 from paceline.layers.moe_tiling import FEW_EXPERTS, MANY_EXPERTS, PROMPT
 from paceline.layers.norm_triton import norm_kernel
 from paceline.quantization.packed_kernel import packed_kernel
+from paceline.quantization.packed_layout import Kind
+from paceline.quantization.packed_triton import FAST_KINDS, packed_tiling
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "NUM_KV_HEADS": 3, "HALF": 32, "BLOCK_SIZE": 64, "CHUNK_TOKENS": 128}
@@ -66,11 +68,16 @@ def vector(flags: dict[str, bool]) -> Arguments:
     return signature, flags | constants
 
 
-def packed(bits: int, flags: dict[str, bool]) -> Arguments:
-    signature = dict.fromkeys(("x", "bias", "residual"), HALF) | {"weight": "*i8" if bits == 8 else "*u8"}
-    signature |= {"scale": FLOAT} | _outputs(flags) | {"columns": "i32", "in_features": "i32", "groups": "i32"}
-    constants = {"USE_PDL": True, "BITS": bits, "GROUP": 576 if bits == 8 else 32, "COLUMNS": 8, "STEP": 512}
-    return signature, flags | constants
+def packed(kind: Kind, group: int, splits: int, rows: int, flags: dict[str, bool]) -> Arguments:
+    zeros = kind is Kind.INT4 and group == 64
+    signature = dict.fromkeys(("x", "bias", "residual", "scales", "zeros"), HALF) | {"weight": INT, "table": FLOAT}
+    signature |= {"partial_sums": FLOAT, "programs_done": INT} | _outputs(flags)
+    signature |= dict.fromkeys(("rows", "columns", "in_features", "out_features"), "i32")
+    signature |= dict.fromkeys(("steps", "steps_per_split", "groups"), "i32")
+    constants = {"USE_PDL": True, "KIND": int(kind), "FAST": kind in FAST_KINDS, "ZEROS": zeros, "GROUP": group}
+    columns = packed_tiling(4096, 32, rows, gate=flags["GATE"]).columns
+    tile = {"ROWS": rows, "COLUMNS": columns, "WORDS": kind.words, "CODES": kind.codes}
+    return signature, flags | constants | tile | {"EVEN": True, "SPLITS": splits, "PREFETCH": 2}
 
 
 def compile_experts() -> None:
@@ -113,8 +120,16 @@ def compile_products() -> None:
         for rows in (TILE_ROWS, *WIDE_TILES):
             compile_kernel(project_kernel, *product(rows, flags))
         compile_kernel(vector_kernel, *vector(flags))
-        for bits in (8, 4):
-            compile_kernel(packed_kernel, *packed(bits, flags))
+        for warps in (2, 4):
+            compile_kernel(packed_kernel, *packed(Kind.INT4, 128, 4, 16, flags), num_warps=warps)
+
+
+def compile_packed_products() -> None:
+    for kind, group, splits, rows in (
+        (Kind.INT4, 32, 1, 16), (Kind.INT4, 64, 1, 64), (Kind.INT8, 0, 2, 16), (Kind.FP8, 0, 1, 32),
+        (Kind.FP8, 128, 1, 16), (Kind.FP4, 32, 1, 16), (Kind.LUT4, 64, 1, 16),
+    ):  # fmt: skip
+        compile_kernel(packed_kernel, *packed(kind, group, splits, rows, FLAGS), num_warps=4)
 
 
 def compile_delta_nets() -> None:
@@ -134,6 +149,7 @@ def compile_delta_nets() -> None:
 def main() -> int:
     compile_products()
     compile_delta_nets()
+    compile_packed_products()
     compile_experts()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         for special in (False, True):

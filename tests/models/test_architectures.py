@@ -54,7 +54,7 @@ REFUSED: list[tuple[Any, str]] = [
     (MistralConfig(mlp_bias=True), "mlp_bias"),
     (LlamaConfig(hidden_act="quick_gelu"), "hidden_act"),
     (LlamaConfig(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
-    (LlamaConfig(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    (LlamaConfig(quantization_config={"quant_method": "hqq"}), "quantization_config"),
     (LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_type"),
     (
         LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
@@ -92,6 +92,7 @@ def test_gemma3_with_a_part_that_reads_images_runs_as_its_text_part(tmp_path: Pa
     prompt = PROMPTS[2]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0]
-    for runner in (NativeRunner.of_model(model, "gemma3", 256), NativeRunner.load(tmp_path, "g", "float64", "cpu", 256)):
+    read = NativeRunner.load(tmp_path, "gemma3", "float64", "cpu", 256)
+    for runner in (read, NativeRunner.of_model(model, "gemma3", 256)):
         output = runner.forward([Row.chain(runner.new_cache(), prompt)])
         torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)

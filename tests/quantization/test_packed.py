@@ -5,6 +5,8 @@ Without a GPU the kernel runs through Triton's interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,41 +17,127 @@ from paceline.errors import OptionError
 from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_types import Epilogue
 from paceline.layers.linear_triton import argmax
-from paceline.quantization import registry
+from paceline.quantization import fp8, registry
 from paceline.quantization.int4 import pack_int4
-from paceline.quantization.packed import PackedLinear, pack
+from paceline.quantization.packed import PackedLinear, fits_kernel, pack_weight, round_weight
+from paceline.quantization.packed_layout import Kind, decode, pack_words, unpack_words
+from paceline.quantization.packed_triton import MAX_SPLITS, packed_tiling, unpack
+from paceline.quantization.quantized_weight import QuantizedWeight
 from paceline.runners.native import NativeRunner
 from tests.runners.native.fused import eager_graphs
 from tests.runners.native.models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TABLE = torch.linspace(-1.0, 1.0, 16) ** 3
+# kind, input features that share a scale (0: all), zero points, act-order
+LAYOUTS = {
+    "int4": (Kind.INT4, 128, False, False),
+    "int4 in small groups": (Kind.INT4, 32, False, False),
+    "int4 with zero points": (Kind.INT4, 64, True, False),
+    "int4 in act-order": (Kind.INT4, 64, True, True),
+    "int8": (Kind.INT8, 0, False, False),
+    "int8 with zero points": (Kind.INT8, 128, True, False),
+    "fp8": (Kind.FP8, 0, False, False),
+    "fp8 in blocks": (Kind.FP8, 128, False, False),
+    "fp4": (Kind.FP4, 32, False, False),
+    "table": (Kind.LUT4, 64, False, False),
+}
 
 
-def packed(weight: torch.Tensor, bits: int) -> PackedLinear:
-    return pack_int4(weight) if bits == 4 else pack(weight, 8, weight.shape[1])
+def random_weight(layout: str, rows: int, columns: int) -> QuantizedWeight:
+    """Random codes, every one of them, with scales and zero points that differ by group."""
+    kind, group, has_zeros, act_order = LAYOUTS[layout]
+    codes = torch.randint(0, 1 << kind.bits, (rows, columns)).to(torch.uint8)
+    if kind is Kind.FP8:
+        codes[(codes & 127) == 127] = 0  # stands for no number
+    groups = -(-columns // group) if group else 1
+    scales = torch.rand(rows, groups) * 0.1 + 0.01
+    zeros = torch.randint(0, 1 << kind.bits, (rows, groups)) if has_zeros else None
+    order = torch.randperm(columns) if act_order else None
+    table = TABLE if kind is Kind.LUT4 else None
+    return QuantizedWeight(kind, codes, scales, group or columns, zeros, order, table)
 
 
-@pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.12)])
-def test_a_packed_weight_is_the_weight_but_for_rounding(bits: int, error: float) -> None:
-    weight = torch.randn(48, 96)
-    linear = packed(weight, bits)
-    assert (linear.out_features, linear.in_features, linear.quantizes_input) == (48, 96, False)
-    assert linear.values.nbytes == 48 * 96 * bits // 8 and linear.nbytes > linear.values.nbytes
+def on_device(layout: str, rows: int, columns: int) -> PackedLinear:
+    return pack_weight(moved(random_weight(layout, rows, columns)))
+
+
+def moved(weight: QuantizedWeight) -> QuantizedWeight:
+    tensors = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "order", "table")}
+    return replace(weight, **{name: None if part is None else part.to(DEVICE) for name, part in tensors.items()})
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_code_of_a_word_comes_back(kind: Kind) -> None:
+    codes = torch.randint(0, 1 << kind.bits, (5, 300)).to(torch.uint8)
+    words = pack_words(codes, kind)
+    assert words.shape == (3, 5, kind.words) and torch.equal(unpack_words(words, kind, 300), codes)
+
+
+def test_small_floats_stand_for_what_their_bits_say() -> None:
+    eight, four = torch.arange(256).to(torch.uint8), torch.arange(16).to(torch.uint8)
+    sign, exponent, fraction = eight >> 7, ((eight >> 3) & 15).double(), (eight & 7).double()
+    normal = (1 + fraction / 8) * 2.0 ** (exponent - 7)
+    expected = torch.where(exponent == 0, fraction / 8 * 2.0**-6, normal) * (1 - 2 * sign.double())
+    numbers = (eight & 127) != 127
+    assert torch.equal(decode(eight, Kind.FP8).double()[numbers], expected[numbers])
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    assert decode(four, Kind.FP4).tolist() == values + [-value for value in values]
+
+
+@pytest.mark.parametrize(("kind", "error"), [(Kind.INT8, 0.01), (Kind.INT4, 0.14)])
+def test_a_rounded_weight_is_the_weight_but_for_rounding(kind: Kind, error: float) -> None:
+    weight = torch.randn(48, 256)
+    linear = pack_int4(weight) if kind is Kind.INT4 else pack_weight(round_weight(weight, kind, 256))
+    assert (linear.out_features, linear.in_features, linear.quantizes_input) == (48, 256, False)
+    assert linear.words.nbytes == 48 * 256 * kind.bits // 8 and linear.nbytes > linear.words.nbytes
     assert (linear.dequantize(torch.float32) - weight).norm() / weight.norm() < error
 
 
-def test_int4_names_the_sizes_it_takes() -> None:
+def test_int4_takes_groups_of_128_or_else_of_32() -> None:
+    assert pack_int4(torch.randn(4, 256)).group_size == 128
+    assert pack_int4(torch.randn(4, 96)).group_size == 32
     with pytest.raises(OptionError, match="multiple of 32"):
         pack_int4(torch.randn(4, 40))
 
 
+def test_fp8_keeps_three_bits_of_every_weight() -> None:
+    weight = torch.randn(48, 96) * torch.rand(48, 1)
+    linear = fp8.quantize(weight)
+    rounded = linear.dequantize(torch.float32)
+    large = weight.abs() > weight.abs().amax(dim=1, keepdim=True) / 1000
+    assert ((rounded - weight).abs() <= weight.abs() / 16)[large].all() and not torch.equal(rounded, weight)
+
+
+def test_groups_that_the_kernel_does_not_take_are_known() -> None:
+    weight = QuantizedWeight(Kind.INT4, torch.zeros(4, 96, dtype=torch.uint8), torch.ones(4, 2), 48)
+    assert not fits_kernel(weight)
+
+
+@pytest.mark.parametrize(("out_features", "steps"), [(3584, 148), (4608, 28), (37888, 28), (152064, 28), (64, 1)])
+def test_the_order_of_sums_depends_on_the_weight_alone(out_features: int, steps: int) -> None:
+    tiles = {packed_tiling(out_features, steps, rows, gate=False) for rows in range(1, 65)}
+    assert len({(tile.splits, tile.steps_per_split) for tile in tiles}) == 1
+    splits, per_split = next(iter((tile.splits, tile.steps_per_split) for tile in tiles))
+    assert 1 <= splits <= MAX_SPLITS and (splits - 1) * per_split < steps <= splits * per_split
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter does not round to bfloat16
+def test_the_kernel_that_unpacks_a_weight_rounds_like_torch(layout: str, dtype: torch.dtype) -> None:
+    weight = random_weight(layout, 37, 304)
+    weight = moved(replace(weight, scales=weight.scales.to(dtype)))
+    expected = weight.dequantize(torch.float32)  # torch's own operations, on any device
+    assert torch.equal(unpack(pack_weight(weight), torch.float32), expected)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 5])
-def test_products_agree_with_float64(bits: int, rows: int) -> None:
+def test_products_agree_with_float64(layout: str, rows: int) -> None:
     gemm = GemmLauncher(torch.float32, torch.device(DEVICE), 1e-6)
     x, bias = torch.randn(rows, 608, device=DEVICE), torch.randn(37, device=DEVICE)
-    linear, pair = (packed(torch.randn(size, 608, device=DEVICE), bits) for size in (37, 74))
+    linear, pair = (on_device(layout, size, 608) for size in (37, 74))
     exact = x.double() @ linear.dequantize(torch.float64).t()
     biased = gemm.product(x, linear, Epilogue(bias=bias)).out.double()
     torch.testing.assert_close(biased, exact + bias, rtol=1e-4, atol=1e-3)
@@ -61,6 +149,31 @@ def test_products_agree_with_float64(bits: int, rows: int) -> None:
     torch.testing.assert_close(gated, torch.nn.functional.silu(gate) * up, rtol=1e-3, atol=1e-2)
     logits = gemm.product(x, linear, Epilogue(norm=torch.ones(608, device=DEVICE), argmax=True))
     assert torch.equal(argmax(gemm, logits).token, logits.out.argmax(dim=-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [20, 40, 70])
+def test_more_rows_than_a_tile_agree_with_float64(rows: int) -> None:
+    """Up to 64 by the kernel, above that by the dequantized weight; with batch_invariant by the kernel alone."""
+    linear, x = on_device("int4", 150, 384), torch.randn(rows, 384, device=DEVICE)
+    exact = x.double() @ linear.dequantize(torch.float64).t()
+    for invariant in (False, True):
+        gemm = GemmLauncher(torch.float32, torch.device(DEVICE), 1e-6, batch_invariant=invariant)
+        torch.testing.assert_close(gemm.product(x, linear, Epilogue()).out.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(512, 640), (4608, 3584), (3584, 8192)])
+def test_a_row_in_bfloat16_has_the_same_bits_in_every_pass(layout: str, sizes: tuple[int, int]) -> None:
+    linear, gemm = on_device(layout, *sizes), GemmLauncher(torch.bfloat16, torch.device(DEVICE), 1e-6)
+    x = torch.randn(64, sizes[1], device=DEVICE, dtype=torch.bfloat16)
+    for epilogue in (Epilogue(), Epilogue(gate=True), Epilogue(argmax=True)):
+        sizes_of_passes = (1, 2, 6, 16, 17, 33, 64)
+        outputs = {rows: gemm.product(x[:rows].contiguous(), linear, epilogue).out for rows in sizes_of_passes}
+        assert all(torch.equal(out, outputs[64][:rows]) for rows, out in outputs.items())
+    exact = x.double() @ linear.dequantize(torch.float32).double().t()
+    assert (gemm.product(x, linear, Epilogue()).out.double() - exact).norm() / exact.norm() < 0.005
 
 
 class PackedInt4:

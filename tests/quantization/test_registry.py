@@ -44,7 +44,7 @@ def halved() -> Any:
 
 
 def test_names_of_formats_are_dtypes(halved: None) -> None:
-    assert registry.names() == ("int8", "int4", "halved")
+    assert registry.names() == ("int8", "int4", "fp8", "halved")
     assert dtype_named("halved", "cpu") == "halved"
     with pytest.raises(OptionError, match="int8, int4"):
         registry.get("int2")

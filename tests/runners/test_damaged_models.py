@@ -162,7 +162,8 @@ def test_a_quantized_checkpoint_names_the_package_it_needs(
     quantization, pip_line = QUANTIZED[case]
     monkeypatch.setattr("paceline.quantization.packages._installed", lambda module: False)
     changed_config(quantization_config=quantization)(write_tiny_model(tmp_path / "model"))
-    assert cli.main(["generate", "-m", str(tmp_path / "model"), "--device", "cpu", "hello"]) == 2
+    command = ["generate", "-m", str(tmp_path / "model"), "--device", "cpu", "--runner", "hf", "hello"]
+    assert cli.main(command) == 2
     message = capsys.readouterr().err.strip()
     assert message.endswith(pip_line) and "damaged" not in message and os.linesep not in message
 

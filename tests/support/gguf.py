@@ -1,7 +1,8 @@
-"""A tiny Llama-like model as a GGUF file, written by the gguf package."""
+"""A tiny Llama-like model as a GGUF file, written by the gguf package; and random blocks of every kind."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ LAYER_NAMES = {
     "mlp.down_proj": "ffn_down",
 }
 Change = Callable[[Any], None]
+Kinds = Callable[[str], str | None]
+# Where a block has its scales in half precision, and how large they are for weights of about 0.2.
+HALVES: dict[str, dict[int, float]] = {
+    "Q4_0": {0: 0.04}, "Q4_1": {0: 0.04, 2: -0.3}, "Q5_0": {0: 0.02}, "Q5_1": {0: 0.02, 2: -0.3}, "Q8_0": {0: 0.003},
+    "IQ4_NL": {0: 0.003}, "Q4_K": {0: 0.0012, 2: 0.009}, "Q5_K": {0: 0.0006, 2: 0.009}, "Q6_K": {208: 0.00015},
+}  # fmt: skip
 
 
 def write_gguf(
@@ -38,15 +45,21 @@ def write_gguf(
     *,
     metadata: Change | None = None,
     quantization: Any = None,
+    kinds: Kinds | None = None,
+    tensors_a_file: int = 0,
     without: tuple[str, ...] = (),
     added: dict[str, np.ndarray] | None = None,
     pre_tokenizer: str = "gpt-2",
     tokenizer: Change | None = None,
 ) -> Path:
-    """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix."""
+    """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix.
+
+    kinds: the kind of random blocks that each matrix holds instead of its weights, by its name; None: as it is.
+    tensors_a_file: more of them go to a further file, as llama-gguf-split divides a model; 0: all are in one.
+    """
     import gguf
 
-    writer = gguf.GGUFWriter(str(path), model.config.model_type)
+    writer = gguf.GGUFWriter(str(path), model.config.model_type, split_max_tensors=tensors_a_file)
     _add_sizes(writer, model.config)
     if tokenizer is None:
         _add_tokenizer(writer, model.config.vocab_size, pre_tokenizer)
@@ -58,7 +71,10 @@ def write_gguf(
     for name, tensor in tensors.items():
         if name in without:
             continue
-        if quantization is not None and tensor.ndim > 1:
+        kind = kinds(name) if kinds is not None and tensor.ndim > 1 else None
+        if kind is not None:
+            writer.add_tensor(name, _blocks_named(name, kind, tensor), raw_dtype=gguf.GGMLQuantizationType[kind])
+        elif quantization is not None and tensor.ndim > 1:
             writer.add_tensor(name, gguf.quantize(tensor, quantization), raw_dtype=quantization)
         else:
             writer.add_tensor(name, tensor)
@@ -67,6 +83,24 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _blocks_named(name: str, kind: str, tensor: np.ndarray) -> np.ndarray:
+    """Random blocks of the shape of a tensor, others for every name."""
+    return random_blocks(kind, *tensor.shape, seed=zlib.crc32(name.encode()))
+
+
+def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Rows of a file, uint8 [rows, bytes]: any bits, and scales that are numbers."""
+    import gguf
+
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, columns // block_size, block_bytes), dtype=np.uint8)
+    for place, size in HALVES[kind].items():
+        scales = size * generator.uniform(0.5, 1.5, (*blocks.shape[:2], 1))
+        blocks[..., place : place + 2] = scales.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
 
 
 def gguf_tensors(model: Any) -> dict[str, np.ndarray]:

@@ -113,7 +113,14 @@ def _engine_option_names() -> tuple[str, ...]:
     return tuple(registry.option_names()) or ("none yet",)
 
 
+def _format_names() -> tuple[str, ...]:
+    from paceline.quantization import registry
+
+    return registry.names()
+
+
 REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
+    "{formats}": _format_names,
     "{methods}": _method_names,
     "{engines}": _engine_names,
     "{engine_options}": _engine_option_names,

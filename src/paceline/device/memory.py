@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from paceline.device.properties import on_host, supports_float64, supports_graphs
+
+HUGE_UNIT = 1 << 21  # bytes; smaller buffers hold none
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -29,6 +32,19 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+def weight_buffer(size: int) -> Tensor:
+    """Bytes on the host for weights that every pass reads from end to end: in huge units where the system has them.
+
+    A pass over a gigabyte in units of 4 kB looks up as many addresses as it has units.
+    """
+    if size < HUGE_UNIT or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, size, access=mmap.ACCESS_COPY)
+    with suppress(OSError):  # a system without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class Upload:

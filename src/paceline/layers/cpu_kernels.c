@@ -1,5 +1,5 @@
-/* Passes over blocked int4 and int8 weights, and over float32 ones, on ARM CPUs with NEON dot products: whole layers
- * in one call.
+/* Passes over blocked weights (int4, int8, those of GGUF files), and over float32 ones, on ARM CPUs with NEON dot
+ * products: whole layers in one call.
  *
  * What lies between the products of a small model costs more than the products when each step is a torch operation.
  * Here a layer is ten loops with a barrier between them, and all layers of a pass are one parallel region.
@@ -29,15 +29,32 @@
 enum { GROUP = 32, BLOCK_ROWS = 8, TILE = 4, CHUNK = 64, SCALE_BYTES = 2 * BLOCK_ROWS };
 enum { NODE_TILE = 4, KEY_STEP = 64 }; /* of attention; a step of keys fits the first cache */
 
+/* How a weight is stored: a matrix of floats, or blocks of eight rows, group after group of 32 columns. */
+enum Kind { FLOAT32, INT4, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K };
+
+/* What is before the weights of a group: bfloat16 or half-precision scales, with a minimum or without. SUPER ones are
+ * small integers: every eight groups begin with the scales that they are multiplied by. */
+enum Header { BFLOATS, HALVES, HALVES_MIN, SUPER_MIN, SUPER_SIXTEENS };
+
+/* The weights of a group: signed integers of so many bits, or places in a table of sixteen values. */
+enum Values { FOUR, TABLE, FIVE, SIX, EIGHT };
+
+enum { SUPER_GROUPS = 8, NIBBLE_BYTES = 128 };
+
 typedef struct {
-    /* Eight rows at a time, group after group: eight bfloat16 scales, then the weights. 32 bits: a matrix of floats. */
     const uint8_t *blocks;
-    int32_t bits, rows, columns, unused;
+    int32_t kind, rows, columns, unused;
 } Weight;
+
+/* Weights with the same input, joined by rows. */
+typedef struct {
+    Weight pieces[3];
+    int32_t count, rows;
+} Linear;
 
 typedef struct {
     const float *attention_norm, *qkv_bias, *query_norm, *key_norm, *output_bias, *mlp_norm;
-    Weight qkv, output, gate_up, down;
+    Linear qkv, output, gate_up, down;
 } Layer;
 
 typedef struct {
@@ -104,9 +121,55 @@ static void meet(Barrier *barrier, int threads) {
     }
 }
 
-static size_t block_bytes(const Weight *weight) {
-    return (size_t)(weight->columns / GROUP) * (SCALE_BYTES + BLOCK_ROWS * GROUP * weight->bits / 8);
+/* --- kinds of weights ------------------------------------------------------------------------------------------- */
+
+INLINE int header_of(int kind) {
+    switch (kind) {
+    case INT4:
+    case INT8: return BFLOATS;
+    case Q4_1:
+    case Q5_1: return HALVES_MIN;
+    case Q4_K:
+    case Q5_K: return SUPER_MIN;
+    case Q6_K: return SUPER_SIXTEENS;
+    default: return HALVES;
+    }
 }
+
+INLINE int values_of(int kind) {
+    switch (kind) {
+    case INT8:
+    case Q8_0: return EIGHT;
+    case IQ4_NL: return TABLE;
+    case Q5_0:
+    case Q5_1:
+    case Q5_K: return FIVE;
+    case Q6_K: return SIX;
+    default: return FOUR;
+    }
+}
+
+INLINE int has_min(int header) { return header == HALVES_MIN || header == SUPER_MIN; }
+INLINE int is_super(int header) { return header == SUPER_MIN || header == SUPER_SIXTEENS; }
+INLINE int super_bytes(int header) { return header == SUPER_MIN ? 32 : header == SUPER_SIXTEENS ? 16 : 0; }
+INLINE int header_bytes(int header) { return header == HALVES_MIN ? 2 * SCALE_BYTES : SCALE_BYTES; }
+
+INLINE int value_bytes(int values) {
+    return values == EIGHT ? 256 : values == SIX ? 192 : values == FIVE ? 160 : NIBBLE_BYTES;
+}
+
+/* Bytes of a block of eight rows. */
+static size_t rows_bytes(int header, int values, int columns) {
+    const size_t groups = columns / GROUP, supers = is_super(header) ? groups / SUPER_GROUPS : 0;
+    return supers * super_bytes(header) + groups * (header_bytes(header) + value_bytes(values));
+}
+
+static size_t block_bytes(const Weight *weight) {
+    return rows_bytes(header_of(weight->kind), values_of(weight->kind), weight->columns);
+}
+
+/* Values of IQ4_NL. */
+static const int8_t TABLE_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 /* --- rounding weights ------------------------------------------------------------------------------------------- */
 
@@ -151,7 +214,7 @@ typedef struct {
 
 static void pack_share(void *data) {
     const PackJob *job = data;
-    const int rows = job->shape.rows, columns = job->shape.columns, bits = job->shape.bits;
+    const int rows = job->shape.rows, columns = job->shape.columns, bits = job->shape.kind == INT4 ? 4 : 8;
     const size_t bytes = block_bytes(&job->shape), group_bytes = bytes / (columns / GROUP);
     const Share blocks = share_of((rows + BLOCK_ROWS - 1) / BLOCK_ROWS, omp_get_thread_num(), omp_get_num_threads());
     for (int64_t block = blocks.start; block < blocks.end; block++) {
@@ -163,40 +226,103 @@ static void pack_share(void *data) {
 }
 
 void paceline_pack(const float *weight, int32_t rows, int32_t columns, int32_t bits, uint8_t *out, int32_t threads) {
-    PackJob job = {weight, {out, bits, rows, columns, 0}, out};
+    PackJob job = {weight, {out, bits == 4 ? INT4 : INT8, rows, columns, 0}, out};
     GOMP_parallel(pack_share, &job, threads, 0);
 }
 
-/* The weights as they are multiplied, in floating point. */
-void paceline_unpack(const Weight *weight, float *out) {
-    const int columns = weight->columns;
-    const size_t bytes = block_bytes(weight), group_bytes = bytes / (columns / GROUP);
-    for (int row = 0; row < weight->rows; row++)
-        for (int k = 0; k < columns; k++) {
-            const uint8_t *group = weight->blocks + row / BLOCK_ROWS * bytes + k / GROUP * group_bytes;
-            const int column = k % GROUP, lane = (row % 4) * 4 + k % 4, half = row % BLOCK_ROWS / 4;
-            const uint32_t scale_bits = (uint32_t)((const uint16_t *)group)[row % BLOCK_ROWS] << 16;
-            const uint8_t *packed = group + SCALE_BYTES;
-            float scale;
-            int value;
-            memcpy(&scale, &scale_bits, 4);
-            if (weight->bits == 8) {
-                value = (int8_t)packed[((column / 4) * 2 + half) * 16 + lane];
-            } else {
-                const int both = packed[((column / 4 % 4) * 2 + half) * 16 + lane];
-                value = (int8_t)(column < 16 ? both << 4 : both & 0xf0) / 16;
-            }
-            out[(int64_t)row * columns + k] = value * scale;
+static float half(const uint8_t *place) {
+    __fp16 value;
+    memcpy(&value, place, 2);
+    return value;
+}
+
+static float bfloat(const uint8_t *place) {
+    uint16_t bits;
+    memcpy(&bits, place, 2);
+    const uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+/* The integer of a row of a block at one of the 32 columns of a group. */
+static int value_at(int values, const uint8_t *weights, int row, int column) {
+    const int quad = column / 4, half_block = row / 4, lane = (row % 4) * 4 + column % 4;
+    if (values == EIGHT) return (int8_t)weights[(quad * 2 + half_block) * 16 + lane];
+    const int both = weights[(quad % 4 * 2 + half_block) * 16 + lane], nibble = column < 16 ? both & 15 : both >> 4;
+    const uint8_t *upper = weights + NIBBLE_BYTES + half_block * 16 + lane;
+    if (values == TABLE) return TABLE_VALUES[nibble];
+    if (values == FIVE) return ((nibble | (*upper >> quad & 1) << 4) ^ 16) - 16;
+    if (values == SIX) return ((nibble | (upper[column < 16 ? 0 : 32] >> quad % 4 * 2 & 3) << 4) ^ 32) - 32;
+    return (nibble ^ 8) - 8;
+}
+
+/* 32 columns of a row in floating point, by the same operations as the file format defines. */
+static void unpack_group(int header, int values, const uint8_t *super, const uint8_t *group, int row, float *out) {
+    const uint8_t *weights = group + header_bytes(header);
+    const int zero = !has_min(header) ? 0 : values == FOUR ? 8 : 16;
+    const float outer = is_super(header) ? half(super + 2 * row) : 1.0f;
+    float scale = header == BFLOATS ? bfloat(group + 2 * row) : half(group + 2 * row), least = 0.0f;
+    if (header == HALVES_MIN) least = half(group + SCALE_BYTES + 2 * row);
+    if (header == SUPER_MIN) {
+        scale = outer * group[row];
+        least = -(half(super + SCALE_BYTES + 2 * row) * group[BLOCK_ROWS + row]);
+    }
+    for (int column = 0; column < GROUP; column++) {
+        if (header == SUPER_SIXTEENS) scale = outer * (int8_t)group[column / 16 * BLOCK_ROWS + row];
+        const float product = scale * (value_at(values, weights, row, column) + zero);
+        out[column] = has_min(header) ? product + least : product;
+    }
+}
+
+static void unpack_row(const Weight *weight, int64_t row, float *out) {
+    const int header = header_of(weight->kind), values = values_of(weight->kind), columns = weight->columns;
+    const uint8_t *place = weight->blocks + row / BLOCK_ROWS * block_bytes(weight), *super = place;
+    if (weight->kind == FLOAT32) {
+        memcpy(out, weight->blocks + row * columns * sizeof(float), columns * sizeof(float));
+        return;
+    }
+    for (int group = 0; group < columns / GROUP; group++) {
+        if (is_super(header) && group % SUPER_GROUPS == 0) {
+            super = place;
+            place += super_bytes(header);
         }
+        unpack_group(header, values, super, place, row % BLOCK_ROWS, out + group * GROUP);
+        place += header_bytes(header) + value_bytes(values);
+    }
+}
+
+/* The weights of some rows as they are multiplied, in floating point; rows 0: of all of them. Returns 0, or -1 for a row
+ * that there is none of. */
+int paceline_unpack(const Weight *weight, const int64_t *rows, int64_t count, float *out) {
+    for (int64_t place = 0; place < count; place++) {
+        const int64_t row = rows ? rows[place] : place;
+        if (row < 0 || row >= weight->rows) return -1;
+        unpack_row(weight, row, out + place * weight->columns);
+    }
+    return 0;
 }
 
 /* --- inputs of products ----------------------------------------------------------------------------------------- */
 
-/* Input, where every 32 values of a token share a scale; or plain, for weights in floating point. */
+/* What the weights of a product, or of all products of a pass, ask of their input. */
+enum Needs { ROUNDED = 1, SUMS = 2, PLAIN = 4 };
+
+/* Input, where every 32 values of a token share a scale, and their sum is kept for weights with a minimum; and plain,
+ * for weights in floating point. */
 typedef struct {
     int8_t *values;
-    float *scales, *plain;
+    float *scales, *sums, *plain;
 } Input;
+
+static int needs_of(const Linear *linear) {
+    int needs = 0;
+    for (int piece = 0; piece < linear->count; piece++) {
+        const int kind = linear->pieces[piece].kind;
+        needs |= kind == FLOAT32 ? PLAIN : has_min(header_of(kind)) ? ROUNDED | SUMS : ROUNDED;
+    }
+    return needs;
+}
 
 INLINE void round_group(const float32x4_t x[8], int8_t *values, float *scale) {
     float32x4_t peak = vabsq_f32(x[0]);
@@ -215,10 +341,10 @@ INLINE void round_group(const float32x4_t x[8], int8_t *values, float *scale) {
 }
 
 INLINE void put_group(const float32x4_t x[8], Input out, int64_t group) {
-    if (!out.plain) {
-        round_group(x, out.values + group * GROUP, out.scales + group);
-        return;
-    }
+    int8_t *values = out.values + group * GROUP;
+    if (out.values) round_group(x, values, out.scales + group);
+    if (out.sums) out.sums[group] = out.scales[group] * (vaddlvq_s8(vld1q_s8(values)) + vaddlvq_s8(vld1q_s8(values + 16)));
+    if (!out.plain) return;
     for (int i = 0; i < 8; i++) vst1q_f32(out.plain + group * GROUP + 4 * i, x[i]);
 }
 
@@ -296,70 +422,213 @@ static void gate_groups(const float *both, int size, Input out, Share groups) {
 
 /* --- products --------------------------------------------------------------------------------------------------- */
 
-/* int4 weights are multiplied as sixteen times themselves. */
-INLINE float unit_of(int bits) { return bits == 4 ? 1.0f / 16.0f : 1.0f; }
+/* Weights of fewer than eight bits are multiplied as their upper bits in a byte: sixteen times themselves, or eight, or
+ * four. */
+INLINE float steps_of(int values) { return values == FOUR ? 16.0f : values == FIVE ? 8.0f : values == SIX ? 4.0f : 1.0f; }
 
-/* A block of int4 weights in the layout of int8, for passes that multiply by it many times. */
-static void widen_block(const uint8_t *block, int groups, uint8_t *out) {
-    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
+/* Four columns of four rows: those of columns 0 to 15, and those of columns 16 to 31. `lane` is a literal. */
+#define BOTH(lane) vld1q_s8(weights + (lane * 2 + half) * 16)
+#define UPPER(offset) vld1q_s8(weights + NIBBLE_BYTES + offset + half * 16)
+#define PLACES(lane) vreinterpretq_u8_s8(BOTH(lane))
+#define FIRST(lane)                                                                                                   \
+    (values == EIGHT   ? BOTH(lane)                                                                                   \
+     : values == FOUR  ? vshlq_n_s8(BOTH(lane), 4)                                                                    \
+     : values == TABLE ? vqtbl1q_s8(table, vandq_u8(PLACES(lane), vdupq_n_u8(15)))                                    \
+     : values == FIVE  ? vsriq_n_s8(vshlq_n_s8(UPPER(0), 7 - lane), vshlq_n_s8(BOTH(lane), 4), 1)                     \
+                       : vsriq_n_s8(vshlq_n_s8(UPPER(0), 6 - 2 * lane), vshlq_n_s8(BOTH(lane), 4), 2))
+#define SECOND(lane)                                                                                                  \
+    (values == EIGHT   ? vld1q_s8(weights + ((lane + 4) * 2 + half) * 16)                                             \
+     : values == FOUR  ? vandq_s8(BOTH(lane), upper)                                                                  \
+     : values == TABLE ? vqtbl1q_s8(table, vshrq_n_u8(PLACES(lane), 4))                                               \
+     : values == FIVE  ? vsriq_n_s8(vshlq_n_s8(UPPER(0), 3 - lane), vandq_s8(BOTH(lane), upper), 1)                   \
+                       : vsriq_n_s8(vshlq_n_s8(UPPER(32), 6 - 2 * lane), vandq_s8(BOTH(lane), upper), 2))
+
+/* A block in the layout of eight bits, for passes that multiply by it many times. Headers stay as they are. */
+INLINE void widen_rows(int header, int values, const uint8_t *block, int groups, uint8_t *out) {
+    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), table = vld1q_s8(TABLE_VALUES);
     for (int group = 0; group < groups; group++) {
-        vst1q_u8(out, vld1q_u8(block));
-        for (int part = 0; part < 8; part++) {
-            const int8x16_t both = vld1q_s8((const int8_t *)block + SCALE_BYTES + part * 16);
-            vst1q_s8((int8_t *)out + SCALE_BYTES + part * 16, vshlq_n_s8(both, 4));
-            vst1q_s8((int8_t *)out + SCALE_BYTES + 128 + part * 16, vandq_s8(both, upper));
+        const int super = is_super(header) && group % SUPER_GROUPS == 0 ? super_bytes(header) : 0;
+        const int before = super + header_bytes(header);
+        memcpy(out, block, before);
+        const int8_t *weights = (const int8_t *)block + before;
+        int8_t *wide = (int8_t *)out + before;
+#define WIDEN(lane)                                                                                                   \
+    vst1q_s8(wide + (lane * 2 + half) * 16, FIRST(lane));                                                             \
+    vst1q_s8(wide + ((lane + 4) * 2 + half) * 16, SECOND(lane));
+        for (int half = 0; half < 2; half++) {
+            WIDEN(0)
+            WIDEN(1)
+            WIDEN(2)
+            WIDEN(3)
         }
-        block += SCALE_BYTES + BLOCK_ROWS * GROUP / 2;
-        out += SCALE_BYTES + BLOCK_ROWS * GROUP;
+#undef WIDEN
+        block += before + value_bytes(values);
+        out += before + value_bytes(EIGHT);
     }
 }
 
-/* A block of eight rows times `tokens` inputs, which is a constant wherever this is inlined. */
-INLINE void block_product(const uint8_t *block, int groups, int bits, const int8_t *values, const float *scales,
-                          int columns, int tokens, float32x4_t out[TILE][2]) {
-    const float32x4_t offset = vdupq_n_f32(12582912.0f); /* 1.5 · 2^23: its last bits count integers */
-    const int32x4_t start = vreinterpretq_s32_f32(offset);
-    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0);
+static void widen_block(int header, int values, const uint8_t *block, int groups, uint8_t *out) {
+#define WIDEN(a_header, a_values)                                                                                     \
+    if (header == a_header && values == a_values) return widen_rows(a_header, a_values, block, groups, out);
+    WIDEN(BFLOATS, FOUR)
+    WIDEN(HALVES, FOUR)
+    WIDEN(HALVES, TABLE)
+    WIDEN(HALVES, FIVE)
+    WIDEN(HALVES_MIN, FOUR)
+    WIDEN(HALVES_MIN, FIVE)
+    WIDEN(SUPER_MIN, FOUR)
+    WIDEN(SUPER_MIN, FIVE)
+    WIDEN(SUPER_SIXTEENS, SIX)
+#undef WIDEN
+}
+
+/* A number for each of eight rows. */
+typedef struct {
+    float32x4_t low, high;
+} Eight;
+
+INLINE Eight eight_bfloats(const uint8_t *place) {
+    const uint16x8_t bits = vld1q_u16((const uint16_t *)place);
+    return (Eight){vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16)),
+                   vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(bits), 16))};
+}
+
+INLINE Eight eight_halves(const uint8_t *place) {
+    const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16((const uint16_t *)place));
+    return (Eight){vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
+}
+
+INLINE Eight eight_bytes(uint8x8_t bytes) {
+    const uint16x8_t words = vmovl_u8(bytes);
+    return (Eight){vcvtq_f32_u32(vmovl_u16(vget_low_u16(words))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(words)))};
+}
+
+INLINE Eight eight_signed(int8x8_t bytes) {
+    const int16x8_t words = vmovl_s8(bytes);
+    return (Eight){vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))};
+}
+
+INLINE Eight times(Eight a, Eight b) { return (Eight){vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+
+/* a · 128 + b · steps: what a group adds for each unit of its input's sum. Its integers are stored less 8 or 16. */
+INLINE Eight shifted_min(Eight scales, Eight least, float steps) {
+    return (Eight){vfmaq_n_f32(vmulq_n_f32(scales.low, 128.0f), least.low, steps),
+                   vfmaq_n_f32(vmulq_n_f32(scales.high, 128.0f), least.high, steps)};
+}
+
+/* Scales of a group, with those of its columns 16 to 31 where they have their own, and its minimums. */
+typedef struct {
+    Eight scales, second, least;
+} Scales;
+
+INLINE Scales read_scales(int header, const uint8_t *super, const uint8_t *group, float steps) {
+    const Eight none = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+    Scales read = {none, none, none};
+    if (header == BFLOATS) read.scales = eight_bfloats(group);
+    if (header == HALVES || header == HALVES_MIN) read.scales = eight_halves(group);
+    if (header == HALVES_MIN) read.least = shifted_min(read.scales, eight_halves(group + SCALE_BYTES), steps);
+    if (header == SUPER_MIN) {
+        const uint8x16_t bytes = vld1q_u8(group);
+        read.scales = times(eight_halves(super), eight_bytes(vget_low_u8(bytes)));
+        const Eight least = times(eight_halves(super + SCALE_BYTES), eight_bytes(vget_high_u8(bytes)));
+        read.least = shifted_min(read.scales, least, -steps);
+    }
+    if (header == SUPER_SIXTEENS) {
+        const int8x16_t bytes = vld1q_s8((const int8_t *)group);
+        read.scales = times(eight_halves(super), eight_signed(vget_low_s8(bytes)));
+        read.second = times(eight_halves(super), eight_signed(vget_high_s8(bytes)));
+    }
+    return read;
+}
+
+/* 1.5 · 2^23: its last bits count integers */
+#define OFFSET 12582912.0f
+
+INLINE void add_dots(int32x4_t dots[TILE][2], Eight rows, const float *scales, int64_t stride, int tokens,
+                     float32x4_t out[TILE][2]) {
+    const float32x4_t offset = vdupq_n_f32(OFFSET);
+    UNROLL for (int token = 0; token < tokens; token++) {
+        const float scale = scales[token * stride];
+        const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(dots[token][0]), offset);
+        const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(dots[token][1]), offset);
+        out[token][0] = vfmaq_f32(out[token][0], below, vmulq_n_f32(rows.low, scale));
+        out[token][1] = vfmaq_f32(out[token][1], above, vmulq_n_f32(rows.high, scale));
+    }
+}
+
+/* A block of eight rows times `tokens` inputs, which is a constant wherever this is inlined, as the kinds are. */
+INLINE void block_product(const uint8_t *block, int groups, int header, int values, float steps, Input x, int columns,
+                          int tokens, float32x4_t out[TILE][2]) {
+    const int32x4_t start = vreinterpretq_s32_f32(vdupq_n_f32(OFFSET));
+    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), table = vld1q_s8(TABLE_VALUES);
+    const uint8_t *super = block;
     UNROLL for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
     for (int group = 0; group < groups; group++) {
-        const uint16x8_t packed_scales = vld1q_u16((const uint16_t *)block);
-        const float32x4_t low_scales = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(packed_scales), 16));
-        const float32x4_t high_scales = vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(packed_scales), 16));
-        const int8_t *weights = (const int8_t *)block + SCALE_BYTES;
-        int32x4_t sums[TILE][2];
+        if (is_super(header) && group % SUPER_GROUPS == 0) {
+            super = block;
+            block += super_bytes(header);
+        }
+        const int8_t *weights = (const int8_t *)block + header_bytes(header);
+        int32x4_t dots[TILE][2];
         int8x16_t low[TILE], high[TILE];
         UNROLL for (int token = 0; token < tokens; token++) {
-            low[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP);
-            high[token] = vld1q_s8(values + (int64_t)token * columns + group * GROUP + 16);
-            sums[token][0] = sums[token][1] = start;
+            low[token] = vld1q_s8(x.values + (int64_t)token * columns + group * GROUP);
+            high[token] = vld1q_s8(x.values + (int64_t)token * columns + group * GROUP + 16);
+            dots[token][0] = dots[token][1] = start;
         }
+#define DOT(part, input, lane)                                                                                        \
+    UNROLL for (int token = 0; token < tokens; token++) dots[token][half] =                                           \
+        vdotq_laneq_s32(dots[token][half], part, input[token], lane);
 #define QUAD(lane)                                                                                                    \
     UNROLL for (int half = 0; half < 2; half++) {                                                                     \
-        int8x16_t first = vld1q_s8(weights + (lane * 2 + half) * 16), second;                                         \
-        if (bits == 4) {                                                                                              \
-            second = vandq_s8(first, upper);                                                                          \
-            first = vshlq_n_s8(first, 4);                                                                             \
-        } else {                                                                                                      \
-            second = vld1q_s8(weights + ((lane + 4) * 2 + half) * 16);                                                \
-        }                                                                                                             \
-        UNROLL for (int token = 0; token < tokens; token++)                                                           \
-            sums[token][half] = vdotq_laneq_s32(sums[token][half], first, low[token], lane);                          \
-        UNROLL for (int token = 0; token < tokens; token++)                                                           \
-            sums[token][half] = vdotq_laneq_s32(sums[token][half], second, high[token], lane);                        \
+        const int8x16_t first = FIRST(lane), second = SECOND(lane);                                                   \
+        DOT(first, low, lane)                                                                                         \
+        DOT(second, high, lane)                                                                                       \
     }
-        QUAD(0)
-        QUAD(1)
-        QUAD(2)
-        QUAD(3)
-#undef QUAD
-        UNROLL for (int token = 0; token < tokens; token++) {
-            const float scale = scales[(int64_t)token * groups + group];
-            const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(sums[token][0]), offset);
-            const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(sums[token][1]), offset);
-            out[token][0] = vfmaq_f32(out[token][0], below, vmulq_n_f32(low_scales, scale));
-            out[token][1] = vfmaq_f32(out[token][1], above, vmulq_n_f32(high_scales, scale));
+#define FIRST_QUAD(lane)                                                                                              \
+    UNROLL for (int half = 0; half < 2; half++) {                                                                     \
+        const int8x16_t first = FIRST(lane);                                                                          \
+        DOT(first, low, lane)                                                                                         \
+    }
+#define SECOND_QUAD(lane)                                                                                             \
+    UNROLL for (int half = 0; half < 2; half++) {                                                                     \
+        const int8x16_t second = SECOND(lane);                                                                        \
+        DOT(second, high, lane)                                                                                       \
+    }
+        const float *scales = x.scales + group, *sums = x.sums + group;
+        if (header == SUPER_SIXTEENS) {
+            FIRST_QUAD(0)
+            FIRST_QUAD(1)
+            FIRST_QUAD(2)
+            FIRST_QUAD(3)
+            const Scales read = read_scales(header, super, block, steps);
+            add_dots(dots, read.scales, scales, groups, tokens, out);
+            UNROLL for (int token = 0; token < tokens; token++) dots[token][0] = dots[token][1] = start;
+            SECOND_QUAD(0)
+            SECOND_QUAD(1)
+            SECOND_QUAD(2)
+            SECOND_QUAD(3)
+            add_dots(dots, read.second, scales, groups, tokens, out);
+        } else {
+            QUAD(0)
+            QUAD(1)
+            QUAD(2)
+            QUAD(3)
+            const Scales read = read_scales(header, super, block, steps);
+            add_dots(dots, read.scales, scales, groups, tokens, out);
+            if (has_min(header)) {
+                UNROLL for (int token = 0; token < tokens; token++) {
+                    const float sum = sums[(int64_t)token * groups];
+                    out[token][0] = vfmaq_n_f32(out[token][0], read.least.low, sum);
+                    out[token][1] = vfmaq_n_f32(out[token][1], read.least.high, sum);
+                }
+            }
         }
-        block += SCALE_BYTES + BLOCK_ROWS * GROUP * bits / 8;
+#undef SECOND_QUAD
+#undef FIRST_QUAD
+#undef QUAD
+#undef DOT
+        block += header_bytes(header) + value_bytes(values);
     }
 }
 
@@ -381,34 +650,75 @@ INLINE void store_rows(float32x4_t low, float32x4_t high, const float *bias, int
     }
 }
 
-INLINE void tile_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Input x,
-                         int64_t token, int tokens, const float *bias, int adds, float *out) {
-    const int groups = weight->columns / GROUP;
-    const int rows = weight->rows - first < BLOCK_ROWS ? weight->rows - first : BLOCK_ROWS;
+/* One block of rows of a weight, times some tokens. `stride`: from a token's outputs to the next one's. */
+typedef struct {
+    const Weight *weight;
+    const uint8_t *block;
+    Input x;
+    Share tokens;
+    const float *bias;
+    float *out;
+    int64_t stride;
+    float steps;
+    int32_t first, adds;
+} Rows;
+
+INLINE void tile_product(const Rows *rows, int header, int values, int64_t token, int tokens) {
+    const Weight *weight = rows->weight;
+    const int groups = weight->columns / GROUP, first = rows->first;
+    const int count = weight->rows - first < BLOCK_ROWS ? weight->rows - first : BLOCK_ROWS;
+    const Input x = {rows->x.values + token * weight->columns, rows->x.scales + token * groups,
+                     rows->x.sums + token * groups, 0};
+    const float unit = 1.0f / rows->steps;
     float32x4_t sums[TILE][2];
-    block_product(block, groups, bits, x.values + token * weight->columns, x.scales + token * groups,
-                  weight->columns, tokens, sums);
-    UNROLL for (int i = 0; i < tokens; i++)
-        store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), bias ? bias + first : 0, adds,
-                   out + (token + i) * weight->rows + first, rows);
+    block_product(rows->block, groups, header, values, rows->steps, x, weight->columns, tokens, sums);
+    UNROLL for (int i = 0; i < tokens; i++) {
+        if (token + i == rows->tokens.end) break; /* three tokens are multiplied as four */
+        store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), rows->bias ? rows->bias + first : 0,
+                   rows->adds, rows->out + (token + i) * rows->stride + first, count);
+    }
 }
 
-/* One block of rows times tokens start to end; `bits` is a constant wherever this is inlined. */
-INLINE void tokens_product(const Weight *weight, const uint8_t *block, int bits, float unit, int first, Input x,
-                           Share tokens, const float *bias, int adds, float *out) {
-    int64_t token = tokens.start;
-    for (; token + 4 <= tokens.end; token += 4)
-        tile_product(weight, block, bits, unit, first, x, token, 4, bias, adds, out);
-    if (token + 2 <= tokens.end) {
-        tile_product(weight, block, bits, unit, first, x, token, 2, bias, adds, out);
-        token += 2;
+/* A function for each way that weights are stored, so that all its loops have constants. */
+#define ROWS_PRODUCT(name, header, values)                                                                            \
+    NOT_INLINE void name(const Rows *rows) {                                                                          \
+        int64_t token = rows->tokens.start;                                                                           \
+        for (; token + 3 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);               \
+        if (token + 2 <= rows->tokens.end) {                                                                          \
+            tile_product(rows, header, values, token, 2);                                                             \
+            token += 2;                                                                                               \
+        }                                                                                                             \
+        if (token < rows->tokens.end) tile_product(rows, header, values, token, 1);                                   \
     }
-    if (token < tokens.end) tile_product(weight, block, bits, unit, first, x, token, 1, bias, adds, out);
-}
+ROWS_PRODUCT(bfloats_four, BFLOATS, FOUR)
+ROWS_PRODUCT(bfloats_eight, BFLOATS, EIGHT)
+ROWS_PRODUCT(halves_four, HALVES, FOUR)
+ROWS_PRODUCT(halves_table, HALVES, TABLE)
+ROWS_PRODUCT(halves_five, HALVES, FIVE)
+ROWS_PRODUCT(halves_eight, HALVES, EIGHT)
+ROWS_PRODUCT(halves_min_four, HALVES_MIN, FOUR)
+ROWS_PRODUCT(halves_min_five, HALVES_MIN, FIVE)
+ROWS_PRODUCT(halves_min_eight, HALVES_MIN, EIGHT)
+ROWS_PRODUCT(super_min_four, SUPER_MIN, FOUR)
+ROWS_PRODUCT(super_min_five, SUPER_MIN, FIVE)
+ROWS_PRODUCT(super_min_eight, SUPER_MIN, EIGHT)
+ROWS_PRODUCT(super_sixteens_six, SUPER_SIXTEENS, SIX)
+ROWS_PRODUCT(super_sixteens_eight, SUPER_SIXTEENS, EIGHT)
+
+typedef void (*RowsProduct)(const Rows *);
+
+static const RowsProduct ROWS_PRODUCTS[5][5] = {
+    /* four, table, five, six, eight */
+    [BFLOATS] = {bfloats_four, 0, 0, 0, bfloats_eight},
+    [HALVES] = {halves_four, halves_table, halves_five, 0, halves_eight},
+    [HALVES_MIN] = {halves_min_four, 0, halves_min_five, 0, halves_min_eight},
+    [SUPER_MIN] = {super_min_four, 0, super_min_five, 0, super_min_eight},
+    [SUPER_SIXTEENS] = {0, 0, 0, super_sixteens_six, super_sixteens_eight},
+};
 
 /* Four rows of floats times `tokens` inputs, which is a constant wherever this is inlined. */
 INLINE void plain_tile(const Weight *weight, int first, const float *x, int64_t token, int tokens, const float *bias,
-                       int adds, float *out) {
+                       int adds, float *out, int64_t stride) {
     const int columns = weight->columns, rows = weight->rows - first < 4 ? weight->rows - first : 4;
     const float *matrix = (const float *)weight->blocks, *lines[4];
     float32x4_t sums[TILE][4];
@@ -425,7 +735,7 @@ INLINE void plain_tile(const Weight *weight, int first, const float *x, int64_t 
         }
     }
     UNROLL for (int i = 0; i < tokens; i++) {
-        float results[4], *place = out + (token + i) * weight->rows + first;
+        float results[4], *place = out + (token + i) * stride + first;
         vst1q_f32(results, vpaddq_f32(vpaddq_f32(sums[i][0], sums[i][1]), vpaddq_f32(sums[i][2], sums[i][3])));
         for (int row = 0; row < rows; row++) {
             const float sum = bias ? results[row] + bias[first + row] : results[row];
@@ -435,68 +745,86 @@ INLINE void plain_tile(const Weight *weight, int first, const float *x, int64_t 
 }
 
 static void plain_product(const Weight *weight, const float *x, int64_t nodes, const float *bias, int adds, float *out,
-                          int thread, int threads) {
+                          int64_t stride, int thread, int threads) {
     const Share fours = share_of((weight->rows + 3) / 4, thread, threads);
     for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
         const int64_t end = nodes - chunk < CHUNK ? nodes : chunk + CHUNK;
         for (int64_t four = fours.start; four < fours.end; four++) {
             int64_t token = chunk;
-            for (; token + 4 <= end; token += 4) plain_tile(weight, four * 4, x, token, 4, bias, adds, out);
+            for (; token + 4 <= end; token += 4) plain_tile(weight, four * 4, x, token, 4, bias, adds, out, stride);
             if (token + 2 <= end) {
-                plain_tile(weight, four * 4, x, token, 2, bias, adds, out);
+                plain_tile(weight, four * 4, x, token, 2, bias, adds, out, stride);
                 token += 2;
             }
-            if (token < end) plain_tile(weight, four * 4, x, token, 1, bias, adds, out);
+            if (token < end) plain_tile(weight, four * 4, x, token, 1, bias, adds, out, stride);
+        }
+    }
+}
+
+/* One piece of a linear layer; `room` is the thread's own. */
+static void piece_product(const Weight *weight, Input x, int64_t nodes, const float *bias, int adds, float *out,
+                          int64_t stride, uint8_t *room, int thread, int threads) {
+    const Share blocks = share_of((weight->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, thread, threads);
+    const size_t bytes = block_bytes(weight);
+    const int header = header_of(weight->kind), values = values_of(weight->kind);
+    Rows rows = {weight, 0, x, {0, 0}, bias, out, stride, steps_of(values), 0, adds};
+    for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
+        rows.tokens = (Share){chunk, nodes - chunk < CHUNK ? nodes : chunk + CHUNK};
+        const int widens = values != EIGHT && rows.tokens.end - chunk > TILE;
+        const RowsProduct multiply = ROWS_PRODUCTS[header][widens ? EIGHT : values];
+        for (int64_t index = blocks.start; index < blocks.end; index++) {
+            rows.block = weight->blocks + index * bytes;
+            rows.first = index * BLOCK_ROWS;
+            if (widens) {
+                widen_block(header, values, rows.block, weight->columns / GROUP, room);
+                rows.block = room;
+            }
+            multiply(&rows);
         }
     }
 }
 
 /* out [nodes, rows] = x · weightᵀ + bias; adds: to what out holds. The thread's share of the rows; room: its own. */
-static void product(const Weight *weight, Input x, int64_t nodes, const float *bias, int adds, float *out,
+static void product(const Linear *linear, Input x, int64_t nodes, const float *bias, int adds, float *out,
                     uint8_t *room, int thread, int threads) {
-    if (x.plain) {
-        plain_product(weight, x.plain, nodes, bias, adds, out, thread, threads);
-        return;
-    }
-    const Share blocks = share_of((weight->rows + BLOCK_ROWS - 1) / BLOCK_ROWS, thread, threads);
-    const size_t bytes = block_bytes(weight);
-    const float unit = unit_of(weight->bits);
-    for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
-        const Share tokens = {chunk, nodes - chunk < CHUNK ? nodes : chunk + CHUNK};
-        const int widens = weight->bits == 4 && tokens.end - chunk > TILE;
-        for (int64_t index = blocks.start; index < blocks.end; index++) {
-            const uint8_t *block = weight->blocks + index * bytes;
-            const int first = index * BLOCK_ROWS;
-            if (widens) widen_block(block, weight->columns / GROUP, room);
-            if (weight->bits == 4 && !widens)
-                tokens_product(weight, block, 4, unit, first, x, tokens, bias, adds, out);
-            else
-                tokens_product(weight, widens ? room : block, 8, unit, first, x, tokens, bias, adds, out);
-        }
+    int64_t start = 0;
+    for (int index = 0; index < linear->count; index++) {
+        const Weight *piece = linear->pieces + index;
+        const float *added = bias ? bias + start : 0;
+        if (piece->kind == FLOAT32)
+            plain_product(piece, x.plain, nodes, added, adds, out + start, linear->rows, thread, threads);
+        else
+            piece_product(piece, x, nodes, added, adds, out + start, linear->rows, room, thread, threads);
+        start += piece->rows;
     }
 }
 
-/* Room that each thread needs to widen a block of so many columns. */
+/* Room that each thread needs to widen a block of so many columns: with the longest headers. */
 static size_t widened_bytes(int columns) {
-    return (size_t)(columns / GROUP) * (SCALE_BYTES + BLOCK_ROWS * GROUP);
+    return (size_t)(columns / GROUP) * (4 * SCALE_BYTES + value_bytes(EIGHT));
 }
 
-static int reserve_input(Input *out, int64_t values, int bits) {
-    *out = (Input){0, 0, 0};
-    if (bits == 32) return (out->plain = malloc(values * sizeof(float))) != 0;
-    out->values = malloc(values);
-    out->scales = malloc(values / GROUP * sizeof(float));
-    return out->values && out->scales;
+/* Room for the inputs of some tokens and of one more, which a tile of four may read and nothing is stored of. */
+static int reserve_input(Input *out, int64_t tokens, int64_t columns, int needs) {
+    const int64_t count = (tokens + 1) * columns;
+    *out = (Input){0, 0, 0, 0};
+    if (needs & PLAIN) out->plain = malloc(count * sizeof(float));
+    if (needs & ROUNDED) out->values = malloc(count);
+    if (needs & ROUNDED) out->scales = malloc(count / GROUP * sizeof(float));
+    if (needs & SUMS) out->sums = malloc(count / GROUP * sizeof(float));
+    return (out->plain || !(needs & PLAIN)) && ((out->values && out->scales) || !(needs & ROUNDED)) &&
+           (out->sums || !(needs & SUMS));
 }
 
 static void release_input(Input *input) {
     free(input->values);
     free(input->scales);
+    free(input->sums);
     free(input->plain);
 }
 
 typedef struct {
-    const Weight *weight;
+    const Linear *linear;
     const float *x, *bias;
     float *out;
     Input input;
@@ -508,20 +836,22 @@ typedef struct {
 static void product_share(void *data) {
     ProductJob *job = data;
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int64_t groups = (int64_t)job->nodes * job->weight->columns / GROUP;
+    const int columns = job->linear->pieces->columns;
+    const int64_t groups = (int64_t)job->nodes * columns / GROUP;
     round_groups(job->x, job->input, share_of(groups, thread, threads));
     meet(&job->barrier, threads);
-    product(job->weight, job->input, job->nodes, job->bias, 0, job->out,
-            job->room + thread * widened_bytes(job->weight->columns), thread, threads);
+    product(job->linear, job->input, job->nodes, job->bias, 0, job->out, job->room + thread * widened_bytes(columns),
+            thread, threads);
     meet(&job->barrier, threads); /* here and not in OpenMP's barrier, which does not give the core away */
 }
 
 /* 0, or -1 where memory is short. */
-int paceline_product(const Weight *weight, const float *x, int32_t nodes, const float *bias, float *out,
+int paceline_product(const Linear *linear, const float *x, int32_t nodes, const float *bias, float *out,
                      int32_t threads) {
-    uint8_t *room = malloc(widened_bytes(weight->columns) * threads);
-    ProductJob job = {weight, x, bias, out, {0, 0, 0}, room, {0, 0}, nodes};
-    const int fits = reserve_input(&job.input, (int64_t)nodes * weight->columns, weight->bits) && room;
+    const int columns = linear->pieces->columns;
+    uint8_t *room = malloc(widened_bytes(columns) * threads);
+    ProductJob job = {linear, x, bias, out, {0, 0, 0, 0}, room, {0, 0}, nodes};
+    const int fits = reserve_input(&job.input, nodes, columns, needs_of(linear)) && room;
     if (fits) GOMP_parallel(product_share, &job, threads, 0);
     release_input(&job.input);
     free(room);
@@ -743,11 +1073,20 @@ static void fill_nodes(const Batch *batch, int block_size, Work *work) {
     }
 }
 
-static int reserve_work(const Model *model, const Batch *batch, Work *work) {
+/* What all products from layer first to last ask of their inputs. */
+static int layers_need(const Model *model, int first, int last) {
+    int needs = 0;
+    for (int index = first; index < last; index++) {
+        const Layer *layer = model->layers + index;
+        needs |= needs_of(&layer->qkv) | needs_of(&layer->output) | needs_of(&layer->gate_up) | needs_of(&layer->down);
+    }
+    return needs;
+}
+
+static int reserve_work(const Model *model, const Batch *batch, int needs, Work *work) {
     const Room room = room_of(batch);
     const int64_t nodes = batch->num_nodes, query_size = (int64_t)model->num_heads * model->head_dim;
     const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
-    const int bits = model->layers->qkv.bits;
     const int64_t inner = query_size > model->intermediate_size ? query_size : model->intermediate_size;
     work->score_room = (room.keys + 7) / 8 * 8 * (model->num_heads / model->num_kv_heads) * NODE_TILE + 16;
     work->nodes = malloc(nodes * sizeof(Node));
@@ -760,8 +1099,8 @@ static int reserve_work(const Model *model, const Batch *batch, Work *work) {
     work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
     work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
     work->blocks = malloc(work->block_room * model->num_threads);
-    const int x_fits = reserve_input(&work->x, nodes * model->hidden_size, bits);
-    const int wide_fits = reserve_input(&work->wide, nodes * inner, bits);
+    const int x_fits = reserve_input(&work->x, nodes, model->hidden_size, needs);
+    const int wide_fits = reserve_input(&work->wide, nodes, inner, needs);
     return x_fits && wide_fits && work->nodes && work->row && work->slots && work->paths && work->qkv &&
            work->attended && work->both && work->scores && work->blocks;
 }
@@ -845,19 +1184,40 @@ typedef struct {
     Work work;
     Barrier barrier;
     int32_t nodes, first, last;
+    const int32_t *feature_layers;
+    int32_t num_features;
+    float *features;
 } LayersJob;
+
+/* What enters a layer, for those who read it. Nobody writes hidden states before the first product of the layer is done. */
+static void keep_feature(const LayersJob *job, int layer, int thread, int threads) {
+    const int64_t size = job->model->hidden_size;
+    const Share share = share_of(job->nodes, thread, threads);
+    for (int feature = 0; feature < job->num_features; feature++) {
+        if (job->feature_layers[feature] != layer) continue;
+        for (int64_t node = share.start; node < share.end; node++)
+            memcpy(job->features + (node * job->num_features + feature) * size, job->hidden + node * size,
+                   size * sizeof(float));
+    }
+}
 
 static void layers_share(void *data) {
     LayersJob *job = data;
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int index = job->first; index < job->last; index++)
+    for (int index = job->first; index < job->last; index++) {
+        keep_feature(job, index, thread, threads);
         run_layer(job->model, index, job->nodes, &job->work, job->hidden, &job->barrier, thread, threads);
+    }
+    keep_feature(job, job->last, thread, threads);
 }
 
-/* hidden [nodes, hidden_size] through layers first to last, in place. Returns 0, or -1 where memory is short. */
-int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last) {
-    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last};
-    const int fits = reserve_work(model, batch, &job.work);
+/* hidden [nodes, hidden_size] through layers first to last, in place. features [nodes, num_features, hidden_size] takes what
+   enters the feature layers; what leaves the last layer enters layer `last`. Returns 0, or -1 where memory is short. */
+int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last,
+                        const int32_t *feature_layers, int32_t num_features, float *features) {
+    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last,
+                     .feature_layers = feature_layers, .num_features = num_features, .features = features};
+    const int fits = reserve_work(model, batch, layers_need(model, first, last), &job.work);
     if (fits) {
         fill_nodes(batch, model->block_size, &job.work);
         GOMP_parallel(layers_share, &job, model->num_threads, 0);

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -17,35 +19,65 @@ from torch import Tensor
 
 from paceline.device.host_compiler import compiled_library
 from paceline.device.kernel_cache import CompileError
+from paceline.device.memory import weight_buffer
 from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_gguf.c"))
 MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
-FLOAT_BITS = 32
 SCALE_BYTES = 2 * BLOCK_ROWS
 LANES = 16  # head_dim is a multiple of it
+MAX_PIECES = 3  # of a linear layer: queries, keys and values
+
+
+class WeightKind(IntEnum):
+    """How a weight is stored. Those behind INT8 are named as in GGUF files."""
+
+    FLOAT32 = 0
+    INT4 = 1
+    INT8 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q5_0 = 5
+    Q5_1 = 6
+    Q8_0 = 7
+    IQ4_NL = 8
+    Q4_K = 9
+    Q5_K = 10
+    Q6_K = 11
+
+
+# Bytes of eight rows of 32 columns: as many bits a weight as in a file, and in Q4_K and Q5_K an eighth of a bit more.
+GROUP_BYTES = {
+    WeightKind.INT4: 144, WeightKind.INT8: 272, WeightKind.Q4_0: 144, WeightKind.Q4_1: 160, WeightKind.Q5_0: 176,
+    WeightKind.Q5_1: 192, WeightKind.Q8_0: 272, WeightKind.IQ4_NL: 144, WeightKind.Q4_K: 148, WeightKind.Q5_K: 180,
+    WeightKind.Q6_K: 210,
+}  # fmt: skip
+GGUF_KINDS = {kind.name: kind for kind in WeightKind if kind > WeightKind.INT8}
 
 
 class CWeight(ctypes.Structure):
-    data: Tensor  # behind `blocks`
     _fields_ = [
         ("blocks", ctypes.c_void_p),
-        ("bits", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
         ("rows", ctypes.c_int32),
         ("columns", ctypes.c_int32),
         ("unused", ctypes.c_int32),
     ]
 
 
+class CLinear(ctypes.Structure):
+    _fields_ = [("pieces", CWeight * MAX_PIECES), ("count", ctypes.c_int32), ("rows", ctypes.c_int32)]
+
+
 class CLayer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("attention_norm", "qkv_bias", "query_norm", "key_norm")),
         *((name, ctypes.c_void_p) for name in ("output_bias", "mlp_norm")),
-        *((name, CWeight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, CLinear) for name in ("qkv", "output", "gate_up", "down")),
     ]
 
 
@@ -81,31 +113,33 @@ def library() -> ctypes.CDLL | None:
     if platform.machine() not in MACHINES:
         return None
     try:
-        loaded = compiled_library(SOURCE.read_text())
+        loaded = compiled_library("\n".join(source.read_text() for source in SOURCES))
     except CompileError as error:
         LOG.warning("passes on this CPU run through torch, more slowly: %s; install gcc to change that", error)
         return None
-    loaded.paceline_pack.restype = loaded.paceline_unpack.restype = None
+    loaded.paceline_pack.restype = None
     return loaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightBlocks:
-    """A weight as the kernels read it.
-
-    4 or 8 bits: eight rows at a time, one scale for every 32 columns. 32 bits: the matrix in float32 as it is.
-    """
+    """A weight as the kernels read it: eight rows at a time, or the matrix in float32 as it is."""
 
     data: Tensor  # uint8, or float32 [rows, columns]
-    bits: int
+    kind: WeightKind
     rows: int
     columns: int
 
     def structure(self) -> CWeight:
-        """For the kernels. It keeps the weight alive; a copy inside another structure does not."""
-        structure = CWeight(self.data.data_ptr(), self.bits, self.rows, self.columns, 0)
-        structure.data = self.data
-        return structure
+        """For the kernels. It does not keep the weight alive."""
+        return CWeight(self.data.data_ptr(), self.kind, self.rows, self.columns, 0)
+
+
+def joined(pieces: Sequence[WeightBlocks]) -> CLinear:
+    """Weights with the same input, joined by rows. Does not keep them alive."""
+    assert 0 < len(pieces) <= MAX_PIECES and len({piece.columns for piece in pieces}) == 1
+    structures = (CWeight * MAX_PIECES)(*(piece.structure() for piece in pieces))
+    return CLinear(structures, len(pieces), sum(piece.rows for piece in pieces))
 
 
 def fits_blocks(weight: Tensor) -> bool:
@@ -116,42 +150,66 @@ def fits_blocks(weight: Tensor) -> bool:
 def float_blocks(weight: Tensor) -> WeightBlocks | None:
     """A weight in floating point for the kernels; None where they do not take it."""
     fits = on_host(weight.device) and weight.dtype == torch.float32 and weight.is_contiguous() and fits_blocks(weight)
-    return WeightBlocks(weight, FLOAT_BITS, *weight.shape) if fits else None
+    return WeightBlocks(weight, WeightKind.FLOAT32, *weight.shape) if fits else None
 
 
 def pack_blocks(weight: Tensor, bits: int) -> WeightBlocks:
     """A weight [rows, columns] rounded to 4 or 8 bits; `fits_blocks` says whether it can be."""
-    rows, columns = weight.shape
-    group_bytes = SCALE_BYTES + BLOCK_ROWS * GROUP_SIZE * bits // 8
-    data = torch.empty(-(-rows // BLOCK_ROWS) * (columns // GROUP_SIZE) * group_bytes, dtype=torch.uint8)
-    source = weight.float().contiguous()
-    _loaded().paceline_pack(_address(source), rows, columns, bits, _address(data), torch.get_num_threads())
-    return WeightBlocks(data, bits, rows, columns)
+    blocks = _empty_blocks(WeightKind.INT4 if bits == 4 else WeightKind.INT8, *weight.shape)
+    source, threads = weight.float().contiguous(), torch.get_num_threads()
+    _loaded().paceline_pack(_address(source), blocks.rows, blocks.columns, bits, _address(blocks.data), threads)
+    return blocks
 
 
-def unpack_blocks(blocks: WeightBlocks) -> Tensor:
-    """The weight as it is multiplied, float32 [rows, columns]."""
-    out = torch.empty(blocks.rows, blocks.columns)
-    _loaded().paceline_unpack(ctypes.byref(blocks.structure()), _address(out))
+def repack_blocks(stored: Tensor, kind: WeightKind, columns: int) -> WeightBlocks | None:
+    """Rows of a GGUF file, uint8 [rows, bytes]: their integers and scales unchanged. None: a scale is no number."""
+    blocks, stored = _empty_blocks(kind, stored.shape[0], columns), stored.contiguous()
+    parts = (_address(stored), kind.value, blocks.rows, columns, _address(blocks.data), torch.get_num_threads())
+    return None if _loaded().paceline_repack(*parts) else blocks
+
+
+def _empty_blocks(kind: WeightKind, rows: int, columns: int) -> WeightBlocks:
+    size = -(-rows // BLOCK_ROWS) * (columns // GROUP_SIZE) * GROUP_BYTES[kind]
+    return WeightBlocks(weight_buffer(size), kind, rows, columns)
+
+
+def unpack_blocks(blocks: WeightBlocks, rows: Tensor | None = None) -> Tensor:
+    """The weight as it is multiplied, float32 [rows, columns]. rows: int64, those to unpack instead of all."""
+    places = None if rows is None else rows.contiguous()
+    count = blocks.rows if places is None else places.numel()
+    out = torch.empty(count, blocks.columns)
+    structure = ctypes.byref(blocks.structure())
+    if _loaded().paceline_unpack(structure, _address(places), ctypes.c_int64(count), _address(out)):
+        raise IndexError(f"a weight of {blocks.rows} rows has no such row")
     return out
 
 
-def blocks_product(x: Tensor, weight: CWeight, bias: Tensor | None) -> Tensor:
+def blocks_product(x: Tensor, linear: CLinear, bias: Tensor | None) -> Tensor:
     """x · weightᵀ + bias: float32 [nodes, rows] of float32 inputs. Raises OutOfMemory."""
-    assert x.shape[-1] == weight.columns and x.dtype == torch.float32
+    columns = linear.pieces[0].columns
+    assert x.shape[-1] == columns and x.dtype == torch.float32
     x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], weight.rows)
-    nodes, threads = x.numel() // weight.columns, torch.get_num_threads()
-    parts = (ctypes.byref(weight), _address(x), nodes, _address(bias), _address(out), threads)
+    out = torch.empty(*x.shape[:-1], linear.rows)
+    nodes, threads = x.numel() // columns, torch.get_num_threads()
+    parts = (ctypes.byref(linear), _address(x), nodes, _address(bias), _address(out), threads)
     check(_loaded().paceline_product(*parts))
     return out
 
 
-def run_layers(model: CModel, batch: CBatch, hidden_states: Tensor, first: int, last: int) -> None:
-    """Layers first to last over hidden_states [nodes, hidden_size], in place. Raises OutOfMemory."""
+def run_layers(
+    model: CModel, batch: CBatch, hidden_states: Tensor, first: int, last: int, feature_layers: Sequence[int] = ()
+) -> Tensor | None:
+    """Layers first to last over hidden_states [nodes, hidden_size], in place. Raises OutOfMemory.
+
+    Returns what enters the feature layers, [nodes, layers · hidden_size]; `last` stands for what leaves the last one.
+    """
     model.num_threads = torch.get_num_threads()
+    nodes, size = hidden_states.shape
+    features = torch.empty(nodes, len(feature_layers) * size) if feature_layers else None
+    layers = (ctypes.c_int32 * len(feature_layers))(*feature_layers)
     parts = (ctypes.byref(model), ctypes.byref(batch), _address(hidden_states), first, last)
-    check(_loaded().paceline_run_layers(*parts))
+    check(_loaded().paceline_run_layers(*parts, layers, len(feature_layers), _address(features)))
+    return features
 
 
 def check(result: int) -> None:

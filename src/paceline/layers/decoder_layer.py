@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.layers.attention import NO_HEAD_NORMS, PLAIN_ATTENTION, HeadNorms, LayerAttention
-from paceline.layers.cpu_kernels import FLOAT_BITS, WeightBlocks
+from paceline.layers.cpu_kernels import WeightBlocks
 from paceline.layers.feed_forward import Mlp
 from paceline.layers.gemm_types import Linear
 from paceline.layers.norm import Norm
@@ -32,10 +32,10 @@ class LayerWeights:
     down: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    qkv_blocks: WeightBlocks | None = None
-    output_blocks: WeightBlocks | None = None
-    gate_up_blocks: WeightBlocks | None = None
-    down_blocks: WeightBlocks | None = None
+    qkv_blocks: tuple[WeightBlocks, ...] | None = None
+    output_blocks: tuple[WeightBlocks, ...] | None = None
+    gate_up_blocks: tuple[WeightBlocks, ...] | None = None
+    down_blocks: tuple[WeightBlocks, ...] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -47,12 +47,11 @@ class LayerWeights:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the compiled CPU kernels run the layer: weights of one kind, every vector in float32."""
+        """Whether the compiled CPU kernels run the layer: every weight in blocks, every vector in float32."""
         blocks = (self.qkv_blocks, self.output_blocks, self.gate_up_blocks, self.down_blocks)
-        kinds = {None if block is None else block.bits == FLOAT_BITS for block in blocks}
         vectors = (self.attention_norm, self.qkv_bias, self.output_bias, self.mlp_norm, self.query_norm, self.key_norm)
         in_float32 = all(vector is None or vector.dtype == torch.float32 for vector in vectors)
-        return in_float32 and kinds in ({True}, {False})
+        return in_float32 and all(pieces is not None for pieces in blocks)
 
     def addresses(self) -> list[int]:
         """Where the tensors lie, in the order of the fields; 0 for none. The last is the place of a feature."""
@@ -97,8 +96,8 @@ class DecoderLayer:
         query, key = self.projection_norms.query, self.projection_norms.key
         if query is None or key is None:
             return qkv
-        sizes = (query.shape[0], key.shape[0], qkv.shape[1] - query.shape[0] - key.shape[0])
-        queries, keys, values = qkv.split(sizes, dim=1)
+        keys_start, keys_end = query.shape[0], query.shape[0] + key.shape[0]
+        queries, keys, values = qkv[:, :keys_start], qkv[:, keys_start:keys_end], qkv[:, keys_end:]
         normed = [ops.norm(part.contiguous(), Norm(weight)) for part, weight in ((queries, query), (keys, key))]
         return torch.cat([*normed, values], dim=1)
 

@@ -4,6 +4,8 @@ Three ways to multiply, by what a product waits for:
   vector  a small matrix and a row or two (a draft model's steps): norm and product in one launch without a loop
   tile    up to 16 rows, by a kernel whose sums do not depend on how many rows there are
   wide    more rows: cuBLAS, which is faster; with `batch_invariant` more and larger tiles instead
+
+Packed weights have a kernel of their own for up to 64 rows (quantization/packed_kernel.py).
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class GemmLauncher:
 
     def product(self, x: Tensor, linear: Linear, epilogue: Epilogue) -> GemmOutput:
         """x through the linear layer, with everything its epilogue names."""
-        if x.shape[0] <= self._max_kernel_rows:
+        if x.shape[0] <= max(self._max_kernel_rows, linear.kernel_rows):
             output = linear.launch(self, x, epilogue)
             if output is not None:
                 return output

@@ -89,13 +89,18 @@ class Linear(Protocol):
         """Bytes of weights that a product reads."""
 
     @property
+    def kernel_rows(self) -> int:
+        """Rows that its own kernel takes even where an unquantized weight goes to cuBLAS; 0: none."""
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         """The weight, where it is one matrix in floating point."""
         return None
 
     @property
-    def blocks(self) -> WeightBlocks | None:
-        """The weight, where the compiled CPU kernels multiply by it."""
+    def blocks(self) -> tuple[WeightBlocks, ...] | None:
+        """The weight, where the compiled CPU kernels multiply by it: pieces, joined by rows."""
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

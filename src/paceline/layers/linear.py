@@ -35,12 +35,17 @@ class UnquantizedLinear:
         return self.weight.nbytes
 
     @property
+    def kernel_rows(self) -> int:
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         return self.weight
 
     @property
-    def blocks(self) -> WeightBlocks | None:
-        return float_blocks(self.weight)
+    def blocks(self) -> tuple[WeightBlocks, ...] | None:
+        whole = float_blocks(self.weight)
+        return None if whole is None else (whole,)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

@@ -107,7 +107,7 @@ class Recurrence(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaNetSpans(Recurrence):
+class DeltaNetSpans:
     """One pass for the kernels: all int64, of each sequence, and for each node its sequence."""
 
     memory: DeltaNetStates
@@ -118,11 +118,6 @@ class DeltaNetSpans(Recurrence):
     counts: Tensor  # nodes of the pass
     starts: Tensor  # the first node among all
     node_seqs: Tensor  # [nodes]
-
-    def __call__(self, projected: Tensor, weights: DeltaNetWeights, layer: int, eps: float) -> Tensor:
-        from paceline.layers.linear_attention_triton import launch_delta_net
-
-        return launch_delta_net(projected, weights, layer, self, eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ verification are the same loop over the same tile, so a token's numbers do not d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.layers.linear_attention import LINEAR_SOFTPLUS, NORM_EPS, RING, DeltaNetSpans, DeltaNetWeights
+from paceline.layers.linear_attention import (
+    LINEAR_SOFTPLUS,
+    NORM_EPS,
+    RING,
+    DeltaNetSpans,
+    DeltaNetWeights,
+    Recurrence,
+)
 
 VALUE_TILE = 32  # rows of a state in one program: a state of 128 by 128 is shared by four
 WARPS = 4
@@ -176,3 +184,13 @@ def launch_delta_net(
         RING_SIZE=RING, USE_PDL=use_pdl, num_warps=WARPS, **options,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelRecurrence(Recurrence):
+    """One pass of the kernels outside of graphs."""
+
+    spans: DeltaNetSpans
+
+    def __call__(self, projected: Tensor, weights: DeltaNetWeights, layer: int, eps: float) -> Tensor:
+        return launch_delta_net(projected.contiguous(), weights, layer, self.spans, eps)

@@ -76,11 +76,15 @@ class LoraLinear:
         return self.inner.nbytes + sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
     @property
+    def kernel_rows(self) -> int:
+        return 0
+
+    @property
     def matrix(self) -> Tensor | None:
         return None
 
     @property
-    def blocks(self) -> WeightBlocks | None:
+    def blocks(self) -> tuple[WeightBlocks, ...] | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

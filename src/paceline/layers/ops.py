@@ -88,13 +88,14 @@ class EagerOps:
         bias: Tensor | None = None,
         activation: Activation = Activation.SILU,
     ) -> Tensor:
-        return gated(self.project(x, norm, linear, bias), activation)
+        return gated(linear(x if norm is None else norm(x, self._eps), bias), activation)
 
     def mixture(
         self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
     ) -> Tensor:
-        routed = mixture(x if norm is None else norm(x, self._eps))
-        return routed if residual is None else routed.add_(residual)
+        normed = x if norm is None else norm(x, self._eps)
+        mixed = _by_kernels(mixture, normed) if mixture.needs_kernels(normed) else mixture(normed)
+        return mixed if residual is None else mixed.add_(residual)
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes
@@ -125,3 +126,11 @@ class EagerOps:
         num_heads = self.attention.sizes.num_heads
         queries = rms_norm(heads[:, :num_heads], norms.query, self._eps)
         return torch.cat([queries, rms_norm(heads[:, num_heads:], norms.key, self._eps)], dim=1)
+
+
+def _by_kernels(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """mixture(x) on a GPU."""
+    from paceline.layers.moe_triton import ExpertKernels
+
+    routed = ExpertKernels(use_pdl=False)(x, mixture.router.logits(x), mixture)
+    return routed if mixture.shared is None else routed + mixture.shared(x)

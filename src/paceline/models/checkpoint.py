@@ -15,9 +15,13 @@ from paceline.errors import WeightsError
 from paceline.hub.shards import weight_files
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
+from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
+Embedding = Tensor | BlockedEmbedding
+# What only kernels that round activations or cached keys read; products here leave both exact.
+ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -76,6 +80,7 @@ class ModelCheckpoint:
     fetch, names  a tensor by its name, and the names there are
     target        the format that linear layers are converted to; None: they stay as they are
     stored        the format they are stored in; None: floating point
+    quantization  the quantization_config of such a checkpoint
     """
 
     def __init__(
@@ -87,13 +92,14 @@ class ModelCheckpoint:
         *,
         target: WeightFormat | None = None,
         stored: WeightFormat | None = None,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self._fetch, self._names, self._dtype, self._device = fetch, names, dtype, device
-        self._target, self._stored = target, stored
+        self._target, self._stored, self._quantization = target, stored, quantization or {}
         self._used: set[str] = set()
 
     def renamed(self, prefixes: Mapping[str, str], *, dropped: tuple[str, ...]) -> ModelCheckpoint:
-        """The same tensors with other beginnings of their names, less those of parts that are not read."""
+        """The same tensors, their names with other prefixes, less those of parts that are not read."""
         names: dict[str, str] = {}
         for name in self._names:
             if not name.startswith(dropped):
@@ -103,8 +109,8 @@ class ModelCheckpoint:
         def fetch(name: str) -> Tensor | None:
             return self._fetch(names[name]) if name in names else None
 
-        kinds = {"target": self._target, "stored": self._stored}
-        return ModelCheckpoint(fetch, names, self._dtype, self._device, **kinds)
+        parts = (fetch, names, self._dtype, self._device)
+        return ModelCheckpoint(*parts, target=self._target, stored=self._stored, quantization=self._quantization)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -114,16 +120,32 @@ class ModelCheckpoint:
         return self._device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._dtype
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """The quantization_config of the checkpoint; empty: there is none."""
+        return self._quantization
+
+    @property
     def keeps_float(self) -> bool:
         """Whether weights in floating point stay so."""
         return self._target is None
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
-        tensor = self.raw(name)
+        tensor = self._unpacked(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
         return finite(tensor.to(self._device, self._dtype), name)
+
+    def _unpacked(self, name: str) -> Tensor:
+        """A tensor in floating point, also where the checkpoint stores it in another format."""
+        layer = name.removesuffix(".weight")
+        linear = None if self._stored is None or layer == name else self._stored.load(self, [layer])
+        return self.raw(name) if linear is None else linear.dequantize(self._dtype)
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
@@ -146,17 +168,40 @@ class ModelCheckpoint:
         """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
         stored = None if self._stored is None else self._stored.load(self, names)
         if stored is not None:
-            return stored
+            self._check_size(stored, names, sum(out_features), in_features)
+            return stored if self._target is None else self.linear_of(stored.dequantize(self._dtype))
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
         return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
 
-    def linear_of(self, weight: Tensor) -> Linear:
+    def _check_size(self, linear: Linear, names: list[str], out_features: int, in_features: int) -> None:
+        if (linear.out_features, linear.in_features) != (out_features, in_features):
+            stored, said = f"{linear.out_features} by {linear.in_features}", f"{out_features} by {in_features}"
+            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {said}")
+
+    def embedding(self, name: str, *shape: int) -> Embedding:
+        """A matrix that is read row by row: a tensor, or the blocks it is stored in. Comes without `.weight`."""
+        stored = None if self._stored is None else self._stored.load(self, [name])
+        if stored is None:
+            return self.tensor(f"{name}.weight", *shape)
+        self._check_size(stored, [name], *shape)
+        return stored.dequantize(self._dtype) if stored.blocks is None else BlockedEmbedding(stored.blocks[0])
+
+    def linear_of(self, weight: Embedding) -> Linear:
         """A linear layer of a weight that is already on the device."""
+        if isinstance(weight, BlockedEmbedding):
+            return BlockedLinear((weight.blocks,))
         return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
 
     def check_all_used(self) -> None:
         """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model is another one."""
-        unused = sorted(name for name in self._names if name not in self._used and not name.endswith(HARMLESS_SUFFIXES))
+        harmless = HARMLESS_SUFFIXES if self._stored is None else HARMLESS_SUFFIXES + ACTIVATION_SUFFIXES
+        left = (name for name in self._names if name not in self._used and not name.endswith(harmless))
+        unused = sorted(name for name in left if not self._is_zero_bias(name))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise WeightsError(f"the weights hold the tensor {unused[0]}{more}, which this architecture does not use")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias that adds nothing: quantized checkpoints may store one for every layer."""
+        bias = self._fetch(name) if self._stored is not None and name.endswith(".bias") else None
+        return bias is not None and not bool(bias.any())

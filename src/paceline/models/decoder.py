@@ -14,6 +14,7 @@ from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.gemm_types import Linear
 from paceline.layers.norm import Norm
 from paceline.layers.ops import Ops
+from paceline.models.checkpoint import Embedding
 from paceline.models.config import ArchConfig
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class DecoderModel:
     """
 
     config: ArchConfig
-    embedding: Tensor  # [vocab_size, hidden_size]
+    embedding: Embedding  # [vocab_size, hidden_size]
     layers: Sequence[Layer]
     final_norm: Norm
     lm_head: Linear
@@ -79,6 +80,11 @@ class DecoderModel:
         """Tokens -> input vectors."""
         rows = self.embedding[tokens]
         return rows if self.scale_embedding is None else self.scale_embedding(rows)
+
+    @property
+    def embedding_matrix(self) -> Tensor | None:
+        """The embedding, where it is one matrix in floating point."""
+        return self.embedding if isinstance(self.embedding, Tensor) else None
 
     def run_layers(
         self,
@@ -117,7 +123,7 @@ class DecoderModel:
 
     def argmax_embedded(self, logits: GemmOutput, ops: TritonOps) -> ArgmaxResult:
         """The best token of each row and its input vector, in one launch where the embedding is used as it is."""
-        return ops.argmax(logits, self.embedding if self.scale_embedding is None else None)
+        return ops.argmax(logits, self.embedding_matrix if self.scale_embedding is None else None)
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer that a pass reads."""

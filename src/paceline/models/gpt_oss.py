@@ -25,6 +25,7 @@ from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig, MoeConfig, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel
 from paceline.models.llama import read_layer, read_model
+from paceline.quantization import mxfp4
 
 MODEL_TYPES = ("gpt_oss",)
 
@@ -84,6 +85,8 @@ def _experts(checkpoint: ModelCheckpoint, config: ArchConfig, moe: MoeConfig, pr
 
 def _matrices(checkpoint: ModelCheckpoint, name: str, experts: int, out_features: int, in_features: int) -> Tensor:
     """[experts, out_features, in_features]; in floating point they are stored with inputs before outputs."""
+    if mxfp4.is_packed(checkpoint, name):
+        return mxfp4.load_experts(checkpoint, name)
     return checkpoint.tensor(name, experts, in_features, out_features).transpose(1, 2).contiguous()
 
 

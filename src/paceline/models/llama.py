@@ -17,7 +17,7 @@ from paceline.layers.gemm_types import Linear
 from paceline.layers.norm import Norm, zero_centered
 from paceline.layers.residual import ResidualAdd
 from paceline.layers.rope import in_order
-from paceline.models.checkpoint import ModelCheckpoint
+from paceline.models.checkpoint import Embedding, ModelCheckpoint
 from paceline.models.config import ArchConfig, NormKind, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel, Layer
 
@@ -60,7 +60,7 @@ def read_model(
     checkpoint: ModelCheckpoint, config: ArchConfig, layers: Sequence[Layer], final_norm: str = "model.norm"
 ) -> DecoderModel:
     """A model of these layers: read what is before and after them, and see that nothing is left unread."""
-    embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    embedding = checkpoint.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)
     norm, lm_head = read_norm(checkpoint, config, final_norm), _lm_head(checkpoint, config, embedding)
     bias = checkpoint.tensor("lm_head.bias", config.vocab_size) if config.lm_head_bias else None
     checkpoint.check_all_used()
@@ -77,14 +77,15 @@ def read_model(
     )
 
 
-def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Tensor) -> Linear:
+def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Embedding) -> Linear:
     """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
     shape = config.vocab_size, config.hidden_size
     if not config.tie_word_embeddings:
         return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if "lm_head.weight" not in checkpoint:
         return checkpoint.linear_of(embedding)
-    if not torch.equal(checkpoint.tensor("lm_head.weight", *shape), embedding):
+    stored = checkpoint.tensor("lm_head.weight", *shape)
+    if not (isinstance(embedding, Tensor) and torch.equal(stored, embedding)):
         raise WeightsError("lm_head.weight differs from the embedding, and the config says that they are tied")
     return checkpoint.linear_of(embedding)
 

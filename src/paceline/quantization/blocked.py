@@ -1,4 +1,4 @@
-"""int4 and int8 weights on a CPU in the blocks of the compiled kernels (layers/cpu_kernels.c).
+"""Weights on a CPU in the blocks of the compiled kernels (layers/cpu_kernels.c).
 
 A product rounds its input to 8 bits, one scale for every 32 values of a token, so a token's numbers do not depend on
 the tokens beside it.
@@ -11,47 +11,70 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import CWeight, WeightBlocks, blocks_product, pack_blocks, unpack_blocks
+from paceline.layers.cpu_kernels import (
+    CLinear,
+    WeightBlocks,
+    WeightKind,
+    blocks_product,
+    joined,
+    pack_blocks,
+    unpack_blocks,
+)
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockedLinear(Linear):
-    """Weights in blocks of eight rows; each 32 columns of a row share a scale."""
+    """Weights with the same input, joined by rows; each piece may be stored in another way."""
 
-    blocks: WeightBlocks
-    _structure: CWeight = field(init=False)
+    blocks: tuple[WeightBlocks, ...]
+    _structure: CLinear = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_structure", self.blocks.structure())
+        object.__setattr__(self, "_structure", joined(self.blocks))
 
     @property
     def out_features(self) -> int:
-        return self.blocks.rows
+        return sum(piece.rows for piece in self.blocks)
 
     @property
     def in_features(self) -> int:
-        return self.blocks.columns
+        return self.blocks[0].columns
 
     @property
     def quantizes_input(self) -> bool:
-        return True
+        return any(piece.kind != WeightKind.FLOAT32 for piece in self.blocks)
 
     @property
     def nbytes(self) -> int:
-        return self.blocks.data.nbytes
+        return sum(piece.data.nbytes for piece in self.blocks)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         added = None if bias is None else bias.float().contiguous()
         return blocks_product(x.float(), self._structure, added).to(x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        return unpack_blocks(self.blocks).to(dtype)
+        return torch.cat([unpack_blocks(piece) for piece in self.blocks]).to(dtype)
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockedEmbedding:
+    """An embedding in blocks: the rows of the tokens asked for are unpacked."""
+
+    blocks: WeightBlocks
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        rows = unpack_blocks(self.blocks, tokens.flatten())
+        return rows.view(*tokens.shape, self.blocks.columns)
+
+
 def block(weight: Tensor, bits: int) -> BlockedLinear:
     """A weight in blocks of the kernels; layers/cpu_kernels.fits_blocks says whether it can be."""
-    return BlockedLinear(pack_blocks(weight, bits))
+    return BlockedLinear((pack_blocks(weight, bits),))

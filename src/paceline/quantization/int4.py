@@ -1,4 +1,4 @@
-"""int4 weights, converted at load, one scale for every 32.
+"""int4 weights, converted at load, one scale for every 32 on CPUs and for every 128 on GPUs.
 
 On CPUs through compiled kernels (quantization/blocked.py), or without a compiler through the kernel torch carries for
 ARM; both quantize their input too. On GPUs the weights alone are packed (quantization/packed.py).
@@ -18,7 +18,8 @@ from paceline.errors import CapabilityError, OptionError
 from paceline.layers.cpu_kernels import fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.blocked import block
-from paceline.quantization.packed import PackedLinear, pack
+from paceline.quantization.packed import PackedLinear, pack_weight, round_weight
+from paceline.quantization.packed_layout import STEP, Kind
 from paceline.quantization.registry import Tensors
 
 GROUP_SIZE = 32
@@ -42,10 +43,11 @@ def load(tensors: Tensors, names: list[str]) -> Linear:
 
 
 def pack_int4(weight: Tensor) -> PackedLinear:
-    """A weight for a GPU."""
+    """A weight for a GPU: groups of 128, or of 32 where its rows are no multiple of that."""
     if weight.shape[1] % GROUP_SIZE:
         raise OptionError(f"int4 needs rows of a multiple of {GROUP_SIZE} weights, not {weight.shape[1]}; use int8")
-    return pack(weight, 4, GROUP_SIZE)
+    group_size = GROUP_SIZE if weight.shape[1] % STEP else STEP
+    return pack_weight(round_weight(weight, Kind.INT4, group_size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

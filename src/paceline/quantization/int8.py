@@ -22,7 +22,8 @@ from paceline.errors import CapabilityError
 from paceline.layers.cpu_kernels import fits_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.blocked import block
-from paceline.quantization.packed import pack
+from paceline.quantization.packed import pack_weight, round_weight
+from paceline.quantization.packed_layout import Kind
 from paceline.quantization.registry import Tensors
 
 BLOCK_ROWS = 8  # rows the kernels take at a time: a product of 2 rows costs what one of 8 does
@@ -33,7 +34,7 @@ RANGE_COLUMNS = 16  # columns added to every matrix; two of them hold the ends o
 def quantize(weight: Tensor) -> Linear:
     """A weight in int8, for the device it lies on."""
     if not on_host(weight.device):
-        return pack(weight, 8, weight.shape[1])
+        return pack_weight(round_weight(weight, Kind.INT8, weight.shape[1]))
     return block(weight, 8) if fits_blocks(weight) else _dynamic(weight)
 
 

@@ -1,7 +1,4 @@
-"""Packed integer weights on a GPU: only the weights have fewer bits, and a kernel dequantizes them as it reads them.
-
-That is for draft models: half or a quarter of the memory, and errors that cost nothing but acceptance.
-"""
+"""Packed weights on a GPU: only the weights have fewer bits, and a kernel dequantizes them as it reads them."""
 
 from __future__ import annotations
 
@@ -11,45 +8,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.device.properties import on_host
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.quantization.packed_layout import STEP, Kind, pack_words, unpack_words
+from paceline.quantization.quantized_weight import QuantizedWeight
+
+KERNEL_ROWS = 64  # above that the weight is dequantized and multiplied by cuBLAS
+GROUP_SIZES = (32, 64)  # beside multiples of a step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear(Linear):
-    """Weights in 8 bits, or in 4 bits two a byte, with one scale a group of columns. Inputs stay as they are."""
+    """Codes in words as quantization/packed_layout.py says, with one scale a group of columns. Inputs stay exact."""
 
-    values: Tensor  # int8 [rows, columns], or uint8 [rows, columns / 2]: the even column in the low half
-    scales: Tensor  # float32 [rows, groups]
-    bits: int
+    words: Tensor  # int32 [steps, out_features, words of a step]
+    scales: Tensor  # [groups, out_features]
+    kind: Kind
+    group_size: int  # input features that share a scale
+    in_features: int
+    zeros: Tensor | None = None  # [groups, out_features]
+    order: Tensor | None = None  # int64 [in_features]
+    table: Tensor | None = None  # float32 [16]
+    rounding: torch.dtype | None = None
 
     @property
     def out_features(self) -> int:
-        return self.values.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.values.shape[1] * 8 // self.bits
+        return self.words.shape[1]
 
     @property
     def quantizes_input(self) -> bool:
         return False
 
     @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+    def kernel_rows(self) -> int:
+        return KERNEL_ROWS
 
     @property
-    def group_size(self) -> int:
-        """Columns that share a scale."""
-        return self.in_features // self.scales.shape[1]
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight as it was, but for rounding."""
-        values = self.values
-        if self.bits == 4:
-            values = torch.stack([values & 15, values >> 4], dim=-1).flatten(1).to(torch.int8) - 8
-        grouped = values.view(values.shape[0], self.scales.shape[1], -1)
-        return (grouped * self.scales[..., None]).view(self.out_features, self.in_features).to(dtype)
+        """The weight as the format's own library unpacks it."""
+        if not on_host(self.words.device) and dtype != torch.float64:
+            from paceline.quantization.packed_triton import unpack
+
+            return unpack(self, dtype)
+        zeros = None if self.zeros is None else self.zeros.t()
+        codes = unpack_words(self.words, self.kind, self.in_features)
+        weight = QuantizedWeight(
+            self.kind, codes, self.scales.t(), self.group_size, zeros, self.order, self.table, self.rounding
+        )
+        return weight.dequantize(dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)
@@ -57,17 +66,38 @@ class PackedLinear(Linear):
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         from paceline.quantization.packed_triton import launch_packed
 
-        return launch_packed(gemm, gemm.normed(x, epilogue), self, epilogue)
+        normed = gemm.normed(x, epilogue)
+        return launch_packed(gemm, normed if self.order is None else normed[:, self.order], self, epilogue)
 
 
-def pack(weight: Tensor, bits: int, group_size: int) -> PackedLinear:
+def fits_kernel(weight: QuantizedWeight) -> bool:
+    """Whether the kernel takes groups of this size."""
+    groups = weight.scales.shape[1]
+    return groups == 1 or weight.group_size in GROUP_SIZES or weight.group_size % STEP == 0
+
+
+def pack_weight(weight: QuantizedWeight) -> PackedLinear:
+    """A quantized weight as the kernel reads it; `fits_kernel` says whether it can be."""
+    scales, zeros = weight.scales.t().contiguous(), weight.zeros
+    return PackedLinear(
+        pack_words(weight.codes, weight.kind),
+        scales,
+        weight.kind,
+        weight.codes.shape[1] if scales.shape[0] == 1 else weight.group_size,
+        weight.codes.shape[1],
+        None if zeros is None else zeros.t().to(torch.bfloat16).contiguous(),
+        weight.order,
+        weight.table,
+        weight.rounding,
+    )
+
+
+def round_weight(weight: Tensor, kind: Kind, group_size: int) -> QuantizedWeight:
     """A weight rounded to 8 or 4 bits, symmetric, with one scale for every `group_size` columns of a row."""
     rows, columns = weight.shape
     groups = weight.float().view(rows, -1, group_size)
-    largest = (1 << (bits - 1)) - 1
+    largest = (1 << (kind.bits - 1)) - 1
     scales = (groups.abs().amax(dim=-1) / largest).clamp_min(1e-8)
-    values = (groups / scales[..., None]).round().clamp(-largest - 1, largest).view(rows, columns)
-    if bits == 8:
-        return PackedLinear(values.to(torch.int8), scales, bits)
-    halves = (values + 8).to(torch.uint8)
-    return PackedLinear((halves[:, 1::2] << 4) | halves[:, ::2], scales, bits)
+    scales = scales if kind is Kind.INT8 else scales.to(torch.bfloat16)
+    codes = (groups / scales.float()[..., None]).round_().clamp_(-largest - 1, largest).add_(largest + 1)
+    return QuantizedWeight(kind, codes.view(rows, columns).to(torch.uint8), scales, group_size)

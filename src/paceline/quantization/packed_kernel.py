@@ -1,4 +1,11 @@
-"""Triton kernel of a linear layer with packed integer weights: it dequantizes them as it reads them."""
+"""Triton kernel of linear layers with packed weights: 1 to 64 rows, codes become numbers in registers.
+
+A program takes some columns of the output and a part of the input features. Per step it reads 128 input features of its
+columns as 32-bit words, decodes one code of every word at a time and multiplies by the features of that code: words are
+stored so that these are neighbours (quantization/packed.py). Scales multiply the sum of their group, in float32, so the
+codes themselves enter the product without rounding. The order of every sum depends on the weight alone, never on the
+number of rows: a token's numbers are the same bits alone and among draft tokens.
+"""
 
 from __future__ import annotations
 
@@ -6,49 +13,260 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from paceline.layers.gemm_kernels import store_row
+from paceline.layers.gemm_kernels import clamped_index
+from paceline.quantization.packed_asm import FP4_ASM, FP8_ASM, INT4_ASM, INT4_ZERO_ASM, INT8_ASM
+from paceline.quantization.packed_layout import Kind
+
+INT4_KIND: tl.constexpr = tl.constexpr(int(Kind.INT4))
+INT8_KIND: tl.constexpr = tl.constexpr(int(Kind.INT8))
+FP8_KIND: tl.constexpr = tl.constexpr(int(Kind.FP8))
+FP4_KIND: tl.constexpr = tl.constexpr(int(Kind.FP4))
+LUT4_KIND: tl.constexpr = tl.constexpr(int(Kind.LUT4))
+INT4_CODE: tl.constexpr = tl.constexpr(INT4_ASM)
+INT4_ZERO_CODE: tl.constexpr = tl.constexpr(INT4_ZERO_ASM)
+INT8_CODE: tl.constexpr = tl.constexpr(INT8_ASM)
+FP8_CODE: tl.constexpr = tl.constexpr(FP8_ASM)
+FP4_CODE: tl.constexpr = tl.constexpr(FP4_ASM)
 
 
 @triton.jit
-def _dequantized(weight, scale, row, feature, ok, in_features, groups, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Rows `row` of a packed matrix at columns `feature`, as float32. [rows, columns]"""
-    row = row[:, None].to(tl.int64)
-    column = feature[None, :]
-    if BITS == 8:
-        values = tl.load(weight + row * in_features + column, mask=ok, other=0).to(tl.float32)
+def _decode_fast(words, zero, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+    """Code number INDEX of every word as bfloat16, two words at a time in packed arithmetic."""
+    if ZEROS:
+        offset = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16)[:, None], words.shape)
+        return tl.inline_asm_elementwise(
+            INT4_ZERO_CODE[INDEX], "=r,r,r,r", [words, offset], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == INT4_KIND:
+        return tl.inline_asm_elementwise(
+            INT4_CODE[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == INT8_KIND:
+        return tl.inline_asm_elementwise(
+            INT8_CODE[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == FP8_KIND:
+        return tl.inline_asm_elementwise(
+            FP8_CODE[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
-        pair = tl.load(weight + row * (in_features // 2) + column // 2, mask=ok, other=0).to(tl.int32)
-        values = (((pair >> (column % 2 * 4)) & 15) - 8).to(tl.float32)
-    return values * tl.load(scale + row * groups + column // GROUP, mask=ok, other=0.0)
+        return tl.inline_asm_elementwise(
+            FP4_CODE[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _decode(words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+    """Code number INDEX of every word as float32: the reference of `_decode_fast`, for any dtype and interpreter."""
+    if KIND == INT8_KIND or KIND == FP8_KIND:  # noqa: SIM109 (constants of Triton are compared one by one)
+        code = (words >> (8 * INDEX)) & 255
+    else:
+        code = (words >> (4 * INDEX)) & 15
+    if KIND == FP8_KIND:  # the exponent is 120 too small where the bits of the code are those of a float32
+        return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    elif KIND == FP4_KIND:  # 126 too small
+        return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif KIND == LUT4_KIND:
+        return tl.load(table + code)
+    elif ZEROS:
+        return code.to(tl.float32) - zero[:, None]
+    elif KIND == INT8_KIND:
+        return code.to(tl.float32) - 128.0
+    else:
+        return code.to(tl.float32) - 8.0
+
+
+@triton.jit
+def _decoded(
+    words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, FAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Code number INDEX of every word, in the dtype of the product."""
+    if FAST:
+        return _decode_fast(words, zero, INDEX, KIND, ZEROS)
+    else:
+        return _decode(words, zero, table, INDEX, KIND, ZEROS).to(DTYPE)
+
+
+@triton.jit
+def _prefetch(addresses):
+    """Fetch a line at each address into the cache; nothing waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )
+
+
+@triton.jit
+def _store_tile(
+    total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
+):
+    """Finish the sums of a tile [columns, rows]: bias, gate, residual, store, argmax of the program."""
+    block = tl.program_id(0)
+    row_ok = row < rows
+    column_ok = column < columns
+    total = tl.trans(total)
+    if BIAS:
+        total += tl.load(bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    if GATE:
+        total = total * tl.sigmoid(total) * tl.trans(total_up)
+    ok = row_ok[:, None] & column_ok[None, :]
+    at = row[:, None] * columns + column[None, :]
+    if RESIDUAL:
+        total += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
+    if ARGMAX:
+        masked = tl.where(ok, total, -float("inf"))
+        value, place = tl.max(masked, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        best_at = row * tl.num_programs(0) + block
+        first = tl.min(column, axis=0)
+        tl.store(best_value + best_at, value, mask=row_ok)
+        tl.store(best_index + best_at, clamped_index(place + first, columns), mask=row_ok)
 
 
 @triton.jit
 def packed_kernel(
-    x, weight, scale, bias, residual, out, best_value, best_index, columns, in_features, groups,
+    x, weight, scales, zeros, table, bias, residual, out, best_value, best_index, partial_sums, programs_done,
+    rows, columns, in_features, out_features, steps, steps_per_split, groups,
     USE_PDL: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    KIND: tl.constexpr, FAST: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    SPLITS: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
+    CODES: tl.constexpr,
 ):
-    """project_kernel for a packed matrix: a program takes some of its rows and one row of x."""
+    """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the argmax.
+
+    weight        words [steps, out_features, WORDS] of CODES codes each; GATE: rows of gate, then rows of up
+    scales        [groups, out_features]; GROUP: input features that share one, 0 for all
+    SPLITS        programs that share the sums of a tile; the last to end adds them, first to last
+    PREFETCH      steps whose words are fetched into the cache while the kernel before this one ends
+    """
     block = tl.program_id(0)
-    row = tl.program_id(1)
+    split = tl.program_id(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
+    word = tl.arange(0, WORDS)
+    dtype: tl.constexpr = x.dtype.element_ty
+    STEP: tl.constexpr = WORDS * CODES
+    row_ok = (row < rows)[:, None]
     column_ok = column < columns
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    total_up = tl.zeros((COLUMNS,), dtype=tl.float32)
+    weight_column = tl.where(column_ok, column, 0)  # clamped instead of masked: the loads stay plain
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, steps)
+    step_words = out_features.to(tl.int64) * WORDS
+    weight_at = weight + first * step_words + weight_column[:, None] * WORDS + word[None, :]
+    up_at = weight_at + columns.to(tl.int64) * WORDS
+    x_at = x + row[:, None] * in_features + first * STEP + word[None, :]
+    total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    zero = tl.zeros((COLUMNS,), dtype=tl.float32)
+    zero_up = zero
+    for ahead in tl.static_range(PREFETCH):
+        row_at = weight + tl.minimum(first + ahead, last - 1) * step_words + weight_column * WORDS
+        _prefetch(row_at)
+        if GATE:
+            _prefetch(row_at + columns.to(tl.int64) * WORDS)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
-    for start in range(0, in_features, STEP):
-        feature = start + tl.arange(0, STEP)
-        inside = feature < in_features
-        ok = column_ok[:, None] & inside[None, :]
-        part = tl.load(x + row * in_features + feature, mask=inside, other=0.0).to(tl.float32)[None, :]
-        weights = _dequantized(weight, scale, column, feature, ok, in_features, groups, BITS, GROUP)
-        total += tl.sum(weights * part, axis=1)
+    for step in range(first, last):
+        words = tl.load(weight_at)
         if GATE:
-            up_weights = _dequantized(weight, scale, columns + column, feature, ok, in_features, groups, BITS, GROUP)
-            total_up += tl.sum(up_weights * part, axis=1)
-    store_row(
-        total, total_up, bias, residual, out, best_value, best_index, row, block, columns,
-        BIAS, RESIDUAL, GATE, ARGMAX, COLUMNS,
-    )
+            up_words = tl.load(up_at)
+        part = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        for index in tl.static_range(CODES):
+            if GROUP > 0 and (index * WORDS) % (GROUP if GROUP < STEP else STEP) == 0:
+                group = (step * STEP + index * WORDS) // GROUP
+                group = group if EVEN else tl.minimum(group, groups - 1)
+                scale_at = group.to(tl.int64) * out_features + weight_column
+                scale = tl.load(scales + scale_at).to(tl.float32)[:, None]
+                if GATE:
+                    scale_up = tl.load(scales + columns + scale_at).to(tl.float32)[:, None]
+                if ZEROS:
+                    zero = tl.load(zeros + scale_at).to(tl.float32)
+                    if GATE:
+                        zero_up = tl.load(zeros + columns + scale_at).to(tl.float32)
+            feature = step * STEP + index * WORDS + word
+            x_ok = row_ok if EVEN else row_ok & (feature < in_features)[None, :]
+            x_tile = tl.trans(tl.load(x_at + index * WORDS, mask=x_ok, other=0.0))
+            weights = _decoded(words, zero, table, index, KIND, ZEROS, FAST, dtype)
+            if GATE:
+                up_weights = _decoded(up_words, zero_up, table, index, KIND, ZEROS, FAST, dtype)
+            if GROUP == 0:
+                total = tl.dot(weights, x_tile, total, input_precision="ieee")
+                if GATE:
+                    total_up = tl.dot(up_weights, x_tile, total_up, input_precision="ieee")
+            else:
+                part = tl.dot(weights, x_tile, part, input_precision="ieee")
+                if GATE:
+                    part_up = tl.dot(up_weights, x_tile, part_up, input_precision="ieee")
+                if (index + 1) * WORDS % (GROUP if GROUP < STEP else STEP) == 0:
+                    total += part * scale
+                    part = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+                    if GATE:
+                        total_up += part_up * scale_up
+                        part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+        weight_at += step_words
+        up_at += step_words
+        x_at += STEP
+    if GROUP == 0:
+        total *= tl.load(scales + weight_column).to(tl.float32)[:, None]
+        if GATE:
+            total_up *= tl.load(scales + columns + weight_column).to(tl.float32)[:, None]
+    if SPLITS == 1:
+        _store_tile(
+            total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+            BIAS, RESIDUAL, GATE, ARGMAX,
+        )
+    else:
+        ok = column_ok[:, None] & (row < rows)[None, :]
+        width = columns * (2 if GATE else 1)
+        sums_at = row[None, :] * width + column[:, None]
+        tl.store(partial_sums + split * rows * width + sums_at, total, mask=ok)
+        if GATE:
+            tl.store(partial_sums + split * rows * width + columns + sums_at, total_up, mask=ok)
+        tl.debug_barrier()
+        tile = tl.program_id(2) * tl.num_programs(0) + block
+        if tl.atomic_add(programs_done + tile, 1, sem="acq_rel") == SPLITS - 1:
+            total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+            total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+            for other in range(SPLITS):
+                other_at = partial_sums + other * rows * width + sums_at
+                total += tl.load(other_at, mask=ok, other=0.0, cache_modifier=".cg")
+                if GATE:
+                    total_up += tl.load(other_at + columns, mask=ok, other=0.0, cache_modifier=".cg")
+            tl.store(programs_done + tile, 0)
+            _store_tile(
+                total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+                BIAS, RESIDUAL, GATE, ARGMAX,
+            )
+
+
+@triton.jit
+def unpack_kernel(
+    weight, scales, zeros, table, order, out, in_features, out_features, groups,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
+    ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
+):
+    """out [out_features, in_features]: the numbers that the words of a packed weight stand for."""
+    step = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.arange(0, WORDS)
+    row_ok = row < out_features
+    word_at = (step.to(tl.int64) * out_features + row[:, None]) * WORDS + word[None, :]
+    words = tl.load(weight + word_at, mask=row_ok[:, None], other=0)
+    zero = tl.zeros((ROWS,), dtype=tl.float32)
+    for index in tl.static_range(CODES):
+        first = (step * CODES + index) * WORDS
+        scale_at = tl.minimum(first // GROUP, groups - 1).to(tl.int64) * out_features + row
+        scale = tl.load(scales + scale_at, mask=row_ok, other=0.0).to(tl.float32)
+        if ZEROS:
+            zero = tl.load(zeros + scale_at, mask=row_ok, other=0.0).to(tl.float32)
+        numbers = _decode(words, zero, table, index, KIND, ZEROS) * scale[:, None]
+        ok = row_ok[:, None] & (first + word < in_features)[None, :]
+        column = first + word
+        if ORDER:
+            column = tl.load(order + column, mask=column < in_features, other=0)
+        at = row[:, None].to(tl.int64) * in_features + column[None, :]
+        tl.store(out + at, numbers.to(ROUNDING).to(out.dtype.element_ty), mask=ok)

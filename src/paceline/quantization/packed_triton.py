@@ -1,28 +1,61 @@
-"""Launch of the kernel for packed integer weights."""
+"""Launch of the kernel for packed weights."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
+import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
+from paceline.device.properties import on_host
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
-from paceline.layers.linear_triton import ARGMAX_COLUMNS, VECTOR_WARPS, columns_of
-from paceline.quantization.packed_kernel import packed_kernel
+from paceline.layers.linear_triton import columns_of
+from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
+from paceline.quantization.packed_layout import STEP, Kind
+
+PROGRAMS = 528  # of a product at least, where its sums can be shared: four on each multiprocessor of an H200
+SPLIT_COLUMNS = 64  # columns of the tile that splits are counted with
+MAX_SPLITS = 16
+TILE_ROWS = (16, 32, 64)
+FEW_ROWS = 4  # up to so many, programs are small and many; both kinds of tensor-core products give the same bits
+STAGES = 4
+PREFETCH = 2  # steps
+FAST_KINDS = (Kind.INT4, Kind.INT8, Kind.FP8, Kind.FP4)
+UNPACK_ROWS = 32  # of one program
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+MAX_TILES = 1 << 17  # tiles with counters
 
 
 class PackedWeights(Protocol):
     """What the kernel reads of a packed linear layer."""
 
     @property
-    def values(self) -> Tensor: ...
+    def words(self) -> Tensor: ...
 
     @property
     def scales(self) -> Tensor: ...
 
     @property
-    def bits(self) -> int: ...
+    def zeros(self) -> Tensor | None: ...
+
+    @property
+    def table(self) -> Tensor | None: ...
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def order(self) -> Tensor | None: ...
+
+    @property
+    def rounding(self) -> torch.dtype | None: ...
+
+    @property
+    def in_features(self) -> int: ...
 
     @property
     def out_features(self) -> int: ...
@@ -31,19 +64,78 @@ class PackedWeights(Protocol):
     def group_size(self) -> int: ...
 
 
-COLUMNS = 8  # of one program
-STEP = 512  # columns of the weight that a program reads at a time
+@dataclass(frozen=True, slots=True)
+class PackedTiling:
+    """How a product is cut. The splits decide the order of sums, so they depend on the weight alone."""
+
+    rows: int
+    columns: int
+    splits: int
+    steps_per_split: int
+    warps: int
+    stages: int = STAGES
+    prefetch: int = PREFETCH
 
 
-def launch_packed(gemm: Gemm, x: Tensor, linear: PackedWeights, epilogue: Epilogue) -> GemmOutput:
-    """x, already normed, through a packed linear layer."""
-    columns, in_features = columns_of(linear.out_features, epilogue), x.shape[1]
-    per_program = ARGMAX_COLUMNS if epilogue.argmax else COLUMNS
-    output = gemm.buffers(x, columns, per_program, epilogue)
-    packed_kernel[(triton.cdiv(columns, per_program), x.shape[0])](
-        x, linear.values, linear.scales, gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
-        output.out, output.best_value, output.best_index, columns, in_features, linear.scales.shape[1],
-        BITS=linear.bits, GROUP=linear.group_size, COLUMNS=per_program, STEP=STEP, num_warps=VECTOR_WARPS,
-        **gemm.flags(epilogue),
+def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool) -> PackedTiling:
+    """Few columns a program for few rows; more where every program would read much of x again."""
+    tiles = triton.cdiv(out_features, SPLIT_COLUMNS)
+    splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
+    per_split = triton.cdiv(steps, splits)
+    tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
+    columns, warps = (64, 2) if rows <= FEW_ROWS else (128, 4)
+    columns = columns // 2 if gate else columns
+    return PackedTiling(tile_rows, columns, triton.cdiv(steps, per_split), per_split, warps)
+
+
+@cache
+def _programs_done(device: torch.device) -> Tensor:
+    """Counters of programs that share a tile, zero between kernels. One set for all products of a device."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def launch_packed(
+    gemm: Gemm, x: Tensor, linear: PackedWeights, epilogue: Epilogue, tile: PackedTiling | None = None
+) -> GemmOutput:
+    """x, already normed, through a packed linear layer. tile: another than the usual one."""
+    columns, rows, steps = columns_of(linear.out_features, epilogue), x.shape[0], linear.words.shape[0]
+    tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate)
+    output = gemm.buffers(x, columns, tile.columns, epilogue)
+    shared, fast = tile.splits > 1, _is_fast(x, linear)
+    sums = x.new_empty(tile.splits, rows, linear.out_features, dtype=torch.float32) if shared else gemm.none
+    packed_kernel[(triton.cdiv(columns, tile.columns), tile.splits, triton.cdiv(rows, tile.rows))](
+        x, linear.words, linear.scales, gemm.or_none(linear.zeros), gemm.or_none(linear.table),
+        gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
+        output.out, output.best_value, output.best_index, sums, _programs_done(x.device) if shared else gemm.none,
+        rows, columns, linear.in_features, linear.out_features, steps, tile.steps_per_split, linear.scales.shape[0],
+        KIND=int(linear.kind), FAST=fast, ZEROS=linear.zeros is not None,
+        GROUP=0 if linear.scales.shape[0] == 1 else linear.group_size, EVEN=linear.in_features % STEP == 0,
+        SPLITS=tile.splits, PREFETCH=tile.prefetch if fast else 0, ROWS=tile.rows, COLUMNS=tile.columns,
+        WORDS=linear.kind.words, CODES=linear.kind.codes,
+        num_warps=tile.warps, num_stages=tile.stages, **gemm.flags(epilogue),
     )
     return output
+
+
+def _is_fast(x: Tensor, linear: PackedWeights) -> bool:
+    """Whether codes are decoded two at a time: the machine's own instructions, for bfloat16."""
+    plain = linear.kind not in FAST_KINDS or (linear.kind is Kind.INT8 and linear.zeros is not None)
+    return x.dtype == torch.bfloat16 and not on_host(x.device) and not plain
+
+
+def unpack(linear: PackedWeights, dtype: torch.dtype) -> Tensor:
+    """The weight [out_features, in_features] of a packed linear layer, for products of many rows."""
+    out = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device=linear.words.device)
+    unpack_kernel[(triton.cdiv(linear.out_features, UNPACK_ROWS), linear.words.shape[0])](
+        linear.words, linear.scales, _or(linear.zeros, out), _or(linear.table, out), _or(linear.order, out), out,
+        linear.in_features, linear.out_features, linear.scales.shape[0],
+        KIND=int(linear.kind), ZEROS=linear.zeros is not None, ORDER=linear.order is not None, GROUP=linear.group_size,
+        ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype],
+        ROWS=UNPACK_ROWS, WORDS=linear.kind.words, CODES=linear.kind.codes,
+    )
+    return out
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another that stands for one which the kernel does not read."""
+    return other if tensor is None else tensor

@@ -10,12 +10,14 @@ Formats that only convert at load match no checkpoint; formats that are only rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import OptionError
 
 if TYPE_CHECKING:  # the list of formats must not load torch
+    import torch
     from torch import Tensor
 
     from paceline.layers.gemm_types import Linear
@@ -29,6 +31,14 @@ class Tensors(Protocol):
 
     def raw(self, name: str) -> Tensor:
         """A tensor as it is stored. Raises WeightsError if it is missing."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """The quantization_config of the checkpoint."""
 
 
 class WeightFormat(Protocol):
@@ -47,7 +57,16 @@ class WeightFormat(Protocol):
 _formats: dict[str, str | WeightFormat] = {
     "int8": "paceline.quantization.int8",
     "int4": "paceline.quantization.int4",
+    "fp8": "paceline.quantization.fp8",
+    "awq": "paceline.quantization.awq",
+    "gptq": "paceline.quantization.gptq",
+    "compressed-tensors": "paceline.quantization.compressed_tensors",
+    "bitsandbytes": "paceline.quantization.bitsandbytes",
+    "mxfp4": "paceline.quantization.mxfp4",
+    "gguf": "paceline.quantization.gguf",
 }
+# Which of them are only read from checkpoints. The file of a format is not opened to print a list.
+_read_only = {"awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4", "gguf"}
 
 
 def register(name: str, weight_format: str | WeightFormat) -> None:
@@ -61,8 +80,13 @@ def unregister(name: str) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Every format, as `--dtype` takes it."""
-    return tuple(_formats)
+    """Every format that weights can be converted to at load, as `--dtype` and `--quantize` take it."""
+    return tuple(name for name in _formats if name not in _read_only)
+
+
+def read_only_names() -> tuple[str, ...]:
+    """Every format that is read from checkpoints and cannot be converted to."""
+    return tuple(name for name in _formats if name in _read_only)
 
 
 def get(name: str) -> WeightFormat:
@@ -74,6 +98,14 @@ def get(name: str) -> WeightFormat:
         module: Any = import_module(weight_format)
         weight_format = _formats[name] = module
     return weight_format
+
+
+def quantization_of(config: Any) -> Mapping[str, Any]:
+    """The quantization_config of a Hugging Face config; empty: there is none."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return {}
+    return stored if isinstance(stored, Mapping) else stored.to_dict()  # type: ignore[no-any-return]
 
 
 def format_of(config: Any) -> WeightFormat | None:

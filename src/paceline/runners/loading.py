@@ -16,6 +16,7 @@ import torch
 
 from paceline.device.properties import default_dtype, supports_integer_weights
 from paceline.errors import ModelError, OptionError, OutOfMemory, WeightsError
+from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
 from paceline.models.checkpoint import HARMLESS_SUFFIXES, finite
 from paceline.quantization import registry as formats
@@ -47,6 +48,7 @@ def load_model(folder: Path, name: str, dtype: torch.dtype, device: str, *, trus
 
     Raises WeightsError that names a tensor which is missing, not used or not finite; transformers itself only warns.
     """
+    folder = unpacked_folder(folder)
     method = _quantization_method(checked_config(folder, name))
     generation_config(folder, name)  # transformers passes over one that it cannot read
     check_packages(method, name)

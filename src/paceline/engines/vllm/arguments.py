@@ -14,6 +14,7 @@ from paceline.device.properties import chosen_device, on_host
 from paceline.engines.vllm.speculation import speculative_config
 from paceline.errors import OptionError
 from paceline.hub import locate
+from paceline.hub.convert import unpacked_folder
 from paceline.runners.loading import DTYPES, dtype_named
 
 GIB = 1 << 30
@@ -42,10 +43,10 @@ class VllmArguments:
 def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
     """device: what this build of vLLM runs on. Raises OptionError, ModelNotFound or FetchError."""
     _check_model(config.model, device)
-    files = locate(config.model.model)
+    folder = unpacked_folder(locate(config.model.model).folder)
     speculative = speculative_config(config.speculative, _draft_options(config), config.model.model)
     arguments: dict[str, Any] = {
-        "model": str(files.folder),
+        "model": str(folder),
         "tokenizer": _tokenizer_folder(config.model),
         "dtype": _dtype(config, device),
         "trust_remote_code": config.model.trust_remote_code or None,
@@ -65,7 +66,7 @@ def vllm_arguments(config: EngineConfig, device: str) -> VllmArguments:
     }
     arguments = {name: value for name, value in arguments.items() if value is not None}
     return VllmArguments(
-        {**arguments, **_object(config, "engine_args")}, files.folder, config.cache.kv_cache_tokens
+        {**arguments, **_object(config, "engine_args")}, folder, config.cache.kv_cache_tokens
     )
 
 

@@ -18,6 +18,7 @@ from paceline.heads.checkpoint import read_checkpoint
 from paceline.heads.registry import spec_of
 from paceline.heads.shipped import shipped_head
 from paceline.hub import DEFAULT, locate
+from paceline.hub.convert import unpacked_folder
 from paceline.hub.default import DIRECTORY
 
 PROPOSER = "paceline.engines.vllm.proposer.Proposer"
@@ -144,7 +145,7 @@ def _weights(method: str, translation: Translation, draft_model: Any) -> dict[st
     if not isinstance(draft_model, str):
         raise OptionError("the engine vllm takes a draft model by name or directory, not a loaded one")
     if method == "draft_model" or method == "cross_vocab":
-        return {"model": str(locate(draft_model).folder)}
+        return {"model": str(unpacked_folder(locate(draft_model).folder))}
     return _head(method, Path(draft_model).expanduser(), draft_model)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Row
-from paceline.layers.cpu_kernels import LANES, CBatch, CLayer, CModel, run_layers
+from paceline.layers.cpu_kernels import LANES, CBatch, CLayer, CModel, joined, run_layers
 from paceline.layers.decoder_layer import LayerWeights
 from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.runners.native.kv_cache import KVCache, own
@@ -44,24 +44,19 @@ class CompiledLayers:
 
     @classmethod
     def of(cls, model: DecoderModel, kv: KVCache, rope_cache: Tensor) -> CompiledLayers | None:
-        """None: a layer of another kind, another weight format, or sizes that the kernels do not take."""
+        """None: a layer of another kind, a weight that is not in blocks, or sizes that the kernels do not take."""
         weights = [layer.weights() for layer in model.layers]
         whole = [layer for layer in weights if layer is not None and layer.is_blocked]
-        alike = len({layer.is_plain for layer in whole}) == 1
-        if len(whole) < len(weights) or not alike or model.config.head_dim % LANES or kv.keys.dtype != torch.float32:
+        if len(whole) < len(weights) or model.config.head_dim % LANES or kv.keys.dtype != torch.float32:
             return None
         return cls(model, whole, kv, rope_cache)
 
     def run(self, hidden_states: Tensor, rows: list[Row], span: LayerSpan, skips: list[int]) -> LayerOutput:
         """As DecoderModel.run_layers. skips: nodes at the start of each row that are cached already."""
-        batch, states, start = self._batch(rows, skips), hidden_states.contiguous(), span.first
-        kept: list[Tensor] = []
-        for layer in sorted(layer for layer in set(span.features) if span.first <= layer <= span.last):
-            run_layers(self._model, batch, states, start, layer)
-            kept.append(states.clone())
-            start = layer
-        run_layers(self._model, batch, states, start, span.last)
-        return LayerOutput(states, torch.cat(kept, dim=-1) if kept else None)
+        states = hidden_states.contiguous()
+        kept = sorted(layer for layer in set(span.features) if span.first <= layer <= span.last)
+        features = run_layers(self._model, self._batch(rows, skips), states, span.first, span.last, kept)
+        return LayerOutput(states, features)
 
     def _batch(self, rows: list[Row], skips: list[int]) -> CBatch:
         lengths, counts = [row.seq_cache.length for row in rows], [len(row.parents) for row in rows]
@@ -87,7 +82,7 @@ def _layer(weights: LayerWeights) -> CLayer:
         weights.mlp_norm,
     )  # fmt: skip
     blocks = (weights.qkv_blocks, weights.output_blocks, weights.gate_up_blocks, weights.down_blocks)
-    return CLayer(*map(_vector, vectors), *(part.structure() for part in blocks if part is not None))
+    return CLayer(*map(_vector, vectors), *(joined(pieces) for pieces in blocks if pieces is not None))
 
 
 def _vector(tensor: Tensor | None) -> int | None:

@@ -12,14 +12,19 @@ import torch
 from paceline.core.types import ModelInfo
 from paceline.device.properties import default_dtype, supports_graphs
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
+from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
+from paceline.hub.gguf_index import GgufSource, has_index, read_index
 from paceline.models import registry
 from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
+from paceline.quantization import gguf
 from paceline.quantization import registry as formats
+from paceline.runners.loading import dtype_named
 
 DEFAULT_SEQS = 8
+EXACT_DTYPE = "float32"  # holds every number of a GGUF file, so that none is rounded on the way
 DEFAULT_SEQ_TOKENS = 8192
 MIN_HALF_HEAD = 16  # values of half a head that the attention kernel takes
 
@@ -45,19 +50,41 @@ def default_cache_tokens(config: ArchConfig) -> int:
     return DEFAULT_SEQS * min(config.max_seq_len, DEFAULT_SEQ_TOKENS)
 
 
+def stored_dtype(folder: Path, name: str | None, device: str) -> str:
+    """The dtype of this name; unless one is named, `gguf` where a model is stored in blocks that can be kept here."""
+    dtype = dtype_named(name, device)
+    if name not in (None, "auto") or not has_index(folder) or not gguf.runs_on(device):
+        return dtype
+    return gguf.NAME if any(tensor.kind in gguf.KINDS for tensor in read_index(folder)) else dtype
+
+
 def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
-    """Read a directory of safetensors. dtype: a floating-point type, or a weight format of quantization/."""
+    """Read a directory. dtype: a floating-point type, a weight format of quantization/, or `gguf`: as it is stored."""
+    if has_index(folder) and dtype in (gguf.NAME, EXACT_DTYPE):
+        return _load_gguf(folder, config, dtype, device)
+    folder = unpacked_folder(folder)
     target = formats.get(dtype) if dtype in formats.names() else None
     float_dtype = getattr(torch, dtype if target is None else default_dtype(device))
     with ExitStack() as stack:
         # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
         tensors = Safetensors(folder, stack, device)
         stored = formats.format_of(config)
-        checkpoint = ModelCheckpoint(tensors, tensors.names(), float_dtype, device, target=target, stored=stored)
+        quantization = formats.quantization_of(config)
+        checkpoint = ModelCheckpoint(
+            tensors, tensors.names(), float_dtype, device, target=target, stored=stored, quantization=quantization
+        )
         try:
             return _load(checkpoint, config)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{folder.name} does not fit on {device}: choose a smaller --dtype") from error
+
+
+def _load_gguf(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
+    """Read GGUF files: quantized tensors as they are, or all of them in float32."""
+    is_packed = dtype == gguf.NAME
+    source = GgufSource(folder, gguf.KINDS if is_packed else frozenset())
+    stored = gguf if is_packed else None
+    return _load(ModelCheckpoint(source, source.names(), torch.float32, device, stored=stored), config)
 
 
 @torch.no_grad()

@@ -174,10 +174,11 @@ class PersistentPass:
     ) -> list[Tensor | int]:
         """In the order of the kernel's parameters."""
         model, kv, work = self.model, self.kv, self.workspace
-        assert model.lm_head.matrix is not None
+        embedding = model.embedding_matrix
+        assert model.lm_head.matrix is not None and embedding is not None
         inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
         final_norm, lm_head = model.final_norm.weight, model.lm_head.matrix
-        weights = [self._table(wish.features, output.features), model.embedding, final_norm, lm_head]
+        weights = [self._table(wish.features, output.features), embedding, final_norm, lm_head]
         handed = [work.between, work.hidden, work.qkv, work.attended]
         exchanged = [*handed, work.activated, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden

@@ -23,7 +23,7 @@ from paceline.device.properties import supports_graphs
 from paceline.errors import OutOfMemory
 from paceline.layers.linear_attention import RING, DeltaNetSizes, DeltaNetStates, Recurrence
 from paceline.runners.native.recurrent_batch import BatchIndices, kernel_spans
-from paceline.runners.native.sequence_state import SequenceState, Snapshot, StateSpan, TokenHistory, spans_of
+from paceline.runners.native.sequence_state import SequenceState, Snapshot, StateSpan, ReadTokens, spans_of
 
 MIN_SLOTS, MAX_SLOTS = 32, 256
 MAX_CHECKPOINTS = 4  # of a sequence
@@ -125,7 +125,7 @@ class RecurrentStates(NoStates):
         self._slots.release(state.now)
         for checkpoint in list(state.checkpoints):
             self._drop(state, checkpoint)
-        state.settled, state.history = 0, TokenHistory()
+        state.settled, state.history = 0, ReadTokens()
 
     def fork(self, state: SequenceState, twin: SequenceState, length: int) -> None:
         twin.settled, twin.history = length, state.history.copy()
@@ -156,7 +156,11 @@ class RecurrentStates(NoStates):
                     self._fail(span.state)
 
     def recurrence(self, spans: list[StateSpan]) -> Recurrence:
-        return kernel_spans(self.memory, spans) if self._runs_kernels else BatchIndices(self.memory, spans).batch()
+        if not self._runs_kernels:
+            return BatchIndices(self.memory, spans).batch()
+        from paceline.layers.linear_attention_triton import KernelRecurrence
+
+        return KernelRecurrence(kernel_spans(self.memory, spans))
 
     def read_further(self, state: SequenceState, tokens: Tensor) -> None:
         state.history.extend(state.now.end, tokens)

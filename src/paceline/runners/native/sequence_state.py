@@ -41,7 +41,7 @@ class TokenPiece:
         return [*self.lead, *self.tokens.tolist()]
 
 
-class TokenHistory:
+class ReadTokens:
     """The tokens of a sequence, as passes have read them. They are joined on the host only when they are needed."""
 
     def __init__(self, pieces: list[TokenPiece] | None = None) -> None:
@@ -65,8 +65,8 @@ class TokenHistory:
         self._pieces = [TokenPiece(0, tuple(ids), torch.empty(0, dtype=torch.int64))]
         return ids
 
-    def copy(self) -> TokenHistory:
-        return TokenHistory(list(self._pieces))
+    def copy(self) -> ReadTokens:
+        return ReadTokens(list(self._pieces))
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class SequenceState:
     now: Snapshot = field(default_factory=Snapshot)
     settled: int = 0
     checkpoints: list[Snapshot] = field(default_factory=list)  # shortest first
-    history: TokenHistory = field(default_factory=TokenHistory)
+    history: ReadTokens = field(default_factory=ReadTokens)
 
     def latest(self, length: int) -> Snapshot | None:
         """The latest state of at most `length` tokens that has a slot."""

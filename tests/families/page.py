@@ -86,12 +86,14 @@ def readme_block(results: dict[str, Outcome]) -> str:
     families = {name.partition("-")[0] for name, entry in results.items() if entry.result == "same"}
     fast = sorted(native & set(models.model_types()))
     titles = ", ".join(requirement.title for requirement in REQUIREMENTS.values())
+    converted = ", ".join(sorted(formats.names()))
     lines = [
         BEGIN,
         f"On the fast path, paceline's own code, {len(fast)} families: {', '.join(fast)}.",
         f"Through transformers: {len(families - native)} more families, each compared token for token with",
         "transformers' own text ([the table](docs/models.md)).",
-        f"Weight formats on the fast path: fp32, bf16, fp16, {', '.join(sorted(formats.names()))}, and GGUF files.",
+        f"Weight formats on the fast path: fp32, bf16 and fp16; converted at load: {converted};",
+        f"read from checkpoints as they are: {', '.join(sorted(formats.read_only_names()))}.",
         f"Formats that transformers reads, with its packages: {titles}.",
         END,
     ]

@@ -1,7 +1,7 @@
 """Files of the Hugging Face Hub, into the cache of huggingface_hub (HF_HOME), where its other users find them too.
 
-A download that was cut goes on where it stopped, also in a later process: huggingface_hub itself begins every file
-anew. A file takes its place in the cache only when its size and its hash are right. Of two processes at once the
+A download that was cut goes on where it stopped, also in a later process: huggingface_hub itself starts every file
+again. A file is in the cache under its name only when its size and its hash are right. Of two processes at once the
 first downloads a file and the other waits for it.
 """
 

@@ -131,9 +131,7 @@ def compile_packed_products() -> None:
 
 def main() -> int:
     compile_products()
-<<<<<<< HEAD
     compile_packed_products()
-=======
     compile_experts()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         for special in (False, True):

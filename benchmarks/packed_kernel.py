@@ -1,19 +1,23 @@
 """Kernel benchmark: products with packed weights against the time that reading their bytes takes.
 
-    PYTHONPATH=src python3 benchmarks/packed_kernel.py [--formats int4,fp8] [--rows 1,16] [--shapes gate_up,down]
-    PYTHONPATH=src python3 benchmarks/packed_kernel.py --sweep            tiles other than the chosen ones, slow
+    PYTHONPATH=src python3 benchmarks/packed_kernel.py                         bf16, int4 and fp8: about a minute
+    PYTHONPATH=src python3 benchmarks/packed_kernel.py --formats all --rows 1,2,4,6,8,16,32,64
+    PYTHONPATH=src python3 benchmarks/packed_kernel.py --sweep --formats int4 --rows 1,16      tiles beside the chosen
 
 The shapes are those of a 7.5B model (hidden 3584, intermediate 18944, vocabulary 152064). Every product is timed inside
 a CUDA graph that goes through many copies of the weight, more than the cache of the GPU holds, and compared with
 bytes / 4.3 TB/s and with the bf16 kernel on the same shape. `bits`: whether each row of a pass equals the row alone.
 
-Prints a table; the last line on stdout is one JSON document.
+Kernels are compiled by processes of their own first, so that measuring waits for none. Prints a table; the last line on
+stdout is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +38,8 @@ from paceline.quantization.packed_triton import PackedTiling, launch_packed, pac
 BANDWIDTH = 4.3e12  # bytes a second that this GPU copies at
 CACHE_BYTES = 250e6  # copies of a weight take at least as much
 REPEATS = 5
+PROCESSES = 16
+COMPILE_ONLY = "PACKED_KERNEL_COMPILE_ONLY"
 DEVICE = "cuda"
 
 
@@ -81,7 +87,7 @@ class Measurement:
     @property
     def share(self) -> float:
         """Of the bandwidth."""
-        return self.limit_microseconds / self.microseconds
+        return self.limit_microseconds / self.microseconds if self.microseconds else 0.0
 
 
 def packed(shape: Shape, name: str) -> PackedLinear:
@@ -103,8 +109,10 @@ def unquantized(shape: Shape) -> UnquantizedLinear:
 
 
 def copies(make: Callable[[], Linear]) -> list[Linear]:
-    """Weights of one kind that the cache does not hold together."""
+    """Weights of one kind that the cache does not hold together; a single one where kernels are only compiled."""
     first = make()
+    if COMPILE_ONLY in os.environ:
+        return [first]
     return [first] + [make() for _ in range(min(48, int(CACHE_BYTES // first.nbytes)))]
 
 
@@ -115,7 +123,10 @@ def epilogue_of(shape: Shape, rows: int) -> Epilogue:
 
 
 def graph_microseconds(work: Callable[[Linear], Any], linears: list[Linear]) -> float:
-    """Time of one product, the best of several runs through all copies."""
+    """Time of one product, the best of several runs through all copies; 0 for a single copy, which only compiles."""
+    if len(linears) == 1:
+        work(linears[0])
+        return 0.0
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for linear in linears[:2]:
@@ -198,13 +209,28 @@ def sweep(gemm: GemmLauncher, shape_name: str, name: str, rows: list[int]) -> It
 
 
 def tiles(usual: PackedTiling, steps: int, shape: Shape) -> Iterator[PackedTiling]:
-    splits = (usual.splits,) if usual.splits == 1 else sorted({usual.splits, usual.splits // 2, usual.splits * 2})
-    for split, columns, warps, stages in product(splits, (32, 64, 128, 256), (2, 4, 8), (3, 5)):
-        if split and columns * 16 >= warps * 256:
+    splits = (usual.splits,) if usual.splits == 1 else sorted({usual.splits, usual.splits // 2})
+    for split, (columns, warps), stages in product(splits, ((64, 2), (64, 4), (128, 2), (128, 4), (256, 4)), (4, 6)):
+        if split:
             per_split = -(-steps // split)
             yield PackedTiling(
                 usual.rows, columns // 2 if shape.gate else columns, -(-steps // per_split), per_split, warps, stages
             )
+
+
+def compile_kernels(args: argparse.Namespace) -> None:
+    """Compile what is going to be measured into the cache on disk, many kernels at a time."""
+    waiting = [
+        [sys.executable, __file__, "--formats", name, "--shapes", shape, "--rows", count]
+        + (["--sweep"] if args.sweep else [])
+        for name, shape, count in product(args.formats.split(","), args.shapes.split(","), args.rows.split(","))
+    ]
+    running: list[subprocess.Popen[bytes]] = []
+    while waiting or running:
+        while waiting and len(running) < PROCESSES:
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            running.append(subprocess.Popen(waiting.pop(), env=os.environ | {COMPILE_ONLY: "1"}, **quiet))
+        running.pop(0).wait()
 
 
 def line(result: Measurement) -> str:
@@ -218,11 +244,14 @@ def line(result: Measurement) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default=",".join(["bf16", *FORMATS]))
-    parser.add_argument("--rows", default="1,2,4,6,8,16,32,64")
+    parser.add_argument("--formats", default="bf16,int4,fp8", help="some of them, or all")
+    parser.add_argument("--rows", default="1,6,16,64")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
+    args.formats = ",".join(["bf16", *FORMATS]) if args.formats == "all" else args.formats
+    if COMPILE_ONLY not in os.environ:
+        compile_kernels(args)
     gemm = GemmLauncher(torch.bfloat16, torch.device(DEVICE), 1e-6)
     rows = [int(count) for count in args.rows.split(",")]
     results = []

@@ -33,6 +33,7 @@ REQUEST_NAMES = (
     "stop",
     "ignore_eos",
     "logprobs",
+    "logprob_token_ids",
     "num_draft_tokens",
     "lora",
     "method",

@@ -37,7 +37,14 @@ class PromptError(OptionError):
 
 
 class ContextLengthExceeded(PromptError):
-    """Prompt and answer do not fit the model's context or its cache."""
+    """Prompt and answer do not fit the model's context or its cache.
+
+    num_tokens, limit  of the prompt and of the context, where they are known
+    """
+
+    def __init__(self, message: str, num_tokens: int | None = None, limit: int | None = None) -> None:
+        super().__init__(message)
+        self.num_tokens, self.limit = num_tokens, limit
 
 
 class ModelError(PacelineError):

@@ -90,9 +90,9 @@ def test_show_says_what_runs_the_model(run_command: Any, cache: Path, name: str)
 
 def test_show_says_why_transformers_runs_the_model(run_command: Any, cache: Path) -> None:
     path = cache / "SmolLM2-135M-Instruct" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"mlp_bias": True}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_act": "tanh"}))
     document = run_command("models", "show", "default", "--json").json()
-    assert document["runs_on"] == "transformers" and "mlp_bias" in document["reason"]
+    assert document["runs_on"] == "transformers" and "hidden_act" in document["reason"]
 
 
 def test_rm_asks_and_keeps_what_is_not_confirmed(

@@ -138,3 +138,9 @@ def test_without_httpx_it_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert main(["doctor", "http://127.0.0.1:9"]) == 2
     assert "pip install '.[doctor]'" in capsys.readouterr().err
+
+
+def test_it_does_not_wait_for_torch() -> None:
+    """Its scenarios are statistics and HTTP: a machine that only runs the doctor need not load torch."""
+    code = "import sys; from paceline.cli import main; main(['doctor', '--list']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False).returncode == 0

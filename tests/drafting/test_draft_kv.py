@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from paceline import SpeculativeDecoder
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.types import ModelOutput, Row, SequenceCache
 from paceline.drafting import draft_kv
 from paceline.drafting.draft_kv import DraftKV
 from paceline.drafting.draft_model import DraftModel
+from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.table import TableRunner
@@ -85,6 +89,46 @@ def test_kept_caches_make_room() -> None:
     runner.capacity = 10
     kv.make_room(1000)
     assert len(prefix_cache) == 0 and len(runner.freed) == 1
+
+
+def test_a_cache_that_cannot_be_copied_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, prefix_cache = CountingRunner(), PrefixCache()
+    kv = DraftKV(runner, "draft", prefix_cache)
+    seq_cache = filled(runner, LONG)
+    kv.keep(LONG, seq_cache)
+
+    def full(seq_cache: SequenceCache, length: int) -> SequenceCache:
+        raise OutOfMemory("the cache has no free block")
+
+    monkeypatch.setattr(runner, "fork", full)
+    opened = kv.open([*LONG[: 2 * BLOCK_SIZE], 3, 3, 3])
+    assert opened is seq_cache and opened.length == 2 * BLOCK_SIZE and len(prefix_cache) == 0
+
+
+def test_the_first_steps_that_fit_have_room() -> None:
+    runner = CountingRunner()
+    kv = DraftKV(runner, "draft")
+    runner.capacity = 100
+    assert kv.fitting([60, 60, 40]) == [True, False, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["native", "hf"])
+def test_a_full_cache_of_the_draft_model_costs_drafts_and_says_nothing(
+    runner: str, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts that share a long prefix, in caches with room for few of them: plain decoding's texts, and no warning."""
+    shared = [place % 200 for place in range(6 * BLOCK_SIZE)]
+    prompts = [[*shared[: (2 + place % 4) * BLOCK_SIZE], place, place + 1] for place in range(8)]
+    options = {"runner": runner, "kv_cache_tokens": 16 * BLOCK_SIZE}
+    with SpeculativeDecoder(str(tiny_folder), **options) as plain:
+        expected = [result.token_ids for result in plain.generate(prompts, max_new_tokens=20, ignore_eos=True)]
+    with SpeculativeDecoder(str(tiny_folder), draft_model=str(tiny_folder), num_draft_tokens=4, **options) as decoder:
+        for _ in range(2):  # the second time the prefixes are in the cache
+            results = decoder.generate(prompts, max_new_tokens=20, ignore_eos=True)
+            assert [result.token_ids for result in results] == expected
+        assert sum(result.stats.accepted for result in results) > 0
+    assert [record.getMessage() for record in caplog.records if "drafter" in record.getMessage()] == []
 
 
 def ids_after(drafter: DraftModel, ids: list[int], *, keep: bool) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
@@ -16,13 +17,16 @@ from tests.support.families import LEFT_OUT, Outcome, Variant, outcome, variants
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, RESULTS = ROOT / "docs" / "models.md", Path(__file__).parent / "results.json"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- models: python -m tests.families.page -->", "<!-- end of models -->"
 INTRO = """# Models
 
 Every causal language model of transformers, as far as it can be built small: a random checkpoint of each, decoded
-plainly, and in a batch of three lengths with n-grams and with itself as the draft model. All but the refused ones
-write, token for token, what transformers' own `generate(do_sample=False)` writes; windows of 16 tokens are crossed on
-the way. The table is generated (`python -m tests.families.page`) and tested. A probe at load finds the way to run a
-model:
+plainly, with n-grams, with itself as the draft model (k = 4, so tau, the tokens a step, is 5 where nothing is ever
+rejected), and in batches of three prompts of different lengths with both. All but the refused ones write, token for
+token, what transformers' own `generate(do_sample=False)` writes; windows are of 16 tokens and crossed on the way, by
+prompts and by what is written. The page is generated (`python -m tests.families.page`) and tested. A probe at load
+finds the way to run a model:
 """
 WAYS = {
     "native": "paceline's own code: batches, trees, CUDA graphs.",
@@ -40,14 +44,11 @@ def read_results() -> dict[str, Outcome]:
 
 def page(results: dict[str, Outcome]) -> str:
     """The text of docs/models.md."""
-    same = [name for name, entry in results.items() if entry.result == "same"]
+    same = {name: entry for name, entry in results.items() if entry.result == "same"}
     refused = {name: entry.result for name, entry in results.items() if entry.result != "same"}
-    lines = [INTRO]
-    for way, meaning in WAYS.items():
-        names = sorted(name for name in same if results[name].way == way)
-        lines.append(f"**{way}** ({len(names)}). {meaning}\n\n{', '.join(names)}\n")
+    lines = [INTRO, *_ways(same), *_table(same)]
     lines.append(
-        f"## Refused\n\nOf {len(results)} checkpoints these {len(refused)} are refused, each with its reason:\n"
+        f"\n## Refused\n\nOf {len(results)} checkpoints these {len(refused)} are refused, each with its reason:\n"
     )
     lines += [f"- {reason}" for _, reason in sorted(refused.items())]
     lines.append(
@@ -58,6 +59,53 @@ def page(results: dict[str, Outcome]) -> str:
         by_reason[reason].append(name)
     lines += [f"- {', '.join(names)}: {reason}" for reason, names in sorted(by_reason.items())]
     return "\n".join(lines) + "\n"
+
+
+def _ways(same: dict[str, Outcome]) -> list[str]:
+    counts = {way: sum(entry.way == way for entry in same.values()) for way in WAYS}
+    return [f"- **{way}** ({counts[way]}): {meaning}" for way, meaning in WAYS.items()]
+
+
+def _table(same: dict[str, Outcome]) -> list[str]:
+    """A row for each checkpoint; every cell was compared with transformers' own text."""
+    columns = ("checkpoint", "way", "plain", "n-gram", "draft = itself, tau", "batch of 3")
+    lines = ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    places = list(WAYS)
+    for name, entry in sorted(same.items(), key=lambda item: (places.index(item[1].way), item[0])):
+        lines.append(f"| {name} | {entry.way} | same | same | same, {entry.tokens_per_step:g} | same |")
+    return lines
+
+
+def readme_block(results: dict[str, Outcome]) -> str:
+    """README's list of models and formats, from the registries and the results."""
+    from paceline.models import registry as models
+    from paceline.quantization import registry as formats
+    from paceline.quantization.packages import REQUIREMENTS
+
+    native = {name.partition("-")[0] for name, entry in results.items() if entry.way == "native"}
+    families = {name.partition("-")[0] for name, entry in results.items() if entry.result == "same"}
+    fast = sorted(native & set(models.model_types()))
+    titles = ", ".join(requirement.title for requirement in REQUIREMENTS.values())
+    lines = [
+        BEGIN,
+        f"On the fast path, paceline's own code, {len(fast)} families: {', '.join(fast)}.",
+        f"Through transformers: {len(families - native)} more families, each compared token for token with",
+        "transformers' own text ([the table](docs/models.md)).",
+        f"Weight formats on the fast path: fp32, bf16, fp16, {', '.join(sorted(formats.names()))}, and GGUF files.",
+        f"Formats that transformers reads, with its packages: {titles}.",
+        END,
+    ]
+    return "\n".join(line for text in lines for line in _wrapped(text))
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 119, break_long_words=False, break_on_hyphens=False)
+
+
+def write_readme(results: dict[str, Outcome]) -> None:
+    text = README.read_text()
+    before, _, rest = text.partition(BEGIN)
+    README.write_text(before + readme_block(results) + rest.partition(END)[2])
 
 
 def tried(variant: Variant) -> Outcome:
@@ -76,6 +124,7 @@ def main(model_types: list[str]) -> None:
             RESULTS.write_text(json.dumps({k: asdict(v) for k, v in {**earlier, **results}.items()}, indent=1) + "\n")
     RESULTS.write_text(json.dumps({name: asdict(entry) for name, entry in results.items()}, indent=1) + "\n")
     PAGE.write_text(page(results))
+    write_readme(results)
 
 
 if __name__ == "__main__":

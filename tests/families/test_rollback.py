@@ -24,6 +24,7 @@ PATTERNS = {
     "always wrong": [0],
 }
 STEPS = 200
+NATIVE = ("qwen3_5_text",)  # kinds that run natively here; all others through transformers
 
 
 class Foretold(Drafter):
@@ -49,6 +50,10 @@ def texts_of(model: Any, num_tokens: int, **options: Any) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
+def runner_of(kind: str) -> dict[str, Any]:
+    return {"runner": "native"} if kind in NATIVE else {}
+
+
 def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
     rows = [
         model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)[0]
@@ -60,38 +65,39 @@ def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "pattern"),
-    [*(("qwen3_next", pattern) for pattern in PATTERNS)]
+    [(kind, pattern) for kind in ("qwen3_next", *NATIVE) for pattern in PATTERNS]
     + [(kind, "all lengths") for kind in ("lfm2", "nemotron_h", "gemma3_text")],
 )
 def test_any_pattern_of_acceptance_leaves_the_text_as_it_is(kind: str, pattern: str) -> None:
     """200 steps of the longest text, three sequences at a time, each with its own acceptances."""
-    model = tiny_family(Variant(kind))
+    model = tiny_family(Variant(kind, changes={"max_position_embeddings": 1024}))
     rights = PATTERNS[pattern]
-    num_tokens = min(400, STEPS * (1 + sum(rights) // len(rights)))
+    num_tokens = STEPS * (len(rights) + sum(rights)) // len(rights)
     plain = transformers_texts(model, num_tokens)
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
-    drafted = texts_of(model, num_tokens, drafter=Foretold(texts, rights), num_draft_tokens=5)
+    drafted = texts_of(model, num_tokens, drafter=Foretold(texts, rights), num_draft_tokens=5, **runner_of(kind))
     assert drafted == plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gpt_oss", "qwen3_next", *NATIVE])
 def test_more_draft_tokens_than_a_window_holds(kind: str) -> None:
-    changes = {} if kind == "qwen3_next" else {"sliding_window": 5}
+    changes = {} if kind.startswith("qwen3_") else {"sliding_window": 5}
+    options = runner_of(kind)
     model = tiny_family(Variant(kind, changes=changes))
     plain = transformers_texts(model, 60)
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
     for rights in ([12], [7, 0, 12]):
-        assert texts_of(model, 60, drafter=Foretold(texts, rights), num_draft_tokens=12) == plain
-    assert texts_of(model, 60, draft_model=model, num_draft_tokens=9) == plain
+        assert texts_of(model, 60, drafter=Foretold(texts, rights), num_draft_tokens=12, **options) == plain
+    assert texts_of(model, 60, draft_model=model, num_draft_tokens=9, **options) == plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", "bamba"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", "bamba", *NATIVE])
 def test_a_conversation_goes_on_from_its_cache_as_from_the_beginning(kind: str) -> None:
     """Turns that go on from what was written, and one that was edited: the text of a cold start."""
     model = tiny_family(Variant(kind))
-    options: dict[str, Any] = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer()}
+    options = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer(), **runner_of(kind)}
     settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     history = [(11 * place) % 190 for place in range(140)]
     turns = []
@@ -109,10 +115,10 @@ def test_a_conversation_goes_on_from_its_cache_as_from_the_beginning(kind: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "mistral", *NATIVE])
 def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str) -> None:
     model = tiny_family(Variant(kind))
     plain = transformers_texts(model, 40)
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
     drafter = Foretold(texts, [3, 0, 5])
-    assert texts_of(model, 40, drafter=drafter, num_draft_tokens=5, kv_cache_tokens=112) == plain
+    assert texts_of(model, 40, drafter=drafter, num_draft_tokens=5, kv_cache_tokens=112, **runner_of(kind)) == plain

@@ -17,6 +17,8 @@ from torch import Tensor
 from paceline import SpeculativeDecoder
 from paceline.core.verify import RULES
 from paceline.runners.huggingface_state import ModelState
+from paceline.runners.native.recurrent_states import RecurrentStates
+from paceline.runners.native.sequence_state import SequenceState, StateSpan
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import byte_tokenizer
 
@@ -24,6 +26,9 @@ FALSE_ALARM, BINS = 1e-5, 20
 PROMPTS = [[(5 * place + 3 * length) % 200 for place in range(length)] for length in (4, 9, 20, 33)]
 NEW_TOKENS = 120
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless]
+
+
+NATIVE = ("qwen3_5_text",)  # kinds that run natively here; all others through transformers
 
 
 def near(model: Any) -> Any:
@@ -34,6 +39,14 @@ def near(model: Any) -> Any:
         for weight in draft.parameters():
             weight.add_(torch.randn_like(weight) * 0.03)
     return draft
+
+
+def lasting(model: Any) -> None:
+    """States that fade slowly: what is wrong with them shows for long."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("A_log"):
+                weight.fill_(-4.0)
 
 
 def places(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
@@ -49,9 +62,18 @@ def places(model: Any, prompt: list[int], tokens: list[int]) -> Tensor:
 
 def statistic(kind: str, rule: str) -> float:
     model = tiny_family(Variant(kind))
+    if kind in NATIVE:
+        lasting(model)
     options: dict[str, Any] = {"draft_model": near(model), "num_draft_tokens": 3, "tokenizer": byte_tokenizer()}
+    if kind in NATIVE:
+        options["runner"] = "native"
     with SpeculativeDecoder(model, acceptance=rule, **options) as decoder:
         results = decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS, ignore_eos=True, temperature=1.0, seed=3)
+    return uniformity(model, results)
+
+
+def uniformity(model: Any, results: list[Any]) -> float:
+    """chi² of the places of all tokens against the even spread over BINS bins."""
     accepted = sum(result.stats.accepted for result in results)
     assert accepted > 0, "nothing was accepted: this would show nothing"
     found = torch.cat([places(model, prompt, result.token_ids) for prompt, result in zip(PROMPTS, results)])
@@ -62,7 +84,7 @@ def statistic(kind: str, rule: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", LOSSLESS)
-@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", *NATIVE])
 def test_sampled_texts_have_the_law_of_the_target(kind: str, rule: str) -> None:
     value = statistic(kind, rule)
     assert value < chi2.isf(FALSE_ALARM, BINS - 1), f"chi² {value:.1f}: p = {chi2.sf(value, BINS - 1):.2g}"
@@ -78,6 +100,18 @@ def test_a_state_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ModelState, "rewind", forget_only)
     monkeypatch.setattr("paceline.build._hugging_face", _without_probe)
     assert statistic("qwen3_next", "token") > chi2.isf(FALSE_ALARM, BINS - 1)
+
+
+@pytest.mark.slow
+def test_a_native_state_that_keeps_rejected_tokens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant folds every draft token into the state, and takes none back."""
+
+    def forget_only(states: RecurrentStates, state: SequenceState, length: int) -> None:
+        state.now.length = state.now.end = length
+
+    monkeypatch.setattr(StateSpan, "folded", property(lambda span: span.end))
+    monkeypatch.setattr(RecurrentStates, "_rewind", forget_only)
+    assert statistic("qwen3_5_text", "token") > chi2.isf(FALSE_ALARM, BINS - 1)
 
 
 def _without_probe(model: Any, name: str, kv_cache_tokens: int | None) -> Any:

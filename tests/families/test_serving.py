@@ -19,7 +19,7 @@ NEW_TOKENS = 12
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["lfm2", "gemma3_text", "qwen3_5_text", "qwen3_next"])
 def test_sixteen_clients_at_once_get_the_text_of_one(kind: str, tmp_path: Path) -> None:
     folder = write_family(Variant(kind), tmp_path)
     prompts = [prompt for seed in range(4) for prompt in prompts_of(seed)] + [prompts_of(0)[0]] * 4

@@ -47,8 +47,8 @@ def test_a_file_that_cannot_be_followed_is_an_error_in_words(tmp_path: Path) -> 
     for text in ("{", "[1]"):
         folder = tmp_path / str(len(text))
         folder.mkdir()
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_text("{}")
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # a file of no tensors
         (folder / "generation_config.json").write_text(text)
         with pytest.raises(ModelError, match=r"generation_config\.json"):
             generation_defaults(str(folder))

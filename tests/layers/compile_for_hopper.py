@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 from paceline.layers.attention_kernels import attend_kernel
 from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
+from paceline.layers.linear_attention_triton import MATH, delta_kernel, gated_norm_kernel
 from paceline.layers.mlp_triton import silu_mul_kernel
 from paceline.layers.moe_kernels import (
     expert_down_kernel,
@@ -25,7 +26,7 @@ from paceline.layers.moe_tiling import FEW_EXPERTS, MANY_EXPERTS, PROMPT
 from paceline.layers.norm_triton import norm_kernel
 from paceline.quantization.packed_kernel import packed_kernel
 from paceline.quantization.packed_layout import Kind
-from paceline.quantization.packed_triton import FAST_KINDS, WARPS
+from paceline.quantization.packed_triton import FAST_KINDS, packed_tiling
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "NUM_KV_HEADS": 3, "HALF": 32, "BLOCK_SIZE": 64, "CHUNK_TOKENS": 128}
@@ -74,7 +75,8 @@ def packed(kind: Kind, group: int, splits: int, rows: int, flags: dict[str, bool
     signature |= dict.fromkeys(("rows", "columns", "in_features", "out_features"), "i32")
     signature |= dict.fromkeys(("steps", "steps_per_split", "groups"), "i32")
     constants = {"USE_PDL": True, "KIND": int(kind), "FAST": kind in FAST_KINDS, "ZEROS": zeros, "GROUP": group}
-    tile = {"ROWS": rows, "COLUMNS": 64, "WORDS": kind.words, "CODES": kind.codes}
+    columns = packed_tiling(4096, 32, rows, gate=flags["GATE"]).columns
+    tile = {"ROWS": rows, "COLUMNS": columns, "WORDS": kind.words, "CODES": kind.codes}
     return signature, flags | constants | tile | {"EVEN": True, "SPLITS": splits, "PREFETCH": 2}
 
 
@@ -118,7 +120,8 @@ def compile_products() -> None:
         for rows in (TILE_ROWS, *WIDE_TILES):
             compile_kernel(project_kernel, *product(rows, flags))
         compile_kernel(vector_kernel, *vector(flags))
-        compile_kernel(packed_kernel, *packed(Kind.INT4, 128, 4, 16, flags), num_warps=WARPS)
+        for warps in (2, 4):
+            compile_kernel(packed_kernel, *packed(Kind.INT4, 128, 4, 16, flags), num_warps=warps)
 
 
 def compile_packed_products() -> None:
@@ -126,11 +129,26 @@ def compile_packed_products() -> None:
         (Kind.INT4, 32, 1, 16), (Kind.INT4, 64, 1, 64), (Kind.INT8, 0, 2, 16), (Kind.FP8, 0, 1, 32),
         (Kind.FP8, 128, 1, 16), (Kind.FP4, 32, 1, 16), (Kind.LUT4, 64, 1, 16),
     ):  # fmt: skip
-        compile_kernel(packed_kernel, *packed(kind, group, splits, rows, FLAGS), num_warps=WARPS)
+        compile_kernel(packed_kernel, *packed(kind, group, splits, rows, FLAGS), num_warps=4)
+
+
+def compile_delta_nets() -> None:
+    """Sizes of Qwen3.5's larger models."""
+    spans = dict.fromkeys(("slots", "lengths", "counts", "starts"), LONG)
+    signature = dict.fromkeys(("projected", "convolution", "decay_bias", "inputs"), HALF) | spans
+    signature |= dict.fromkeys(("decay_rate", "states", "out"), FLOAT) | dict.fromkeys(("state_lengths", "folds"), LONG)
+    signature |= {"states_base": "i64", "inputs_base": "i64", "scale": "fp32"}
+    constants = {"KEY_HEADS": 16, "GROUP": 3, "KEY_DIM": 128, "VALUE_DIM": 128, "TILE": 32, "TAPS": 4}
+    compile_kernel(delta_kernel, signature, {**constants, **MATH, "USE_PDL": True})
+    signature = dict.fromkeys(("projected", "norm", "inputs", "out"), HALF) | {"mixed": FLOAT, "node_seqs": LONG}
+    signature |= spans | {"inputs_base": "i64", "eps": "fp32"}
+    constants = {"HEADS": 48, "VALUE_DIM": 128, "INPUT": 10336, "COPIED": 256, "RING_SIZE": 64}
+    compile_kernel(gated_norm_kernel, signature, {**constants, "USE_PDL": True})
 
 
 def main() -> int:
     compile_products()
+    compile_delta_nets()
     compile_packed_products()
     compile_experts()
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):

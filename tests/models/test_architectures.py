@@ -92,6 +92,7 @@ def test_gemma3_with_a_part_that_reads_images_runs_as_its_text_part(tmp_path: Pa
     prompt = PROMPTS[2]
     with torch.no_grad():
         expected = model(torch.tensor([prompt])).logits[0]
-    for runner in (NativeRunner.of_model(model, "gemma3", 256), NativeRunner.load(tmp_path, "g", "float64", "cpu", 256)):
+    read = NativeRunner.load(tmp_path, "gemma3", "float64", "cpu", 256)
+    for runner in (read, NativeRunner.of_model(model, "gemma3", 256)):
         output = runner.forward([Row.chain(runner.new_cache(), prompt)])
         torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)

@@ -112,7 +112,8 @@ def test_the_order_of_a_head_makes_pairs_of_its_halves(rotated: int, interleaved
     assert sorted(order) == list(range(8))
     step = 1 if interleaved else rotated // 2
     pairs = {(order[place], order[place + 4]) for place in range(rotated // 2)}
-    assert all(second - first == step for first, second in pairs) and {max(pair) for pair in pairs} <= set(range(rotated))
+    inside = {max(pair) for pair in pairs} <= set(range(rotated))
+    assert inside and all(second - first == step for first, second in pairs)
 
 
 def test_a_whole_head_keeps_its_order_and_a_part_is_not_scaled() -> None:
@@ -164,7 +165,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[f"{kind}-{reason}" for kind, _, reason in REFUSED])
+@pytest.mark.parametrize(("kind", "changes", "reason"), REFUSED, ids=[f"{kind}-{why}" for kind, _, why in REFUSED])
 def test_what_an_architecture_does_not_compute_is_refused_with_the_reason(
     kind: str, changes: dict[str, Any], reason: str
 ) -> None:

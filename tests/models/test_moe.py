@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import path_to
 from paceline.core.types import Row
-from paceline.errors import CapabilityError, WeightsError
+from paceline.errors import CapabilityError, OptionError, WeightsError
 from paceline.layers.moe_layer import MoeMlp
 from paceline.models import registry
 from paceline.runners.native import NativeRunner, is_native
@@ -109,6 +109,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     model = tiny(kind)
     runner = NativeRunner.of_model(model, kind, kv_cache_tokens=512, weight_format="int8")
     assert experts_of(runner).stacked is None and runner.model.quantizes_input
+    assert not runner.model.layers[0].can_fuse and not runner.model.layers[0].can_capture
     expected = logits_of(model, PROMPTS[0])
     logits = runner.forward([Row.chain(runner.new_cache(), PROMPTS[0])]).logits
     closest = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -157,6 +158,25 @@ def test_every_method_writes_what_transformers_writes(folder: Path) -> None:
         results = decoder.generate(prompts, **SETTINGS)
     assert [result.token_ids for result in results] == expected
     assert results[0].stats.tokens_per_step > 4, "the model accepts all of its own draft tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integer_weights_write_the_same_with_draft_tokens_and_without(folder: Path, dtype: str, tmp_path: Path) -> None:
+    kind = folder.name.rstrip("0123456789")
+    config, wide = tiny(kind).config, MULTIPLES | {"intermediate_size": 96}
+    sizes = {name: size for name, size in wide.items() if hasattr(config, name)}
+    tiny(kind, vocab_size=259, **sizes).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9]]
+    try:
+        with SpeculativeDecoder(str(tmp_path), dtype=dtype) as plain:
+            expected = [result.token_ids for result in plain.generate(prompts, **SETTINGS)]
+    except OptionError as error:
+        assert "int4 has no kernel for this machine" in str(error)
+        return
+    with SpeculativeDecoder(str(tmp_path), dtype=dtype, draft_model=str(tmp_path), num_draft_tokens=3) as decoder:
+        assert [result.token_ids for result in decoder.generate(prompts, **SETTINGS)] == expected
 
 
 @pytest.mark.slow

@@ -286,3 +286,10 @@ def test_planning_never_imports_torch(command, arguments):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_mixture_of_experts_runs_natively_and_gains_less_from_draft_tokens(capsys):
+    options = ("--method", "ngram", "-k", "5", "--hardware", "h200")
+    mixed, dense = (run_json(capsys, plan_command, name, *options) for name in ("qwen3-30b-a3b", "qwen3-4b"))
+    assert mixed["runner"] == "native" and mixed["target"]["parameters"] == pytest.approx(30.5e9, rel=0.01)
+    assert mixed["speed"]["speedup"][1] < 0.6 * dense["speed"]["speedup"][1]

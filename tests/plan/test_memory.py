@@ -19,6 +19,7 @@ from paceline.plan.hardware import (
 )
 from paceline.plan.memory import Deployment, plan_memory
 from paceline.plan.methods import DraftWeights, draft_method
+from paceline.plan.model_sizes import sizes_from_config
 from paceline.plan.parallel import stages
 from paceline.plan.precision import find_precision
 from paceline.plan.predict import Expectation, estimate_speed
@@ -260,3 +261,13 @@ def test_the_catalogue_of_accelerators_is_sane():
     assert all(
         isinstance(c, Accelerator) and 0 < c.usable_bytes < c.memory_bytes and c.bandwidth_gbs > 0 for c in listed
     )
+
+
+def test_states_of_recurrent_layers_do_not_grow_with_the_length():
+    sizes = {"num_hidden_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+    config = {**sizes, **heads, "head_dim": 16, "linear_value_head_dim": 16, "model_type": "qwen3_5_text"}
+    target = sizes_from_config({**config, "intermediate_size": 96, "vocab_size": 1000}, "tiny")
+    short, long = (parts_of(Deployment(target, BF16, max_seq_len=length)) for length in (1000, 2000))
+    assert short["target states"] == long["target states"] == 32 * 6 * (4 * 16 * 16 * 4 + 64 * (2 * 32 + 64 + 8) * 2)
+    assert long["target KV cache"] == 2 * short["target KV cache"] == 2 * 2 * 2 * 2 * 16 * 2000

@@ -124,11 +124,13 @@ def test_every_architecture_counts_as_transformers_does(config_name, model_name,
 
 
 @pytest.mark.parametrize("changes", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
-def test_experts_in_some_layers_only_are_refused_rather_than_miscounted(changes):
+def test_experts_in_some_layers_only_are_counted_there(changes):
+    torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3MoeConfig(**FEW_EXPERTS, **changes)
-    with pytest.raises(OptionError, match="some of its layers have no experts"):
-        sizes_from_config(config.to_dict(), "mixed")
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    assert sizes_from_config(config.to_dict(), "mixed").parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_gpt2_counts_as_transformers_does():
@@ -170,7 +172,9 @@ def test_a_nested_text_config_is_read_and_noted():
     [
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -3}, "num_hidden_layers = -3"),
-        ({"kv_lora_rank": 512}, "latent"),
+        ({"layer_types": ["wavelet"] * 30}, "layers of type wavelet"),
+        ({"layer_types": ["linear_attention"] * 30}, "recurrent"),
+        ({"index_topk": 64}, "index"),
         ({"is_encoder_decoder": True}, "encoder"),
     ],
 )
@@ -184,7 +188,7 @@ def test_a_config_that_cannot_be_sized_is_refused_by_name(change, message):
     [
         ({"torch_dtype": "bfloat16"}, "bf16"),
         ({"dtype": "float32"}, "fp32"),
-        ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "int4"),
+        ({"quantization_config": {"bits": 4, "quant_method": "awq"}}, "awq"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({}, None),
     ],
@@ -204,3 +208,14 @@ def test_precisions_order_as_their_bits_do():
 def test_an_unknown_precision_names_the_nearest():
     with pytest.raises(OptionError, match="Q4_K_M"):
         find_precision("Q4_KM")
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_5", "qwen3_next", "qwen3_5_moe_text"])
+def test_hybrid_models_have_the_weights_that_transformers_allocates(kind: str) -> None:
+    from tests.support.families import MANY_LAYERS, Variant, tiny_family
+
+    changes = {"text_config": MANY_LAYERS} if kind == "qwen3_5" else MANY_LAYERS
+    model = tiny_family(Variant(kind, changes=changes))
+    sizes = sizes_from_config(model.config.to_dict(), kind)
+    assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
+    assert sizes.num_attention_layers == 1 and sizes.kv_values_per_token == 2 * 2 * 8

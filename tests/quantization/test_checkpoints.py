@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from paceline import SpeculativeDecoder
 from paceline.cli import main
 from paceline.errors import WeightsError
-from paceline.quantization import registry, weights
+from paceline.quantization import registry, stored_linear
 from paceline.quantization.packed import PackedLinear
 from paceline.runners.native import NativeRunner
 from tests.support.quantized import AWQ, CASES, Case, awq, write_quantized
@@ -57,7 +57,7 @@ def test_packed_for_a_gpu_the_weights_are_the_same(
 ) -> None:
     folder = written(name)
     expected = linears(folder / "unpacked")
-    monkeypatch.setattr(weights, "on_host", lambda device: False)
+    monkeypatch.setattr(stored_linear, "on_host", lambda device: False)
     packed = linears(folder / "packed")
     assert any(isinstance(linear, PackedLinear) for linear in packed)
     for linear, other in zip(packed, expected, strict=True):

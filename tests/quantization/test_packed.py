@@ -22,7 +22,7 @@ from paceline.quantization.int4 import pack_int4
 from paceline.quantization.packed import PackedLinear, fits_kernel, pack_weight, round_weight
 from paceline.quantization.packed_layout import Kind, decode, pack_words, unpack_words
 from paceline.quantization.packed_triton import MAX_SPLITS, packed_tiling, unpack
-from paceline.quantization.weights import QuantizedWeight
+from paceline.quantization.quantized_weight import QuantizedWeight
 from paceline.runners.native import NativeRunner
 from tests.runners.native.fused import eager_graphs
 from tests.runners.native.models import tiny

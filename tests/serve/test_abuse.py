@@ -48,7 +48,7 @@ BODIES = {
     "a number of 5,000 digits": f'{{{MESSAGES}, "seed": {"9" * 5000}}}'.encode(),
     "a string for a number": f'{{{MESSAGES}, "max_tokens": "5"}}'.encode(),
     "a number for a flag": f'{{{MESSAGES}, "stream": 1}}'.encode(),
-    "unknown role": b'{"messages": [{"role": "king", "content": "hi"}]}',
+    "a role that is no string": b'{"messages": [{"role": 5, "content": "hi"}]}',
     "no message": b'{"messages": []}',
     "lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "surrogate as model": f'{{{MESSAGES}, "model": "\\udfff"}}'.encode(),

@@ -84,6 +84,78 @@ def test_response_fields_select(tiny_server: RunningServer) -> None:
     assert set(document) == set(fields) and document["generation_settings/n_predict"] == 3
 
 
+def test_probabilities_name_their_tokens(tiny_server: RunningServer) -> None:
+    fields = {"prompt": "abc", "n_predict": 6, "n_probs": 4, **GREEDY}
+    document = post(tiny_server, "/completion", **fields).json()
+    entries = document["completion_probabilities"]
+    tokens = post(tiny_server, "/completion", **fields, return_tokens=True).json()["tokens"]
+    assert [entry["id"] for entry in entries] == tokens and document["tokens"] == []
+    for entry in entries:
+        assert len(entry["top_logprobs"]) == 4 and entry["top_logprobs"][0]["id"] == entry["id"]
+        assert bytes(entry["bytes"]) and entry["logprob"] <= 0
+    *parts, _ = events(post(tiny_server, "/completion", stream=True, speculative={"num_draft_tokens": 4}, **fields))
+    streamed = [entry for part in parts for entry in part["completion_probabilities"]]
+    assert [entry["id"] for entry in streamed] == tokens
+    assert [entry["logprob"] for entry in streamed] == pytest.approx([entry["logprob"] for entry in entries], abs=1e-4)
+    assert all(len(part["completion_probabilities"]) == len(part["tokens"]) == 1 for part in parts)
+    assert "".join(part["content"] for part in parts) == document["content"]
+
+
+def test_probabilities_after_sampling_are_those_that_were_drawn_from(tiny_server: RunningServer) -> None:
+    fields: dict[str, Any] = {"prompt": "abc", "n_predict": 3, "n_probs": 260, "seed": 1, "post_sampling_probs": True}
+    refused = post(tiny_server, "/completion", **{**fields, "n_probs": 5}, temperature=0.7)
+    assert refused.status_code == 400 and "temperature 1" in refused.json()["error"]["message"]
+    document = post(tiny_server, "/completion", **{**fields, "n_probs": 20}, temperature=1).json()
+    for entry in document["completion_probabilities"]:
+        assert 0 < entry["prob"] <= 1 and 0.05 < sum(other["prob"] for other in entry["top_probs"]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_biases_are_of_tokens_or_of_strings(tiny_server: RunningServer, by_name: bool, as_text: bool) -> None:
+    fields = {"prompt": "abc", "n_predict": 12, "return_tokens": True, **GREEDY}
+    before = post(tiny_server, "/completion", **fields).json()["tokens"]
+    texts = {token: byte_tokenizer().decode([token]) for token in before}
+    token = next(token for token, text in texts.items() if text.isascii() and not text.isdigit())
+    key: Any = texts[token] if as_text else token
+    biases: Any = {str(key): False} if by_name else [[key, -100]]
+    document = post(tiny_server, "/completion", logit_bias=biases, **fields).json()
+    assert token not in document["tokens"]
+    biased = [entry["token"] for entry in document["generation_settings"]["logit_bias"]]
+    assert biased == [token, 257], "and ignore_eos is shown as the bias that it is"
+
+
+def test_a_body_without_a_model_is_answered_as_llama_cpp_does(tiny_server: RunningServer) -> None:
+    body = {"prompt": "abc", **GREEDY}
+    native = post(tiny_server, "/completions", n_predict=4, **body).json()
+    named = post(tiny_server, "/completions", model=NAME, max_tokens=4, **body).json()
+    assert native["content"] == named["choices"][0]["text"] and "choices" not in native
+
+
+def test_a_prompt_that_is_too_long_is_counted(tiny_server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "abc" * 400}]
+    response = post(tiny_server, "/chat/completions", messages=messages)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["type"] == "exceed_context_size_error"
+    assert error["n_prompt_tokens"] > 1200 and error["n_ctx"] == 512 and error["code"] == "context_length_exceeded"
+    assert post(tiny_server, "/v1/chat/completions", messages=messages).json()["error"]["type"] == (
+        "invalid_request_error"
+    )
+
+
+def test_an_output_may_fill_the_context(tiny_server: RunningServer) -> None:
+    document = post(tiny_server, "/completion", prompt="abc" * 169, n_predict=64, **GREEDY).json()
+    assert document["timings"]["predicted_n"] == 5 and document["truncated"] and document["stop_type"] == "limit"
+    assert document["generation_settings"]["n_predict"] == 64
+    assert not post(tiny_server, "/completion", prompt="abc", n_predict=4, **GREEDY).json()["truncated"]
+
+
+def test_pictures_are_refused(tiny_server: RunningServer) -> None:
+    prompt = {"prompt_string": "abc"}
+    assert post(tiny_server, "/completion", prompt=prompt, n_predict=2).status_code == 200
+    assert post(tiny_server, "/completion", prompt={**prompt, "multimodal_data": ["x"]}).status_code == 400
+
+
 @pytest.mark.parametrize("prompt", [[], [1, {}], [None], [[1, None]], {}, 7, "", [True]])
 def test_a_malformed_prompt_is_refused(tiny_server: RunningServer, prompt: object) -> None:
     assert post(tiny_server, "/completion", prompt=prompt, n_predict=2).status_code == 400

@@ -292,6 +292,14 @@ def test_tool_calls_and_reasoning_are_items() -> None:
     assert document["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
 
 
+def test_a_call_that_was_cut_is_left_out() -> None:
+    message = {**MESSAGE, "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": '{"ci'}}]}
+    choice = {"message": message, "finish_reason": "length"}
+    document = shaped().whole({"model": NAME, "choices": [choice], "usage": USAGE})
+    assert [item["type"] for item in document["output"]] == ["reasoning", "message"]
+    assert document["status"] == "incomplete" and document["incomplete_details"]["reason"] == "max_output_tokens"
+
+
 def test_a_stream_with_tool_calls_and_reasoning_adds_up_to_the_whole() -> None:
     def chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
         return {"model": NAME, "choices": [{"delta": delta, "finish_reason": finish_reason}]}

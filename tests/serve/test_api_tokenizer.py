@@ -23,7 +23,8 @@ def test_a_prompt_is_tokenized_and_back(tiny_server: RunningServer) -> None:
     document = post(tiny_server, "/tokenize", model=NAME, prompt=TEXT).json()
     expected = byte_tokenizer()(TEXT).input_ids
     assert document == {"count": len(expected), "max_model_len": 512, "tokens": expected, "token_strs": None}
-    assert post(tiny_server, "/detokenize", model=NAME, tokens=expected).json() == {"prompt": TEXT, "content": TEXT}
+    assert post(tiny_server, "/detokenize", model=NAME, tokens=expected).json() == {"prompt": TEXT}
+    assert post(tiny_server, "/detokenize", tokens=expected).json() == {"prompt": TEXT, "content": TEXT}
 
 
 def test_token_strings_are_the_vocabularys(tiny_server: RunningServer) -> None:

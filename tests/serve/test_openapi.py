@@ -38,6 +38,9 @@ ROUTES = (
     "/api/tags",
     "/api/ps",
     "/api/version",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/input_tokens",
+    "/invocations",
     "/completion",
     "/infill",
     "/detokenize",
@@ -56,6 +59,8 @@ SHORT: dict[str, dict[str, Any]] = {  # keeps the test short
     "/v1/responses": {"max_output_tokens": 2, "background": None},
     "/api/chat": {"options": {"num_predict": 2}},
     "/api/generate": {"options": {"num_predict": 2}},
+    "/v1/chat/completions/batch": {"max_tokens": 2},
+    "/invocations": {"max_tokens": 2},
     "/completion": {"n_predict": 2},
     "/infill": {"n_predict": 2},
 }

@@ -246,11 +246,20 @@ def test_usage_counts_cached_tokens(tiny_server: RunningServer) -> None:
     assert details[0].cached_tokens == 0 and 0 < details[1].cached_tokens < len(prompt)
 
 
+def test_usage_grows_with_every_chunk(tiny_server: RunningServer) -> None:
+    """Clients that bill by chunk subtract one count from the next."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for ask in (complete, chat):
+        *chunks, last = ask(tiny_server, {"ignore_eos": True}, stream=True, stream_options=options)
+        counts = [chunk.usage.completion_tokens for chunk in chunks[ask is chat :]]
+        assert counts == sorted(set(counts)) and counts[0] > 0 and counts[-1] == 12 == last.usage.completion_tokens
+
+
 def test_usage_may_come_with_every_chunk(tiny_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(complete(tiny_server, {"ignore_eos": True}, stream=True, stream_options=options))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 12
+    assert counts == sorted(counts) and counts[-1] == 12
     assert all(chunk.usage.prompt_tokens == len(PROMPT) for chunk in chunks)
 
 

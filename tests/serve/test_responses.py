@@ -114,7 +114,7 @@ def test_the_chunks_of_a_chat_open_speak_and_close() -> None:
     documents = chunks(task(), chat=True)
     assert {document["object"] for document in documents} == {"chat.completion.chunk"}
     assert [document["choices"][0]["delta"] for document in documents] == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": None},
         {"content": "ab"},
         {"content": "c"},
         {},
@@ -123,12 +123,23 @@ def test_the_chunks_of_a_chat_open_speak_and_close() -> None:
     assert all("usage" not in document for document in documents)
 
 
-def test_a_stream_opens_every_choice_and_echoes_its_prompt() -> None:
-    documents = chunks(task(choice("> "), choice()))
-    assert [(entry["index"], entry["text"]) for entry in (document["choices"][0] for document in documents[:2])] == [
-        (0, "> "),
-        (1, ""),
-    ]
+def test_a_completion_echoes_its_prompt_with_its_first_output() -> None:
+    entries = [document["choices"][0] for document in chunks(task(choice("> "), choice()))]
+    firsts = [next(entry["text"] for entry in entries if entry["index"] == index) for index in (0, 1)]
+    assert firsts == ["> ab", "ab"]
+    assert all(entry["text"] or entry["finish_reason"] for entry in entries), "no chunk is empty but the last"
+
+
+def test_the_last_text_of_a_chat_comes_with_the_finish_reason() -> None:
+    outputs = [RequestOutput("ab", (97, 98)), RequestOutput("c", (99,), finish_reason="length", stats=STATS)]
+    last = chunks(task(), outputs, chat=True)[-1]["choices"][0]
+    assert last["delta"] == {"content": "c"} and last["finish_reason"] == "length"
+
+
+def test_a_chat_begins_with_the_message_that_it_continues() -> None:
+    documents = chunks(task(choice("once ")), chat=True)
+    assert documents[0]["choices"][0]["delta"] == {"role": "assistant", "content": "once "}
+    assert whole(task(choice("once ")), chat=True)["choices"][0]["message"]["content"] == "once abc"
 
 
 def test_the_usage_of_a_stream_is_its_last_chunk() -> None:
@@ -139,13 +150,12 @@ def test_the_usage_of_a_stream_is_its_last_chunk() -> None:
 
 def test_every_chunk_says_where_its_tokens_come_from() -> None:
     documents = chunks(task(include_stats=True))
-    assert [document["choices"][0].get("x_paceline") for document in documents[:4]] == [
-        None,
+    assert [document["choices"][0].get("x_paceline") for document in documents[:3]] == [
         {"from_draft": True, "num_tokens": 2, "num_draft_tokens": None},
         {"from_draft": False, "num_tokens": 1, "num_draft_tokens": 3},
         {"from_draft": False, "num_tokens": 1, "num_draft_tokens": 0},
     ]
-    assert documents[4]["choices"][0]["x_paceline"]["from_draft_mask"] == [1, 1, 0, 0]
+    assert documents[3]["choices"][0]["x_paceline"]["from_draft_mask"] == [1, 1, 0, 0]
 
 
 def test_the_first_chunk_waits_for_the_first_output() -> None:
@@ -209,16 +219,13 @@ def test_completion_logprobs_have_offsets_in_the_whole_text() -> None:
     assert logprobs["text_offset"] == [0, 1, 2]
     assert logprobs["top_logprobs"] == [{"a": -0.5}, {"b": -0.25}, {"c": -0.1}], "the token itself is always there"
     streamed = [document["choices"][0]["logprobs"] for document in chunks(task(choice(logprobs=0)), outputs)]
-    assert [entry and entry["text_offset"] for entry in streamed] == [None, [0, 1], [2]]
+    assert [entry and entry["text_offset"] for entry in streamed] == [[0, 1], [2]]
 
 
 def test_the_last_text_of_a_completion_comes_with_the_finish_reason() -> None:
     outputs = [RequestOutput("ab", (97, 98)), RequestOutput("c", (99,), finish_reason="length", stats=STATS)]
     last = [(chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) for chunk in chunks(task(), outputs)]
-    assert last == [("", None), ("ab", None), ("c", "length")]
-    in_chat = [chunk["choices"][0] for chunk in chunks(task(), outputs, chat=True)]
-    assert [choice["delta"] for choice in in_chat[-2:]] == [{"content": "c"}, {}], "as OpenAI's, an empty delta"
-    assert in_chat[-1]["finish_reason"] == "length"
+    assert last == [("ab", None), ("c", "length")]
 
 
 def test_a_token_that_is_part_of_a_character_has_its_own_byte() -> None:

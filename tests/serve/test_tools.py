@@ -354,7 +354,7 @@ def test_required_calls_one_of_the_functions_or_several(forced_server: RunningSe
 @pytest.mark.slow
 def test_a_forced_call_that_the_length_cuts_off_is_neither_call_nor_content(forced_server: RunningServer) -> None:
     [choice] = forced(forced_server, 1, 0, max_tokens=3, tools=[GET], tool_choice="required")  # no long token fits it
-    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", [])
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
 
 
 @pytest.mark.slow

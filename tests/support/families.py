@@ -264,15 +264,22 @@ def write_family(variant: Variant, folder: Path, seed: int = 0) -> Path:
 # --- what a user gets -------------------------------------------------------------------------------------------------
 
 NEW_TOKENS, K = 15, 4  # the shortest prompt crosses a window of 16 too
+NEW_TOKENS_OF_WINDOWS = 40  # every prompt crosses it more than once
 PROMPT_LENGTHS = (21, 3, 9)  # one past the windows, two before them
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a variant decodes. result: "same", an error's first line, or what differs; way: how its draft tokens run."""
+    """How a variant decodes.
+
+    result           "same", an error's first line, or what differs
+    way              how its draft tokens run
+    tokens_per_step  with the model as its own draft: k + 1 where nothing is ever rejected
+    """
 
     result: str
     way: str = ""
+    tokens_per_step: float = 0.0
 
 
 def prompts_of(seed: int = 0) -> list[list[int]]:
@@ -295,11 +302,11 @@ def expected_tokens(folder: Path, prompts: list[list[int]], num_tokens: int = NE
 
 
 def outcome(folder: Path, variant: Variant) -> Outcome:
-    """Plain, and n-gram and the model as its own draft in a batch of three lengths, against transformers."""
+    """Plain, n-gram and the model as its own draft, alone and in a batch of three lengths, against transformers."""
     from paceline.errors import PacelineError
 
     prompts = prompts_of()
-    expected = expected_tokens(folder, prompts)
+    expected = expected_tokens(folder, prompts, new_tokens_of(folder))
     try:
         return _compared(folder, variant, prompts, expected)
     except PacelineError as error:
@@ -310,18 +317,29 @@ def _compared(folder: Path, variant: Variant, prompts: list[list[int]], expected
     from paceline import SpeculativeDecoder
 
     options = {} if variant.runner is None else {"runner": variant.runner}
-    settings = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    settings = {"max_new_tokens": len(expected[0]), "ignore_eos": True}
     with SpeculativeDecoder(str(folder), method="ngram", num_draft_tokens=K, **options) as decoder:
         texts = {"plain": [decoder.generate(prompts[0], num_draft_tokens=0, **settings)]}
-        texts["ngram batch"] = decoder.generate(prompts, **settings)
+        texts["n-gram"] = [decoder.generate(prompts[0], **settings)]
+        texts["n-gram batch"] = decoder.generate(prompts, **settings)
     with SpeculativeDecoder(str(folder), draft_model=str(folder), num_draft_tokens=K, **options) as decoder:
+        texts["draft"] = [decoder.generate(prompts[0], **settings)]
         texts["draft batch"] = decoder.generate(prompts, **settings)
         way = _way(decoder)
     wrong = [name for name, results in texts.items() if any(a.token_ids != b for a, b in zip(results, expected))]
-    full = NEW_TOKENS / -(-NEW_TOKENS // (K + 1))
-    if way != PLAIN and texts["draft batch"][0].stats.tokens_per_step < full:
+    rates = {round(result.stats.tokens_per_step, 3) for name in ("draft", "draft batch") for result in texts[name]}
+    if rates != {1.0 if way == PLAIN else K + 1.0}:
         wrong.append("tokens per step")
-    return Outcome(f"differs: {', '.join(wrong)}" if wrong else "same", way)
+    return Outcome(f"differs: {', '.join(wrong)}" if wrong else "same", way, min(rates))
+
+
+def new_tokens_of(folder: Path) -> int:
+    """Multiples of k + 1, so that a draft that is always right fills every step."""
+    import json
+
+    config = json.loads((folder / "config.json").read_text())
+    windows = [part.get("sliding_window") for part in (config, config.get("text_config") or {})]
+    return NEW_TOKENS_OF_WINDOWS if any(windows) else NEW_TOKENS
 
 
 PLAIN = "plain"

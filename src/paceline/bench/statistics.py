@@ -1,6 +1,6 @@
 """Tests of counts against exact probabilities, and how large a deviation they find.
 
-The tails come from torch's incomplete gamma function, so nothing beyond torch is needed.
+The tails are computed here, because `paceline doctor` must not wait for torch or need scipy.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-import torch
-
 Event = TypeVar("Event", bound=Hashable)
 LEAST_EXPECTED = 5.0  # cells that expect fewer draws than this are pooled: the chi² tail is not exact there
+PRECISION, TINY, MAX_TERMS = 1e-15, 1e-300, 10_000  # of the tails
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,44 @@ def chi2_tail(x: float, degrees_of_freedom: int) -> float:
     """P(chi² >= x)."""
     if x <= 0:
         return 1.0
-    half = torch.tensor([degrees_of_freedom / 2, x / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return upper_gamma(degrees_of_freedom / 2, x / 2)
+
+
+def upper_gamma(a: float, x: float) -> float:
+    """The regularised upper incomplete gamma function: the tail of a gamma distribution of shape a beyond x."""
+    if x <= 0:
+        return 1.0
+    if math.isinf(x):
+        return 0.0
+    scale = math.exp(a * math.log(x) - x - math.lgamma(a))
+    return 1 - scale * _lower_series(a, x) if x < a + 1 else scale * _upper_fraction(a, x)
+
+
+def _lower_series(a: float, x: float) -> float:
+    """Converges quickly below the mean."""
+    term = total = 1 / a
+    while term > total * PRECISION:
+        a += 1
+        term *= x / a
+        total += term
+    return total
+
+
+def _upper_fraction(a: float, x: float) -> float:
+    """A continued fraction that converges quickly above the mean, by Lentz's method."""
+    b = x + 1 - a
+    numerator, denominator = 1 / TINY, 1 / b
+    value = denominator
+    for step in range(1, MAX_TERMS):
+        factor = -step * (step - a)
+        b += 2
+        denominator = 1 / (factor * denominator + b or TINY)
+        numerator = b + factor / numerator or TINY
+        change = denominator * numerator
+        value *= change
+        if abs(change - 1) < PRECISION:
+            break
+    return value
 
 
 def chi2_quantile(alpha: float, degrees_of_freedom: int) -> float:
@@ -81,11 +116,20 @@ def power(distance: float, draws: int, degrees_of_freedom: int, alpha: float) ->
 
 def _noncentral_tail(threshold: float, shift: float, degrees_of_freedom: int) -> float:
     """P(non-central chi² >= threshold); `shift` is half the non-centrality."""
-    steps = torch.arange(int(shift + 10 * math.sqrt(shift + 1) + 10), dtype=torch.float64)
-    # The non-central distribution is a Poisson mixture of central ones.
-    weights = torch.exp(torch.xlogy(steps, torch.tensor(shift)) - shift - torch.lgamma(steps + 1))
-    tails = torch.special.gammaincc(degrees_of_freedom / 2 + steps, torch.full_like(steps, threshold / 2))
-    return min(float((weights * tails).sum()), 1.0)
+    a, x = degrees_of_freedom / 2, threshold / 2
+    total, tail = 0.0, upper_gamma(a, x)
+    # The non-central distribution is a Poisson mixture of central ones, whose tails follow from one another.
+    for step in range(int(shift + 10 * math.sqrt(shift + 1) + 10)):
+        total += _poisson(step, shift) * tail
+        tail += _poisson(a + step, x)
+    return min(total, 1.0)
+
+
+def _poisson(count: float, mean: float) -> float:
+    """mean^count · e^-mean / Γ(count + 1)."""
+    if mean <= 0:
+        return 0.0 if count else 1.0
+    return math.exp(count * math.log(mean) - mean - math.lgamma(count + 1))
 
 
 def detectable_distance(draws: int, degrees_of_freedom: int, alpha: float, certainty: float = 0.95) -> float:

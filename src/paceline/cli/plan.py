@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cli.runnable import support
@@ -31,9 +31,16 @@ from paceline.hub import DEFAULT
 from paceline.plan.advise import Question, Recommendation, Situation, advise, first_question, situation_of
 from paceline.plan.catalogue import catalogue, find_model
 from paceline.plan.fit import FitLimits, memory_fit
-from paceline.plan.hardware import Accelerator, AcceleratorKind, accelerators, find_accelerator, unnamed_accelerator
+from paceline.plan.hardware import (
+    GIB,
+    Accelerator,
+    AcceleratorKind,
+    accelerators,
+    find_accelerator,
+    unnamed_accelerator,
+)
 from paceline.plan.locate import find_sizes
-from paceline.plan.memory import Deployment, plan_memory
+from paceline.plan.memory import Deployment, kv_bytes, plan_memory
 from paceline.plan.methods import PLAIN, DraftMethod, DraftWeights, draft_method, known_weights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.pairs import expectation_for, expectation_from_rate, pairing_note
@@ -117,10 +124,11 @@ def main(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> PlanReport:
     installed, accelerator = support(), _accelerator(args)
     deployment = _deployment(args, installed, accelerator)
+    engine = installed.engine(num_gpus=deployment.num_gpus, gguf=deployment.precision.gguf)
+    deployment = replace(deployment, bounded_windows=engine is not None and engine.bounds_windows)
     plan = plan_memory(deployment)
     limits = FitLimits((*installed.dtypes(deployment.target), *_gguf_names(installed)), installed.max_gpus)
     fit = memory_fit(plan, accelerator, limits) if accelerator else None
-    engine = installed.engine(num_gpus=deployment.num_gpus, gguf=deployment.precision.gguf)
     runner = installed.runner_of(deployment.target)
     speed, notes = _speed(args, deployment, accelerator), _notes(deployment, installed)
     return PlanReport(plan, accelerator, fit, speed, notes, engine.name if engine and runner else None, runner)
@@ -209,7 +217,9 @@ def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
     if deployment.max_seq_len > target.max_seq_len:
         notes.append(f"{target.name} supports {target.max_seq_len:,} tokens, not {deployment.max_seq_len:,}")
     if target.sliding_window:
-        notes.append("sliding-window layers are counted at full length; a runner that truncates them needs less")
+        notes.append(_window_note(deployment))
+    if target.state_values or target.conv_values:
+        notes.append(f"{target.name} has recurrent layers: their state does not grow with the sequence")
     if target.stored_precision and not deployment.precision.gguf and _is_gguf(target.stored_precision):
         notes.append(
             f"no engine that is installed keeps {target.stored_precision} weights packed: they are converted to "
@@ -220,6 +230,17 @@ def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
     if deployment.num_gpus > 1:
         notes.append(_division_note(deployment))
     return tuple(notes)
+
+
+def _window_note(deployment: Deployment) -> str:
+    if deployment.bounded_windows:
+        return "layers with a sliding window are counted with no more tokens than it"
+    bounded = replace(deployment, bounded_windows=True)
+    saved = kv_bytes(deployment.target, deployment) - kv_bytes(bounded.target, bounded)
+    return (
+        "layers with a sliding window are counted at full length, as they are kept; an engine that drops what has "
+        f"left the window needs {saved / GIB:.1f} GiB less"
+    )
 
 
 def _division_note(deployment: Deployment) -> str:

@@ -40,7 +40,7 @@ def _own_first() -> list[str]:
 
 def _engine(name: str) -> EngineSupport:
     spec = engines.spec(name)
-    return EngineSupport(name, spec.max_gpus, spec.packs_gguf)
+    return EngineSupport(name, spec.max_gpus, spec.packs_gguf, spec.bounds_windows)
 
 
 @cache

@@ -33,7 +33,7 @@ def check_prompt(prompt: list[int], info: ModelInfo, max_seq_len: int) -> None:
         raise PromptError("the prompt is empty; there is nothing to continue")
     outside = next((token for token in prompt if not 0 <= token < info.vocab_size), None)
     if outside is not None:
-        raise PromptError(f"the prompt holds token {outside}; the vocabulary has {info.vocab_size}")
+        raise PromptError(f"token {outside} of the prompt is out of vocabulary: ids are below {info.vocab_size}")
     if length >= max_seq_len:
         raise ContextLengthExceeded(f"the prompt has {length} tokens; {info.name} reads at most {max_seq_len - 1}")
 

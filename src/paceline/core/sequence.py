@@ -86,6 +86,7 @@ class SequenceParams:
     num_draft_tokens: int | None = None
     prediction: list[int] | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # the alternatives to report; empty: the likeliest
     lora: str | None = None  # which adapter of the target
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True

@@ -257,6 +257,7 @@ class Request:
     num_draft_tokens: int | None = None  # None: the engine's draft-length policy
     prediction: list[int] | None = None  # a draft the client brings
     logprobs: int | None = None  # alternatives to report for each token; None: no log-probabilities at all
+    logprob_token_ids: tuple[int, ...] = ()  # the alternatives to report, where logprobs are; empty: the likeliest
     structured_output: StructuredOutput | None = None
     prompt_logprobs: int | None = None  # alternatives to report for each prompt token; None: none at all
     stop_token_ids: tuple[int, ...] = ()  # end the sequence as an end-of-sequence token does, also with ignore_eos

@@ -30,7 +30,7 @@ from paceline.core.types import Row, SequenceCache
 from paceline.drafting.draft_kv import DraftKV, step_tokens
 from paceline.drafting.draft_sampling import SampledDraft, choose
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.errors import OptionError, PairError
+from paceline.errors import OptionError, OutOfMemory, PairError
 from paceline.hub.vocabulary import SAME, SHARED, TEXT, pairing, shared_tokens
 from paceline.kv.prefix_cache import PrefixCache, common_prefix_length
 
@@ -167,12 +167,17 @@ class CrossVocab(Drafter):
         drafts = [self._start(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
         active = [draft for draft in drafts if draft is not None]
         self._kv.make_room(sum(draft.step_tokens for draft in active))
-        for depth in range(max(num_draft_tokens, default=0)):
-            active = [draft for draft in active if depth < draft.num_draft_tokens]
-            if active:
-                output = self.runner.forward([draft.row() for draft in active], last_only=True)
-                self._choose(active, output.logits)
+        try:
+            self._draft_tokens(active)
+        except OutOfMemory:  # nothing is drafted in this step; what was read of it is read again
+            return [draft_tree.empty() for _ in seqs]
         return [draft_tree.empty() if draft is None else self._finish(draft) for draft in drafts]
+
+    def _draft_tokens(self, drafts: list[DraftInProgress]) -> None:
+        for depth in range(max((draft.num_draft_tokens for draft in drafts), default=0)):
+            active = [draft for draft in drafts if depth < draft.num_draft_tokens]
+            output = self.runner.forward([draft.row() for draft in active], last_only=True)
+            self._choose(active, output.logits)
 
     def end(self, seq: Sequence) -> None:
         state = self._states.pop(seq.seq_id, None)

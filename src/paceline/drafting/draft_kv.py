@@ -6,10 +6,12 @@ many sequences share, it has read most of the sequence before.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 from paceline.core.protocols import Runner
 from paceline.core.types import SequenceCache
+from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE
 from paceline.kv.prefix_cache import PrefixCache, PrefixEntry
 
@@ -36,7 +38,8 @@ class DraftKV:
         self.prefix_cache.use(match)
         seq_cache: SequenceCache = match.entry.payload
         if match.lost >= self.prefix_cache.block_size:  # another sequence may still continue from the rest
-            return self.runner.fork(seq_cache, match.length)
+            with suppress(OutOfMemory):  # without room for a copy the rest is given up
+                return self.runner.fork(seq_cache, match.length)
         self.prefix_cache.remove(match.entry)
         self.runner.truncate(seq_cache, match.length)
         return seq_cache
@@ -48,6 +51,18 @@ class DraftKV:
             return
         release = partial(self.runner.free, seq_cache)
         self.prefix_cache.add(PrefixEntry(self.owner, ids[: seq_cache.length], seq_cache, release))
+
+    def fitting(self, needs: list[int]) -> list[bool]:
+        """Which steps, of so many tokens each, the runner has room for; kept caches are evicted for them.
+
+        The first come first: a sequence that finds no room drafts nothing in this step.
+        """
+        self.make_room(sum(needs))
+        free, fits = self.runner.free_tokens(), []
+        for need in needs:
+            fits.append(need <= free)
+            free -= need if need <= free else 0
+        return fits
 
     def make_room(self, num_tokens: int) -> None:
         """Evict kept caches until the runner can store this many tokens, or none is left."""

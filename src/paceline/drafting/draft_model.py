@@ -31,7 +31,7 @@ from paceline.drafting.draft_sampling import (
     predrawn,
 )
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded
-from paceline.errors import PairError
+from paceline.errors import OutOfMemory, PairError
 from paceline.hub.vocabulary import compare
 from paceline.kv.prefix_cache import PrefixCache
 
@@ -65,6 +65,12 @@ class DraftModel(Drafter):
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """The draft model reads a prompt on the first call with draft tokens: a sequence without any costs nothing."""
         active = [index for index, k in enumerate(num_draft_tokens) if k]
+        try:
+            return self._trees(seqs, num_draft_tokens, active)
+        except OutOfMemory:  # the first that fit draft, the others do not
+            return self._trees(seqs, num_draft_tokens, self._with_room(seqs, num_draft_tokens, active))
+
+    def _trees(self, seqs: list[Sequence], num_draft_tokens: list[int], active: list[int]) -> list[DraftTree]:
         trees = [draft_tree.empty() for _ in seqs]
         if not active:
             return trees
@@ -92,6 +98,14 @@ class DraftModel(Drafter):
             self.runner.free(seq_cache)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _with_room(self, seqs: list[Sequence], num_draft_tokens: list[int], active: list[int]) -> list[int]:
+        """Of these sequences the places of those that the draft's own cache has room for."""
+        for index in active:
+            self._drop_unverified(seqs[index], self._seq_cache(seqs[index]))
+        unread = [len(seqs[index].ids) - self._seq_cache(seqs[index]).length for index in active]
+        needs = [step_tokens(count, num_draft_tokens[index]) for count, index in zip(unread, active)]
+        return [index for index, fits in zip(active, self._kv.fitting(needs)) if fits]
 
     def _draft(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         for seq in seqs:

@@ -35,6 +35,7 @@ class EngineSpec:
 
     max_gpus     GPUs that it can divide one model over
     packs_gguf   weights of a GGUF file stay packed in memory
+    bounds_windows  layers with a sliding window keep no more of a sequence than the window
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
     per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
@@ -57,6 +58,7 @@ class EngineSpec:
     open: Callable[[EngineConfig, BuildLocal], Engine]
     max_gpus: int = 1
     packs_gguf: bool = False
+    bounds_windows: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
     per_request: bool = True

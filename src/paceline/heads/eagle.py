@@ -68,7 +68,7 @@ class BoundTarget:
     lm_head: Function  # hidden states after the final norm -> logits
 
 
-class Norm(nn.RMSNorm):
+class EagleNorm(nn.RMSNorm):
     """Root-mean-square norm in the dtype of its input: torch has no fused form for weights of another dtype, and
     training with bf16 states would spend more time in norms than in products."""
 
@@ -108,7 +108,7 @@ class EagleLayer(nn.Module):
         rotary = RotarySettings(config.head_dim, config.rope_theta, config.max_seq_len, config.rope_scaling)
         self.self_attn = Attention(settings, rotary)
         self.mlp = _Mlp(config.hidden_size, config.intermediate_size)
-        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = EagleNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self, inputs: Tensor, residual: Tensor, positions: Tensor, mask: Tensor | None, store: KeyStore | None

@@ -26,7 +26,7 @@ from paceline.heads.checkpoint import (
     tensor_named,
     write_checkpoint,
 )
-from paceline.heads.eagle import EagleConfig, EagleHead, EagleLayer, Norm
+from paceline.heads.eagle import EagleConfig, EagleHead, EagleLayer, EagleNorm
 from paceline.heads.eagle_files import (
     LISTED,
     MIDLAYER,
@@ -74,8 +74,8 @@ class Eagle3Layer(EagleLayer):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config, 2 * config.hidden_size)
         self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = Norm(config.hidden_size, eps=config.rms_norm_eps)
-        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = EagleNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = EagleNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def beside(self, embeddings: Tensor, states: Tensor) -> Tensor:
         """The input of the attention. [..., 2 · hidden_size]"""
@@ -94,10 +94,10 @@ class Eagle3Head(EagleHead):
         super().__init__(config, Eagle3Layer(config))
         features, eps = config.feature_count * config.target_hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(features, config.hidden_size, bias=config.fc_bias)
-        self.input_norm = Norm(features, eps=eps) if config.norm_before_fc else None
-        norms = (Norm(config.target_hidden_size, eps=eps) for _ in range(config.feature_count))
+        self.input_norm = EagleNorm(features, eps=eps) if config.norm_before_fc else None
+        norms = (EagleNorm(config.target_hidden_size, eps=eps) for _ in range(config.feature_count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.norm = Norm(config.hidden_size, eps=eps)
+        self.norm = EagleNorm(config.hidden_size, eps=eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)

@@ -6,6 +6,7 @@ is held, then renamed. An interrupted process leaves nothing that a later start 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from paceline.errors import FetchError
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 def cache_folder() -> Path:

@@ -16,6 +16,8 @@ from paceline.hub import default
 from paceline.hub.cache import cached_directory
 from paceline.hub.convert import CONVERTER, eos_token_ids, open_gguf
 from paceline.hub.gguf_fields import GgufFields
+from paceline.hub.hub_model import obtain
+from paceline.hub.hub_name import hub_name
 from paceline.hub.locate import DEFAULT
 
 SIZES, TOKENIZER = "sizes.json", "tokenizer"
@@ -49,7 +51,11 @@ def gguf_path(name: str) -> Path:
     """The file of a name; `default` is downloaded where it is not here yet."""
     if name == DEFAULT:
         return cached_directory(default.GGUF_DIRECTORY, default.fill_gguf) / default.GGUF
-    path = Path(name).expanduser()
+    remote = hub_name(name)
+    if remote is None or remote.gguf is None:
+        path = Path(name).expanduser()
+    else:
+        path = obtain(remote)
     if path.suffix != ".gguf":
         raise OptionError(f"{name} is not a GGUF file; name a .gguf file or `default`, or use the engine local")
     if not path.is_file():

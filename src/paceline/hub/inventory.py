@@ -1,16 +1,21 @@
-"""What is in the caches: models that paceline converted, and models that were downloaded from the Hugging Face Hub."""
+"""What is in the caches: models that paceline converted or described, and downloads from the Hugging Face Hub."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import FetchError, ModelNotFound
+from paceline.errors import FetchError, ModelError, ModelNotFound
 from paceline.hub import default
 from paceline.hub.cache import cache_folder
+from paceline.hub.documents import read_document
 
 DEFAULT_KIND, GGUF_KIND, HUB_KIND = "default model", "GGUF, converted", "Hugging Face Hub"
+DESCRIBED_KIND = "tokenizer of a GGUF file"  # the weights stay where the user has them
+GGUF_DEFAULT_KIND = "default model, GGUF"
+GGUF_TAG = re.compile(r"(?:^|[-._])(I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=$|[-._])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,7 @@ class CachedModel:
 
     folder     the Hugging Face directory that is loaded
     root       what is removed with the model
+    format     how its weights are stored: a dtype, a quantization method, or GGUF and its type
     last_used  seconds since 1970
     """
 
@@ -28,6 +34,7 @@ class CachedModel:
     root: Path
     size: int
     last_used: float
+    format: str
 
     def remove(self) -> None:
         """Delete the model from its cache. Raises FetchError."""
@@ -56,12 +63,45 @@ def cached_model(name: str) -> CachedModel:
 def _converted() -> list[CachedModel]:
     root = cache_folder()
     folders = [path for path in root.iterdir() if not path.name.startswith(".")] if root.is_dir() else []
-    return [_converted_model(folder) for folder in folders if (folder / "config.json").is_file()]
+    kinds = ((folder, _kind(folder)) for folder in folders)
+    return [_converted_model(folder, kind) for folder, kind in kinds if kind is not None]
 
 
-def _converted_model(folder: Path) -> CachedModel:
-    kind = DEFAULT_KIND if folder.name == default.DIRECTORY else GGUF_KIND
-    return CachedModel(folder.name, kind, folder, folder, _size(folder), folder.stat().st_mtime)
+def _kind(folder: Path) -> str | None:
+    """What a directory of paceline's cache holds; None: nothing of a model."""
+    if any(folder.glob("*.gguf")):
+        return GGUF_DEFAULT_KIND if folder.name == default.GGUF_DIRECTORY else GGUF_KIND
+    if (folder / "config.json").is_file():
+        return DEFAULT_KIND if folder.name == default.DIRECTORY else GGUF_KIND
+    return DESCRIBED_KIND if (folder / "sizes.json").is_file() else None
+
+
+def _converted_model(folder: Path, kind: str) -> CachedModel:
+    used = folder.stat().st_mtime
+    return CachedModel(folder.name, kind, folder, folder, _size(folder), used, stored_format(folder))
+
+
+def stored_format(folder: Path) -> str:
+    """How the weights of a directory are stored."""
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf"))
+    if files:
+        return ", ".join(dict.fromkeys(gguf_format(file) for file in files))
+    if not (folder / "config.json").is_file():
+        tag = GGUF_TAG.search(folder.name)
+        return f"GGUF {tag[1].upper()}" if tag else "GGUF"
+    try:
+        config = read_document(folder / "config.json", folder.name)
+    except ModelError:
+        return "not readable"
+    stored = config.get("quantization_config") or {}
+    dtype = config.get("dtype") or config.get("torch_dtype") or "not stated"
+    return f"{stored['quant_method']}, {dtype}" if stored.get("quant_method") else str(dtype)
+
+
+def gguf_format(file: str) -> str:
+    """GGUF and the type in the name of a file, such as Q4_K_M."""
+    tags = GGUF_TAG.findall(file.removesuffix(".gguf").replace("/", "-"))
+    return f"GGUF {tags[-1].upper()}" if tags else "GGUF"
 
 
 def _size(folder: Path) -> int:
@@ -82,5 +122,6 @@ def _downloaded() -> list[CachedModel]:
         if repository.repo_type == "model" and revisions:
             path, used = Path(repository.repo_path), repository.last_accessed
             folder = Path(revisions[-1].snapshot_path)
-            models.append(CachedModel(repository.repo_id, HUB_KIND, folder, path, repository.size_on_disk, used))
+            size, stored = repository.size_on_disk, stored_format(folder)
+            models.append(CachedModel(repository.repo_id, HUB_KIND, folder, path, size, used, stored))
     return models

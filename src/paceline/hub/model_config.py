@@ -37,6 +37,19 @@ GGUF_KEYS: Mapping[str, str] = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "sliding_window": "attention.sliding_window",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "v_head_dim": "attention.value_length_mla",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "n_shared_experts": "expert_shared_count",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "conv_L_cache": "shortconv.l_cache",
+    "conv_kernel": "ssm.conv_kernel",
+    "state_size": "ssm.state_size",
+    "mamba_d_ssm": "ssm.inner_size",
+    "mamba_n_heads": "ssm.time_step_rank",
+    "mamba_n_groups": "ssm.group_count",
 }
 
 
@@ -73,7 +86,7 @@ def decoder_sizes(config: Any, name: str = "this model", defaults: Mapping[str, 
         num_heads=num_heads,
         num_kv_heads=reader.get("num_key_value_heads") or num_heads,
         head_dim=reader.get("head_dim") or hidden_size // num_heads,
-        num_layers=reader.require("num_hidden_layers"),
+        num_layers=reader.length("layers_block_type", "hybrid_override_pattern") or reader.require("num_hidden_layers"),
         vocab_size=reader.require("vocab_size"),
         max_seq_len=reader.get("max_position_embeddings", "n_positions", "seq_length") or DEFAULT_MAX_SEQ_LEN,
     )
@@ -103,6 +116,11 @@ class ConfigReader:
                 if isinstance(value, int) and not isinstance(value, bool):
                     return self._checked(spelling, value)
         return self._defaults.get(keys[0], 0)
+
+    def length(self, *keys: str) -> int:
+        """How many layers the first of these lists has; 0: there is none. Some configs say it in no other way."""
+        lists = (self.config.get(key) for key in keys)
+        return next((len(value) for value in lists if isinstance(value, list | tuple | str)), 0)
 
     def require(self, key: str) -> int:
         value = self.get(key)

@@ -2,6 +2,7 @@
 
 stage    work of unknown length
 track    a known number of items, with the time left
+transfer a known number of bytes, from several threads, with the time left
 LoadNotice  says that a model is loading, if that takes long
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 Item = TypeVar("Item")
 SECONDS_BEFORE_NOTICE = 2.0
 SECONDS_BETWEEN_LINES = 10.0
+UNITS = ("B", "kB", "MB", "GB", "TB")
+Advance = Callable[[int], None]
 
 
 @contextmanager
@@ -56,6 +59,53 @@ def _track_in_lines(items: Iterable[Item], label: str, total: int) -> Iterator[I
             last_line = now
             left = clock((now - started) * (total - done) / done)
             _print_line(f"{label}: {done} of {total}, {left} left")
+
+
+@contextmanager
+def transfer(label: str, total: int, done: int) -> Iterator[Advance]:
+    """Show the bytes of a download. done: those of an earlier try. Yields what is told of every further piece."""
+    if not sys.stderr.isatty():
+        lines = _TransferLines(label, total, done)
+        yield lines.advance
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total, completed=done)
+        yield lambda size: progress.advance(task, size)
+
+
+class _TransferLines:
+    """A line at the start, and one from time to time."""
+
+    def __init__(self, label: str, total: int, done: int) -> None:
+        self._label, self._total, self._earlier, self._done = label, total, done, done
+        self._started = self._last_line = time.monotonic()
+        self._lock = threading.Lock()
+        resumed = f", {size_text(done)} of it here already" if done else ""
+        _print_line(f"{label} ({size_text(total)}{resumed})")
+
+    def advance(self, size: int) -> None:
+        with self._lock:
+            self._done += size
+            now = time.monotonic()
+            if now - self._last_line >= SECONDS_BETWEEN_LINES:
+                self._last_line = now
+                _print_line(f"{self._label}: {size_text(self._done)} of {size_text(self._total)}, {self._left(now)}")
+
+    def _left(self, now: float) -> str:
+        rate = max(self._done - self._earlier, 1) / (now - self._started)
+        return f"{clock((self._total - self._done) / rate)} left"
+
+
+def size_text(size: int) -> str:
+    """A number of bytes for people."""
+    amount, power = float(size), 0
+    while amount >= 1000 and power < len(UNITS) - 1:
+        amount, power = amount / 1000, power + 1
+    return f"{amount:.0f} {UNITS[power]}" if power == 0 or amount >= 100 else f"{amount:.1f} {UNITS[power]}"
 
 
 def clock(seconds: float) -> str:

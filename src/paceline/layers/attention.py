@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.layers.linear_attention import Recurrence
 from paceline.layers.rope import CosSin
 
 
@@ -148,6 +149,7 @@ class EagerBatch:
 
     rotations: tuple[CosSin, ...]  # of the nodes, by each rope table of the model
     by_window: Mapping[int | None, AttentionSpans]  # None: layers whose nodes see everything before them
+    recurrent: Recurrence | None = None  # for recurrent layers, where the model has any
 
 
 class EagerAttention:

@@ -12,9 +12,10 @@ from paceline.device.properties import multiprocessor_count
 from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
+from paceline.layers.linear_attention import DeltaNetSpans
 
 ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
-WARPS = 4
+WARPS = 4  # twice as many for heads of 256: their new keys do not fit into the registers of four
 STAGES = 2  # with one, Triton 3.6 makes code for four warps that reads past its shared memory
 PROGRAMS = 2  # a multiprocessor
 
@@ -32,6 +33,7 @@ class TritonBatch:
     blocks: Tensor  # int64 [sequences, blocks a sequence]
     chunks: int  # of context, at most
     offset: int = 0  # added to every length: the steps of a drafting loop
+    recurrent: DeltaNetSpans | None = None  # for recurrent layers, where the model has any
 
 
 class TritonAttention:
@@ -55,6 +57,7 @@ class TritonAttention:
         out = torch.empty(batch.num_seqs * batch.nodes, sizes.query_size, dtype=qkv.dtype, device=qkv.device)
         sums = torch.empty(heads * chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * chunks, 2, rows, dtype=torch.float32, device=qkv.device)
+        warps = WARPS if sizes.head_dim <= 128 else 2 * WARPS
         attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
             qkv, self.keys, self.values, self._ropes[attention.rope or 0],
             self._ropes[attention.query_rope or attention.rope or 0],
@@ -68,7 +71,7 @@ class TritonAttention:
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
             TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
             WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
-            ROPE=attention.rope is not None, num_warps=WARPS, num_stages=STAGES, **gemm.pdl_launch,
+            ROPE=attention.rope is not None, num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,
         )
         return out
 

@@ -1184,18 +1184,39 @@ typedef struct {
     Work work;
     Barrier barrier;
     int32_t nodes, first, last;
+    const int32_t *feature_layers;
+    int32_t num_features;
+    float *features;
 } LayersJob;
+
+/* What enters a layer, for those who read it. Nobody writes hidden states before the first product of the layer is done. */
+static void keep_feature(const LayersJob *job, int layer, int thread, int threads) {
+    const int64_t size = job->model->hidden_size;
+    const Share share = share_of(job->nodes, thread, threads);
+    for (int feature = 0; feature < job->num_features; feature++) {
+        if (job->feature_layers[feature] != layer) continue;
+        for (int64_t node = share.start; node < share.end; node++)
+            memcpy(job->features + (node * job->num_features + feature) * size, job->hidden + node * size,
+                   size * sizeof(float));
+    }
+}
 
 static void layers_share(void *data) {
     LayersJob *job = data;
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    for (int index = job->first; index < job->last; index++)
+    for (int index = job->first; index < job->last; index++) {
+        keep_feature(job, index, thread, threads);
         run_layer(job->model, index, job->nodes, &job->work, job->hidden, &job->barrier, thread, threads);
+    }
+    keep_feature(job, job->last, thread, threads);
 }
 
-/* hidden [nodes, hidden_size] through layers first to last, in place. Returns 0, or -1 where memory is short. */
-int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last) {
-    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last};
+/* hidden [nodes, hidden_size] through layers first to last, in place. features [nodes, num_features, hidden_size] takes what
+   enters the feature layers; what leaves the last layer enters layer `last`. Returns 0, or -1 where memory is short. */
+int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last,
+                        const int32_t *feature_layers, int32_t num_features, float *features) {
+    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last,
+                     .feature_layers = feature_layers, .num_features = num_features, .features = features};
     const int fits = reserve_work(model, batch, layers_need(model, first, last), &job.work);
     if (fits) {
         fill_nodes(batch, model->block_size, &job.work);

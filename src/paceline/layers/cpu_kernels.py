@@ -196,11 +196,20 @@ def blocks_product(x: Tensor, linear: CLinear, bias: Tensor | None) -> Tensor:
     return out
 
 
-def run_layers(model: CModel, batch: CBatch, hidden_states: Tensor, first: int, last: int) -> None:
-    """Layers first to last over hidden_states [nodes, hidden_size], in place. Raises OutOfMemory."""
+def run_layers(
+    model: CModel, batch: CBatch, hidden_states: Tensor, first: int, last: int, feature_layers: Sequence[int] = ()
+) -> Tensor | None:
+    """Layers first to last over hidden_states [nodes, hidden_size], in place. Raises OutOfMemory.
+
+    Returns what enters the feature layers, [nodes, layers · hidden_size]; `last` stands for what leaves the last one.
+    """
     model.num_threads = torch.get_num_threads()
+    nodes, size = hidden_states.shape
+    features = torch.empty(nodes, len(feature_layers) * size) if feature_layers else None
+    layers = (ctypes.c_int32 * len(feature_layers))(*feature_layers)
     parts = (ctypes.byref(model), ctypes.byref(batch), _address(hidden_states), first, last)
-    check(_loaded().paceline_run_layers(*parts))
+    check(_loaded().paceline_run_layers(*parts, layers, len(feature_layers), _address(features)))
+    return features
 
 
 def check(result: int) -> None:

@@ -96,8 +96,8 @@ class DecoderLayer:
         query, key = self.projection_norms.query, self.projection_norms.key
         if query is None or key is None:
             return qkv
-        sizes = (query.shape[0], key.shape[0], qkv.shape[1] - query.shape[0] - key.shape[0])
-        queries, keys, values = qkv.split(sizes, dim=1)
+        keys_start, keys_end = query.shape[0], query.shape[0] + key.shape[0]
+        queries, keys, values = qkv[:, :keys_start], qkv[:, keys_start:keys_end], qkv[:, keys_end:]
         normed = [ops.norm(part.contiguous(), Norm(weight)) for part, weight in ((queries, query), (keys, key))]
         return torch.cat([*normed, values], dim=1)
 

@@ -79,7 +79,7 @@ class RowByRowLinear(UnquantizedLinear):
         blocks = self.blocks
         if blocks is not None:
             return blocks_product(x, joined(blocks), bias)
-        return torch.cat([F.linear(row, self.weight, bias) for row in x.split(1)])
+        return torch.cat([F.linear(row, self.weight, bias) for row in torch.split(x, 1)])
 
 
 def route(logits: Tensor, router: Router) -> Routing:
@@ -130,7 +130,7 @@ class Experts:
         order = pairs.argsort(stable=True)  # pair i is choice i % top_k of row i // top_k
         counts = pairs.bincount(minlength=len(self.mlps)).tolist()
         outputs = x.new_empty(pairs.shape[0], x.shape[1])
-        for mlp, places in zip(self.mlps, order.split(counts)):
+        for mlp, places in zip(self.mlps, torch.split(order, counts)):
             if places.shape[0]:
                 outputs[places] = self._mlp(mlp, x[places // top_k])
         return _weighted_sum(outputs.view(x.shape[0], top_k, -1), routing.weights).to(x.dtype)
@@ -196,7 +196,7 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Of rows that are normed already. [rows, hidden_size]"""
-        routed = self._by_kernels(x) if self._runs_kernels(x) else self.experts(x, self.router(x))
+        routed = self.experts(x, self.router(x))
         return routed if self.shared is None else routed + self.shared(x)
 
     @property
@@ -205,14 +205,9 @@ class MixtureOfExperts:
         stacked = self.experts.stacked
         return stacked is not None and stacked.gate_up.dtype in KERNEL_DTYPES
 
-    def _runs_kernels(self, x: Tensor) -> bool:
-        """On a GPU, always: a loop over experts asks the device how many rows each has, and no graph can hold that."""
+    def needs_kernels(self, x: Tensor) -> bool:
+        """On a GPU the loop over experts asks the device how many rows each has, and no graph can hold that."""
         return self.can_fuse and supports_graphs(x.device) and _has_triton()
-
-    def _by_kernels(self, x: Tensor) -> Tensor:
-        from paceline.layers.moe_triton import ExpertKernels
-
-        return ExpertKernels(use_pdl=False)(x, self.router.logits(x), self)
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

@@ -25,7 +25,7 @@ class ExpertTiling:
 
 # One row chooses few experts, so narrow tiles give every multiprocessor work. Rows of `down` are short: wider tiles
 # there, or a program would end before its loads are under way. Columns do not change a sum, nor do stages.
-FEW_EXPERTS = ExpertTiling(Tiling(16, 128, 5, 4), Tiling(32, 128, 4, 4))
+FEW_EXPERTS = ExpertTiling(Tiling(16, 128, 5, 2), Tiling(32, 128, 4, 4))
 MANY_EXPERTS = ExpertTiling(Tiling(32, 128, 4, 4), Tiling(64, 128, 3, 4))
 PROMPT = ExpertTiling(Tiling(64, 64, 3, 4, WIDE_ROWS), Tiling(64, 64, 4, 4, WIDE_ROWS))
 FEW_PAIRS = 24  # more pairs choose enough experts

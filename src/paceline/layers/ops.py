@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.layers.attention import EagerAttention, EagerBatch, HeadNorms, LayerAttention
 from paceline.layers.gemm_types import Linear
+from paceline.layers.linear_attention import DeltaNetWeights
 from paceline.layers.mlp import Activation, gated
 from paceline.layers.moe import MixtureOfExperts
 from paceline.layers.norm import Norm, rms_norm
@@ -32,6 +33,9 @@ class Ops(Protocol):
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: Any) -> Tensor:
         """Norm heads, rotate by position, store keys and values in the cache, attend. [nodes, query size]"""
+
+    def delta_net(self, projected: Tensor, net: DeltaNetWeights, layer: int, batch: Any) -> Tensor:
+        """A gated delta net between its projections; `layer` counts those of its kind. [nodes, value size]"""
 
     def project_add(
         self, x: Tensor, linear: Linear, residual: Tensor, bias: Tensor | None = None, multiplier: float = 1.0
@@ -84,13 +88,14 @@ class EagerOps:
         bias: Tensor | None = None,
         activation: Activation = Activation.SILU,
     ) -> Tensor:
-        return gated(self.project(x, norm, linear, bias), activation)
+        return gated(linear(x if norm is None else norm(x, self._eps), bias), activation)
 
     def mixture(
         self, x: Tensor, norm: Norm | None, mixture: MixtureOfExperts, batch: Any, residual: Tensor | None = None
     ) -> Tensor:
-        routed = mixture(x if norm is None else norm(x, self._eps))
-        return routed if residual is None else routed.add_(residual)
+        normed = x if norm is None else norm(x, self._eps)
+        mixed = _by_kernels(mixture, normed) if mixture.needs_kernels(normed) else mixture(normed)
+        return mixed if residual is None else mixed.add_(residual)
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         sizes = self.attention.sizes
@@ -99,6 +104,10 @@ class EagerOps:
         rotated = self._rotated(self._normed(heads[:, :keys_end], attention.norms), attention, batch)
         queries, keys = rotated[:, : sizes.num_heads], rotated[:, sizes.num_heads :]
         return self.attention(queries, keys, heads[:, keys_end:], layer, attention, batch)
+
+    def delta_net(self, projected: Tensor, net: DeltaNetWeights, layer: int, batch: EagerBatch) -> Tensor:
+        assert batch.recurrent is not None, "the model has recurrent layers"
+        return batch.recurrent(projected, net, layer, self._eps)
 
     def _rotated(self, heads: Tensor, attention: LayerAttention, batch: EagerBatch) -> Tensor:
         """Queries and keys, rotated where the architecture does."""
@@ -117,3 +126,11 @@ class EagerOps:
         num_heads = self.attention.sizes.num_heads
         queries = rms_norm(heads[:, :num_heads], norms.query, self._eps)
         return torch.cat([queries, rms_norm(heads[:, num_heads:], norms.key, self._eps)], dim=1)
+
+
+def _by_kernels(mixture: MixtureOfExperts, x: Tensor) -> Tensor:
+    """mixture(x) on a GPU."""
+    from paceline.layers.moe_triton import ExpertKernels
+
+    routed = ExpertKernels(use_pdl=False)(x, mixture.router.logits(x), mixture)
+    return routed if mixture.shared is None else routed + mixture.shared(x)

@@ -104,7 +104,7 @@ def in_order(rows: Tensor, order: Tensor | None) -> Tensor:
     """Rows of whole heads [heads · head_dim, …], each head in this order."""
     if order is None:
         return rows
-    heads = rows.unflatten(0, (-1, order.shape[0]))
+    heads = rows.reshape(-1, order.shape[0], *rows.shape[1:])
     return heads[:, order.to(rows.device)].flatten(0, 1)
 
 

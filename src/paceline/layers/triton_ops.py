@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from paceline.layers.attention import LayerAttention
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
 from paceline.layers.gemm import GemmLauncher, GemmPath
 from paceline.layers.gemm_types import Epilogue, GemmOutput, Linear
+from paceline.layers.linear_attention import DeltaNetWeights
+from paceline.layers.linear_attention_triton import launch_delta_net
 from paceline.layers.linear_triton import ArgmaxResult, argmax
 from paceline.layers.mlp import Activation, gated
 from paceline.layers.moe import MixtureOfExperts, SharedExpert
@@ -80,6 +83,11 @@ class TritonOps:
 
     def attend(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         return self.attention(qkv, layer, attention, batch)
+
+    def delta_net(self, projected: Tensor, net: DeltaNetWeights, layer: int, batch: TritonBatch) -> Tensor:
+        assert batch.recurrent is not None, "the model has recurrent layers"
+        pdl: dict[str, Any] = {"use_pdl": self.gemm.use_pdl, "launch": self.gemm.pdl_launch}
+        return launch_delta_net(projected, net, layer, batch.recurrent, self.gemm.eps, **pdl)
 
     def logits(self, x: Tensor, norm: Norm, linear: Linear, bias: Tensor | None = None) -> GemmOutput:
         """Logits in float32 and the best column of each row, from one pass over the LM head."""

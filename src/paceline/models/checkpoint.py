@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
+from paceline.hub.shards import weight_files
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
@@ -55,7 +56,7 @@ class Safetensors:
         from safetensors import SafetensorError, safe_open
 
         self._files: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = weight_files(folder)
         if not paths:
             raise WeightsError(f"{folder} holds no safetensors files")
         for path in paths:
@@ -98,7 +99,7 @@ class ModelCheckpoint:
         self._used: set[str] = set()
 
     def renamed(self, prefixes: Mapping[str, str], *, dropped: tuple[str, ...]) -> ModelCheckpoint:
-        """The same tensors with other beginnings of their names, less those of parts that are not read."""
+        """The same tensors, their names with other prefixes, less those of parts that are not read."""
         names: dict[str, str] = {}
         for name in self._names:
             if not name.startswith(dropped):
@@ -113,6 +114,10 @@ class ModelCheckpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
+
+    @property
+    def device(self) -> str:
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:

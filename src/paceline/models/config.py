@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from paceline.layers.attention import PLAIN_ATTENTION, LayerAttention
+from paceline.layers.linear_attention import DeltaNetSizes
 from paceline.layers.mlp import ACTIVATIONS, Activation
 from paceline.layers.moe import ClampedSwiGlu
 from paceline.layers.rope import (
@@ -84,6 +85,8 @@ class ArchConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_multiplier: float = 1.0
+    recurrent_layers: tuple[int, ...] = ()  # layers that have a state instead of keys and values
+    delta_net: DeltaNetSizes | None = None  # of those layers
     logits_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
     moe: MoeConfig | None = None
 
@@ -100,6 +103,11 @@ class ArchConfig:
     def attention(self, layer: int) -> LayerAttention:
         """What attention of one layer has of its own, without its tensors."""
         return self.layer_attention[layer] if self.layer_attention else PLAIN_ATTENTION
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have keys and values."""
+        return self.num_layers - len(self.recurrent_layers)
 
     @property
     def query_size(self) -> int:
@@ -128,7 +136,7 @@ def arch_config(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ArchConfig(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=getattr(config, "intermediate_size", 0),  # none where every layer has experts
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,

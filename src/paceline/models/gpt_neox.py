@@ -56,5 +56,5 @@ def _layer(checkpoint: ModelCheckpoint, config: ArchConfig, index: int) -> Decod
 
 def _by_kind(rows: Tensor, config: ArchConfig) -> Tensor:
     """Rows of q, k and v of one head after another -> all of q, then all of k, then all of v."""
-    by_head = rows.unflatten(0, (config.num_heads, 3, config.head_dim))
+    by_head = rows.reshape(config.num_heads, 3, config.head_dim, *rows.shape[1:])
     return rotatable(by_head.transpose(0, 1).flatten(0, 2), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.layers.residual import ResidualAdd
 from paceline.layers.rope import in_order
 from paceline.models.checkpoint import Embedding, ModelCheckpoint
 from paceline.models.config import ArchConfig, NormKind, arch_config, unsupported_field
-from paceline.models.decoder import DecoderModel
+from paceline.models.decoder import DecoderModel, Layer
 
 MODEL_TYPES = ("llama",)
 
@@ -56,7 +57,7 @@ def load(checkpoint: ModelCheckpoint, config: ArchConfig) -> DecoderModel:
 
 
 def read_model(
-    checkpoint: ModelCheckpoint, config: ArchConfig, layers: list[DecoderLayer], final_norm: str = "model.norm"
+    checkpoint: ModelCheckpoint, config: ArchConfig, layers: Sequence[Layer], final_norm: str = "model.norm"
 ) -> DecoderModel:
     """A model of these layers: read what is before and after them, and see that nothing is left unread."""
     embedding = checkpoint.embedding("model.embed_tokens", config.vocab_size, config.hidden_size)

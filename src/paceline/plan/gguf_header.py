@@ -46,7 +46,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Settings (arrays only as their length) and tensors of one model, over all of its parts."""
+    """Settings and tensors of one model, over all of its parts. Of an array only short lists of numbers are kept."""
 
     settings: Mapping[str, Any]
     tensors: tuple[TensorEntry, ...]
@@ -67,13 +67,15 @@ _BLOCKS: Mapping[int, BlockType] = {
     21: BlockType("IQ3_S", 256, 110), 22: BlockType("IQ2_S", 256, 82), 23: BlockType("IQ4_XS", 256, 136),
     24: BlockType("I8", 1, 1), 25: BlockType("I16", 1, 2), 26: BlockType("I32", 1, 4), 27: BlockType("I64", 1, 8),
     28: BlockType("F64", 1, 8), 29: BlockType("IQ1_M", 256, 56), 30: BlockType("BF16", 1, 2),
+    34: BlockType("TQ1_0", 256, 54), 35: BlockType("TQ2_0", 256, 66), 39: BlockType("MXFP4", 32, 17),
 }  # fmt: skip
 
 # `general.file_type`: the common name of the whole mix.
 _FILE_TYPES: Mapping[int, str] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 30: "IQ4_XS",
-    32: "BF16",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
 }  # fmt: skip
 
 _SCALARS: Mapping[int, str] = {
@@ -82,14 +84,14 @@ _SCALARS: Mapping[int, str] = {
 _STRING, _ARRAY = 8, 9
 _LONGEST_STRING = 1 << 26
 _MOST_ENTRIES = 1 << 24
+_MOST_LAYERS = 1024  # an array of numbers as long as this is not one of layers, and not kept
 
 # GGUF's name of an architecture, where Hugging Face's `model_type` is another.
 _MODEL_TYPES: Mapping[str, str] = {
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
-    "gptneox": "gpt_neox",
-    "phi2": "phi",
-}
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "gemma3": "gemma3_text",
+    "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss", "falcon-h1": "falcon_h1", "deepseek2": "deepseek_v3",
+    "granitehybrid": "granitemoehybrid", "glm4moe": "glm4_moe", "lfm2moe": "lfm2_moe", "mistral3": "ministral3",
+}  # fmt: skip
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -107,11 +109,44 @@ def header_config(header: GgufHeader) -> dict[str, Any]:
     architecture = str(header.settings.get("general.architecture", "unknown"))
     config = gguf_config(architecture, header.settings.get)
     config["model_type"] = _MODEL_TYPES.get(architecture, architecture)
+    config |= _by_layer(header.settings, architecture)
+    config |= _recurrent(config, header.settings, architecture)
     names = {tensor.name: tensor for tensor in header.tensors}
     table = names.get("token_embd.weight")
     config["vocab_size"] = table.dimensions[-1] if table else header.settings.get("tokenizer.ggml.tokens", 0)
     config["tie_word_embeddings"] = "output.weight" not in names
     return config
+
+
+def _by_layer(settings: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Key/value heads that are stated for each layer: a layer that has none is no attention."""
+    heads = settings.get(f"{architecture}.attention.head_count_kv")
+    if not isinstance(heads, tuple) or not heads:
+        return {}
+    others = "conv" if f"{architecture}.shortconv.l_cache" in settings else "linear_attention"
+    types = ["full_attention" if count else others for count in heads]
+    return {"num_key_value_heads": max(heads)} | ({"layer_types": types} if 0 in heads else {})
+
+
+def _recurrent(config: Mapping[str, Any], settings: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """GGUF has one set of keys for all recurrent layers and for latent attention; Hugging Face one for each kind."""
+    latent = settings.get(f"{architecture}.attention.key_length_mla")
+    if config.get("kv_lora_rank") and latent:
+        return {"qk_nope_head_dim": latent - config.get("qk_rope_head_dim", 0)}
+    inner, heads = config.get("mamba_d_ssm"), config.get("mamba_n_heads")
+    if not inner or not heads:
+        return {}
+    if architecture == "mamba":
+        return {"time_step_rank": heads, "mamba_n_heads": 0, "intermediate_size": inner}
+    if not config["model_type"].startswith("qwen3"):
+        return {}
+    return {
+        "linear_conv_kernel_dim": config.get("conv_kernel"),
+        "linear_key_head_dim": config.get("state_size"),
+        "linear_num_key_heads": config.get("mamba_n_groups"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
+    }
 
 
 def file_type(header: GgufHeader) -> str:
@@ -194,11 +229,13 @@ class _Cursor:
             raise _NotGguf(f"the header is damaged: unknown kind of value {kind}")
         return self._number(_SCALARS[kind])
 
-    def _skip_array(self) -> int:
-        """Skip an array and return its length."""
+    def _skip_array(self) -> int | tuple[Any, ...]:
+        """A list of numbers, one for each layer; of any other array its length."""
         kind, count = int(self._number("<I")), self._count()
         if kind in _SCALARS:
-            self._take(count * struct.calcsize(_SCALARS[kind]))
+            layout = _SCALARS[kind]
+            values = self._take(count * struct.calcsize(layout))
+            return struct.unpack(f"<{count}{layout[1]}", values) if count <= _MOST_LAYERS else count
         else:
             for _ in range(count):
                 self._value(kind)

@@ -6,11 +6,12 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ModelNotFound, OptionError, WeightsError
+from paceline.hub.hub_model import cached
+from paceline.hub.hub_name import hub_name
 from paceline.plan.catalogue import find_model, near_names
 from paceline.plan.gguf_header import file_type, header_config, read_header
 from paceline.plan.model_sizes import ModelSizes, sizes_from_config
@@ -28,7 +29,10 @@ def find_sizes(name: str) -> ModelSizes:
     entry = find_model(name)
     if entry is not None:
         return entry.sizes
-    if _is_hub_id(name):
+    remote = hub_name(name)
+    if remote is not None and remote.gguf is not None:
+        return _sizes_from_gguf(cached(remote))
+    if remote is not None:
         return _sizes_from_hub(name)
     raise ModelNotFound(_not_found(name))
 
@@ -65,11 +69,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return config
 
 
-# safetensors' names for its element types: their bytes, and this package's names.
-_ELEMENTS: Mapping[str, int] = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
+# safetensors' names for its element types, and this package's.
 _ELEMENT_PRECISION: Mapping[str, str] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
@@ -80,7 +80,7 @@ def _with_stored_size(sizes: ModelSizes, folder: Path) -> ModelSizes:
     if not tensors:
         return sizes
     kinds = [str(entry["dtype"]) for entry in tensors]
-    size = sum(_ELEMENTS.get(kind, 2) * prod(entry["shape"]) for kind, entry in zip(kinds, tensors))
+    size = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors)
     stored = sizes.stored_precision or _ELEMENT_PRECISION.get(max(set(kinds), key=kinds.count))
     return replace(sizes, stored_bytes=size, stored_precision=stored)
 
@@ -96,11 +96,6 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise WeightsError(f"{path}: the safetensors file is cut short; fetch it again")
     return header
-
-
-def _is_hub_id(name: str) -> bool:
-    owner, slash, rest = name.partition("/")
-    return bool(owner and slash and rest) and "/" not in rest and not name.startswith((".", "~", "/"))
 
 
 def _sizes_from_hub(name: str) -> ModelSizes:

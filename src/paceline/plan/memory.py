@@ -15,11 +15,14 @@ from paceline.plan.methods import PLAIN_DECODING, DraftMethod, DraftWeights
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.parallel import Stage, check_division, divides, stage_sizes, stage_weight_bytes, stages
 from paceline.plan.precision import PRECISIONS, Precision
+from paceline.plan.weights import LayerSizes
 
 _FLOAT_BYTES = 4
 # A long prompt is read in chunks of this many tokens, so its activations stop growing there.
 PREFILL_CHUNK = 2048
 MAX_DRAFT_TOKENS = 128
+STATE_SLOTS = 32  # of recurrent layers, at least: sequences that have ended keep theirs as long as there is room
+KEPT_INPUTS = 64  # tokens whose inputs recurrent layers keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,7 @@ class Deployment:
     max_seq_len counts prompt and answer together; num_nodes are the draft tokens verified in one pass (a chain has
     `num_draft_tokens` of them, a tree more). The GPUs form pipeline stages of layers, and those of a stage share each
     layer; draft_tensor_parallel_size: GPUs that share the draft, 1 or as many as share the target.
+    bounded_windows: layers with a sliding window keep no more than it and the tokens of a step.
     """
 
     target: ModelSizes
@@ -44,6 +48,7 @@ class Deployment:
     num_gpus: int = 1
     pipeline_parallel_size: int = 1
     draft_tensor_parallel_size: int | None = None
+    bounded_windows: bool = False
 
     def __post_init__(self) -> None:
         _check_range("max-seq-len", self.max_seq_len, 1, 1 << 24)
@@ -176,8 +181,8 @@ def _sizes(by_stage: tuple[StageMemory, ...], name: str) -> list[int]:
     return [item.parts.get(name, 0) for item in by_stage]
 
 
-DRAFTER_PARTS = ("draft weights", "draft KV cache", "head weights", "head KV cache")
-PART_NAMES = ("target weights", "target KV cache", *DRAFTER_PARTS, "tree and q buffers", "activations")
+DRAFTER_PARTS = ("draft weights", "draft KV cache", "draft states", "head weights", "head KV cache")
+PART_NAMES = ("target weights", "target KV cache", "target states", *DRAFTER_PARTS, "tree and q buffers", "activations")
 
 
 def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
@@ -186,6 +191,7 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
     parts = {
         "target weights": stage_weight_bytes(target, deployment.precision, stage, gpus),
         "target KV cache": kv_bytes(stage_sizes(target, stage, gpus), deployment),
+        "target states": state_bytes(stage_sizes(target, stage, gpus), deployment),
     }
     if stage.is_last:
         parts |= {**_drafter_bytes(deployment), "tree and q buffers": buffer_bytes(deployment)}
@@ -196,10 +202,29 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Sliding-window layers are counted at full length: the cache keeps all their keys, so that any prefix can be shared.
+    Layers with a window count at full length unless the engine bounds them: ours keeps all their keys, so that any
+    prefix can be shared.
     """
-    values = sizes.kv_values_per_token * deployment.cached_tokens * deployment.max_num_seqs
-    return round(values * deployment.kv_bits / 8)
+    values = sizes.kv_values(deployment.max_seq_len, bounded=deployment.bounded_windows)
+    values += sizes.kv_values_per_token * (deployment.cached_tokens - deployment.max_seq_len)
+    return round(deployment.max_num_seqs * values * deployment.kv_bits / 8)
+
+
+def state_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
+    """What recurrent layers keep, however long the sequences are."""
+    return sum(_layer_state_bytes(layer, deployment) for layer in sizes.layers)
+
+
+def _layer_state_bytes(layer: LayerSizes, deployment: Deployment) -> int:
+    """Where our own code runs them, a state and the last inputs in a fixed number of slots at least; else one state for
+    each sequence, and while draft tokens are verified a second one to go back to."""
+    compute_bytes = deployment.precision.compute_bits // 8
+    state = layer.state_values * _FLOAT_BYTES
+    if layer.input_values:
+        slots = max(deployment.max_num_seqs, STATE_SLOTS)
+        return slots * (state + KEPT_INPUTS * layer.input_values * compute_bytes)
+    copies = 2 if deployment.num_nodes else 1
+    return deployment.max_num_seqs * copies * (state + layer.conv_values * compute_bytes)
 
 
 def buffer_bytes(deployment: Deployment) -> int:
@@ -242,12 +267,14 @@ def head_sizes(target: ModelSizes, method: DraftMethod) -> ModelSizes:
         num_learned_positions=0,
         num_experts=0,
         num_experts_per_token=0,
+        small_per_layer=2 * hidden if target.layers else target.small_per_layer,
         intermediate_size=target.intermediate_size * max(target.num_experts_per_token, 1) + target.shared_expert_size,
         shared_expert_size=0,
         small_outside=target.small_outside if method.head_layers else 0,
         other_parameters=joining + method.head_vocab_blocks * vocab_block,
         stored_bytes=None,
         notes=(),
+        layers=(),
     )
 
 
@@ -261,6 +288,7 @@ def _drafter_bytes(deployment: Deployment) -> Mapping[str, int]:
     return {
         f"{label} weights": stage_weight_bytes(drafter, deployment.drafter_precision, whole, gpus),
         f"{label} KV cache": kv_bytes(stage_sizes(drafter, whole, gpus), deployment),
+        f"{label} states": state_bytes(stage_sizes(drafter, whole, gpus), deployment),
     }
 
 

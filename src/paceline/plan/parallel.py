@@ -13,6 +13,7 @@ from math import ceil
 from paceline.errors import OptionError
 from paceline.plan.model_sizes import ModelSizes
 from paceline.plan.precision import Precision, weight_bytes
+from paceline.plan.weights import LayerSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,12 @@ def stage_sizes(sizes: ModelSizes, stage: Stage, tensor_parallel_size: int) -> M
         num_learned_positions=sizes.num_learned_positions if stage.is_first else 0,
         other_parameters=sizes.other_parameters if stage.is_first else 0,
         stored_bytes=None,
+        layers=tuple(layer.shared_by(tensor_parallel_size) for layer in _layers(sizes, stage)),
     )
+
+
+def _layers(sizes: ModelSizes, stage: Stage) -> tuple[LayerSizes, ...]:
+    return sizes.layers[stage.first_layer : stage.first_layer + stage.num_layers]
 
 
 def stage_weight_bytes(sizes: ModelSizes, precision: Precision, stage: Stage, tensor_parallel_size: int) -> int:

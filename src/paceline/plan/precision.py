@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.errors import OptionError
-from paceline.plan.model_sizes import ModelSizes, WeightGroup, WeightRole
+from paceline.plan.model_sizes import ModelSizes
+from paceline.plan.weights import WeightGroup, WeightRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,25 @@ Q5_K = Storage("Q5_K", 5.5, 256, Q5_1.bits)
 Q6_K = Storage("Q6_K", 6.5625, 256, Q8_0.bits)
 IQ4_NL = Storage("IQ4_NL", 4.5)
 IQ4_XS = Storage("IQ4_XS", 4.25, 256, IQ4_NL.bits)
+IQ3_S = Storage("IQ3_S", 3.4375, 256, IQ4_NL.bits)
+IQ3_XXS = Storage("IQ3_XXS", 3.0625, 256, IQ4_NL.bits)
+IQ2_S = Storage("IQ2_S", 2.5625, 256, IQ4_NL.bits)
+IQ2_XS = Storage("IQ2_XS", 2.3125, 256, IQ4_NL.bits)
+IQ2_XXS = Storage("IQ2_XXS", 2.0625, 256, IQ4_NL.bits)
+IQ1_M = Storage("IQ1_M", 1.75, 256, IQ4_NL.bits)
+IQ1_S = Storage("IQ1_S", 1.5625, 256, IQ4_NL.bits)
+TQ2_0 = Storage("TQ2_0", 2.0625, 256, Q4_0.bits)
+TQ1_0 = Storage("TQ1_0", 1.6875, 256, Q4_0.bits)
+MXFP4 = Storage("MXFP4", 4.25)
 # One byte and a scale per row; half a byte, and a 16-bit scale and zero point for each 128 weights.
 _FP8 = Storage("fp8", 8.0)
 _INT8 = Storage("int8", 8.0)
 _INT4 = Storage("int4", 4.25)
+# Four bits, and for each 128 weights a 16-bit scale and a zero point of four bits.
+_GROUPS_OF_128 = Storage("int4 in groups of 128", 4 + (16 + 4) / 128)
+# Four bits, for each 64 weights a scale of eight bits, and for each 256 of those a float.
+_NF4 = Storage("nf4", 4 + 8 / 64 + 32 / (64 * 256))
+_MXFP4 = Storage("mxfp4", 4 + 8 / 32)  # a shared exponent for each 32 weights
 
 
 def _half_of_each(low: Storage, high: Storage) -> Storage:
@@ -79,6 +95,13 @@ def _float(name: str, storage: Storage, compute_bits: int) -> Precision:
 def _torch_low_bit(name: str, storage: Storage) -> Precision:
     kept = (WeightRole.EMBEDDING, WeightRole.HEAD, WeightRole.SMALL, WeightRole.OTHER)
     return Precision(name, storage, dict.fromkeys(kept, BF16))
+
+
+def _experts_only(name: str, storage: Storage) -> Precision:
+    """All but the experts stays in 16 bits."""
+    experts = (WeightRole.MLP, WeightRole.DOWN)
+    roles: dict[WeightRole, Storage] = {role: BF16 for role in WeightRole if role not in experts}
+    return Precision(name, storage, roles)
 
 
 def _gguf(name: str, body: Storage, head: Storage | None = None, **exceptions: Storage) -> Precision:
@@ -101,6 +124,10 @@ PRECISIONS: Mapping[str, Precision] = {
         _torch_low_bit("fp8", _FP8),
         _torch_low_bit("int8", _INT8),
         _torch_low_bit("int4", _INT4),
+        _torch_low_bit("awq", _GROUPS_OF_128),
+        _torch_low_bit("gptq", _GROUPS_OF_128),
+        _torch_low_bit("nf4", _NF4),
+        _experts_only("mxfp4", _MXFP4),
         _gguf("F32", F32),
         _gguf("F16", F16),
         _gguf("Q8_0", Q8_0),
@@ -115,9 +142,24 @@ PRECISIONS: Mapping[str, Precision] = {
         _gguf("Q4_0", Q4_0, Q6_K),
         _gguf("IQ4_NL", IQ4_NL, Q6_K),
         _gguf("IQ4_XS", IQ4_XS, Q6_K),
+        _gguf("Q3_K_L", Q3_K, Q6_K, value=Q5_K, out=Q5_K, down=Q5_K),
         _gguf("Q3_K_M", Q3_K, Q6_K, value=Q4_K, out=Q4_K, down=Q4_K),
         _gguf("Q3_K_S", Q3_K, Q6_K),
         _gguf("Q2_K", Q2_K, Q6_K, value=Q3_K, out=Q3_K, down=Q3_K),
+        _gguf("Q2_K_S", Q2_K, Q6_K, value=Q3_K),
+        _gguf("IQ3_M", IQ3_S, Q6_K, value=Q4_K, out=Q4_K),
+        _gguf("IQ3_S", IQ3_S, Q6_K),
+        _gguf("IQ3_XS", IQ3_XXS, Q6_K, value=IQ3_S, out=IQ3_S),
+        _gguf("IQ3_XXS", IQ3_XXS, Q5_K, out=IQ3_S),
+        _gguf("IQ2_M", IQ2_S, Q5_K, value=IQ3_S, out=IQ3_S, down=IQ3_S),
+        _gguf("IQ2_S", IQ2_XS, Q5_K, value=IQ3_S, out=IQ3_S),
+        _gguf("IQ2_XS", IQ2_XS, Q5_K),
+        _gguf("IQ2_XXS", IQ2_XXS, Q5_K),
+        _gguf("IQ1_M", IQ1_M, Q5_K),
+        _gguf("IQ1_S", IQ1_S, Q5_K),
+        _gguf("TQ2_0", TQ2_0, Q6_K),
+        _gguf("TQ1_0", TQ1_0, Q6_K),
+        _gguf("MXFP4_MOE", MXFP4, Q8_0, embedding=Q8_0, value=Q8_0, out=Q8_0, attention=Q8_0),
     )
 }
 

@@ -26,6 +26,7 @@ SECONDS_PER_LAYER_GPU = 20e-6
 SECONDS_PER_LAYER_CPU = 50e-6
 # GPUs that share a layer add up their parts twice in it; over NVLink a small sum takes about this long.
 SECONDS_PER_ALL_REDUCE = 15e-6
+FLOAT_BYTES = 4
 
 
 def tokens_per_step(rate: float, num_draft_tokens: int) -> float:
@@ -121,8 +122,10 @@ class PassClock:
         deployment, accelerator = self.deployment, self.accelerator
         tokens = width * deployment.max_num_seqs
         # On average over an answer the cache is half full.
-        cached = sizes.kv_values_per_token * deployment.max_num_seqs * deployment.max_seq_len / 2
-        bytes_read = _weight_bytes_read(sizes, precision, tokens) + cached * deployment.kv_bits / 8
+        cached = sizes.kv_values(deployment.max_seq_len // 2, bounded=deployment.bounded_windows)
+        states = deployment.max_num_seqs * sizes.state_values * FLOAT_BYTES
+        cache_bytes = cached * deployment.max_num_seqs * deployment.kv_bits / 8 + states
+        bytes_read = _weight_bytes_read(sizes, precision, tokens) + cache_bytes
         multiplying = 2 * sizes.parameters_per_token * tokens / (accelerator.tflops * 1e12 * ARITHMETIC_SHARE)
         per_layer = self._layer_seconds + (2 * SECONDS_PER_ALL_REDUCE if gpus > 1 else 0.0)
         return max(self._read_seconds(bytes_read), multiplying) / gpus + sizes.num_layers * per_layer
@@ -143,7 +146,7 @@ class PassClock:
     def _early_exit_seconds(self) -> float:
         target = self.deployment.target
         num_layers = max(int(target.num_layers * self.deployment.method.target_layer_share), 1)
-        lower_layers = replace(target, num_layers=num_layers, stored_bytes=None)
+        lower_layers = replace(target, num_layers=num_layers, layers=target.layers[:num_layers], stored_bytes=None)
         gpus = self.deployment.tensor_parallel_size
         return self.pass_seconds(lower_layers, self.deployment.precision, width=1, gpus=gpus)
 
@@ -168,9 +171,9 @@ def _weight_bytes_read(sizes: ModelSizes, precision: Precision, tokens: int) -> 
     per_weight = weight_bytes(sizes, precision) / max(sizes.parameters, 1)
     if not sizes.num_experts:
         return per_weight * sizes.parameters_per_token
-    expert = sizes.expert_parameters // sizes.num_experts
-    rest = sizes.parameters_per_token - expert * sizes.num_experts_per_token
-    return per_weight * (rest + expert * sizes.expected_experts(tokens))  # each further token has experts of its own
+    rest = sizes.parameters_per_token - sum(group.used for group in sizes.groups if group.routed)
+    share = sizes.expected_experts(tokens) / sizes.num_experts  # each further token has experts of its own
+    return per_weight * (rest + sizes.expert_parameters * share)
 
 
 def _check_rate(rate: float) -> None:

@@ -19,11 +19,12 @@ EXTENDS = {"codellama": "llama-2"}
 
 @dataclass(frozen=True, slots=True)
 class EngineSupport:
-    """One engine: the GPUs it can divide a model over, and whether GGUF weights stay packed in it."""
+    """One engine: the GPUs it can divide a model over, whether GGUF weights stay packed, and windows are bounded."""
 
     name: str
     max_gpus: int = 1
     packs_gguf: bool = False
+    bounds_windows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import QuantizedWeight, unpack_int32
 from paceline.quantization.registry import Tensors, quantization_of
-from paceline.quantization.weights import QuantizedWeight, load_linear, unpack_int32
+from paceline.quantization.stored_linear import load_linear
 
 BITS = 4
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the output features 0 to 7 in a word

@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import QuantizedWeight
 from paceline.quantization.registry import Tensors, quantization_of
-from paceline.quantization.weights import QuantizedWeight, load_linear
+from paceline.quantization.stored_linear import load_linear
 
 TYPES = ("nf4", "fp4")
 

@@ -22,8 +22,9 @@ from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.fp8 import read_fp8
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import QuantizedWeight, sorted_by_group, unpack_int32
 from paceline.quantization.registry import Tensors, quantization_of
-from paceline.quantization.weights import QuantizedWeight, load_linear, sorted_by_group, unpack_int32
+from paceline.quantization.stored_linear import load_linear
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 BITS = (4, 8)

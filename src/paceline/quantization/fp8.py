@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import QuantizedWeight
 from paceline.quantization.registry import Tensors, quantization_of
-from paceline.quantization.weights import QuantizedWeight, linear_of, load_linear
+from paceline.quantization.stored_linear import linear_of, load_linear
 
 METHODS = ("fp8", "fbgemm_fp8")
 SCALES = ("weight_scale_inv", "weight_scale")

@@ -16,8 +16,9 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import OFFSETS, QuantizedWeight, sorted_by_group, unpack_int32
 from paceline.quantization.registry import Tensors, quantization_of
-from paceline.quantization.weights import OFFSETS, QuantizedWeight, load_linear, sorted_by_group, unpack_int32
+from paceline.quantization.stored_linear import load_linear
 
 KINDS = {4: Kind.INT4, 8: Kind.INT8}
 EXACT_ZEROS = "gptq_v2"  # the checkpoint_format that stores zero points as they are

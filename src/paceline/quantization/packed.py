@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.device.properties import on_host
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.quantization.packed_layout import STEP, Kind, pack_words, unpack_words
-from paceline.quantization.weights import QuantizedWeight
+from paceline.quantization.quantized_weight import QuantizedWeight
 
 KERNEL_ROWS = 64  # above that the weight is dequantized and multiplied by cuBLAS
 GROUP_SIZES = (32, 64)  # beside multiples of a step

@@ -21,7 +21,7 @@ PROGRAMS = 528  # of a product at least, where its sums can be shared: four on e
 SPLIT_COLUMNS = 64  # columns of the tile that splits are counted with
 MAX_SPLITS = 16
 TILE_ROWS = (16, 32, 64)
-WARPS = 2  # with four, the compiler chooses a product that waits after every code
+FEW_ROWS = 4  # up to so many, programs are small and many; both kinds of tensor-core products give the same bits
 STAGES = 4
 PREFETCH = 2  # steps
 FAST_KINDS = (Kind.INT4, Kind.INT8, Kind.FP8, Kind.FP4)
@@ -72,7 +72,7 @@ class PackedTiling:
     columns: int
     splits: int
     steps_per_split: int
-    warps: int = WARPS
+    warps: int
     stages: int = STAGES
     prefetch: int = PREFETCH
 
@@ -83,8 +83,9 @@ def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool) -> Pa
     splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
     per_split = triton.cdiv(steps, splits)
     tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
-    columns = 64 if rows <= 4 else 128
-    return PackedTiling(tile_rows, columns // 2 if gate else columns, triton.cdiv(steps, per_split), per_split)
+    columns, warps = (64, 2) if rows <= FEW_ROWS else (128, 4)
+    columns = columns // 2 if gate else columns
+    return PackedTiling(tile_rows, columns, triton.cdiv(steps, per_split), per_split, warps)
 
 
 @cache

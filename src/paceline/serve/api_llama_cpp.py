@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,8 +9,10 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from paceline import __version__
-from paceline.serve.api_chat import checked, finish_of
-from paceline.serve.api_shape import ApiShape, Json
+from paceline.core.sampling import SamplingParams
+from paceline.serve.api_chat import checked
+from paceline.serve.api_llama_cpp_output import LlamaRequest, LlamaShape
+from paceline.serve.api_shape import Json
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import OtherFile
@@ -31,30 +30,36 @@ OWN_FIELDS = frozenset(
         "cache_prompt", "id_slot", "n_keep", "n_indent", "t_max_predict_ms", "timings_per_token", "return_progress",
         "post_sampling_probs", "response_fields", "repeat_last_n", "min_keep", "n_cmpl", "prompt", "model",
         "input_prefix", "input_suffix", "input_extra", "samplers", "penalty_last_n", "mirostat_tau", "mirostat_eta",
-        "n_discard",
+        "n_discard", "logit_bias",
     }
 )  # fmt: skip
-STOP_TYPES = {"length": "limit"}
-SHOWN_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "seed", "stop")
+MAX_BIAS = 100.0
+BiasPair = Annotated[list[int | float | bool | str], Field(min_length=2, max_length=2)]
+BiasPairs = Annotated[list[BiasPair], Field(max_length=1024)]
+BiasNames = Annotated[dict[str, int | float | bool], Field(max_length=1024)]
 
 
 class LlamaParams(LenientModel):
-    """What llama.cpp's two completion routes have in common."""
+    """What llama.cpp's two completion routes have in common. logit_bias: token ids or strings, in pairs or by name."""
 
     n_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     stream: bool | None = None
     response_fields: list[str] | None = None
+    post_sampling_probs: bool | None = None
+    logit_bias: BiasPairs | BiasNames | None = None
 
     @property
     def fields(self) -> Json:
-        """Fields of a completion, but for its prompt."""
+        """Fields of a completion, but for its prompt and its biases."""
         body = self.model_dump(exclude_unset=True, exclude_none=True)
         fields = {RENAMED_FIELDS.get(name, name): value for name, value in body.items() if name not in OWN_FIELDS}
         if fields.get("max_tokens", 0) < 0:
             del fields["max_tokens"]  # no limit
         if isinstance(fields.get("seed"), int) and fields["seed"] < 0:
             del fields["seed"]  # any
-        if not fields.get("logprobs"):
+        if fields.get("logprobs"):
+            fields["return_tokens_as_token_ids"] = True  # the answer has ids and texts
+        else:
             fields.pop("logprobs", None)
         if self.stream:
             fields |= {"stream_options": {"include_usage": True}, "return_token_ids": True}
@@ -64,7 +69,7 @@ class LlamaParams(LenientModel):
 class LlamaCompletionRequest(LlamaParams):
     """Body of /completion. A prompt is a string, token ids, a list that mixes both, or a list of prompts."""
 
-    prompt: str | Annotated[list[Any], Field(min_length=1, max_length=1 << 20)]
+    prompt: str | dict[str, Any] | Annotated[list[Any], Field(min_length=1, max_length=1 << 20)]
 
 
 class ExtraFile(StrictModel):
@@ -83,141 +88,103 @@ class InfillRequest(LlamaParams):
     prompt: str | None = None
 
 
-class LlamaShape(ApiShape):
-    """llama.cpp's completion. The last event of a stream has the counts and the timings."""
+class LlamaApi:
+    """What the routes do."""
 
-    def __init__(self, body: LlamaParams, model: str, prompt: Any, num_prompts: int | None = None) -> None:
-        """num_prompts: of a list of prompts, whose answer is a list."""
-        self._body, self._model, self._prompt, self._num_prompts = body, model, prompt, num_prompts
-        self._started = time.perf_counter()
-        self._first_token: float | None = None
-        self._usage: Json = {}
-        self._choice: Json = {}
-        self._has_new_line = False
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
 
-    def last_frame(self) -> str:
-        return ""
+    async def completion(self, request: Request, body: LlamaCompletionRequest) -> Response:
+        prompts = await self._context.tokenized(partial(prompt_ids, self._context), body.prompt)
+        num_prompts = len(prompts) if is_several(body.prompt) else None
+        return await self._respond(request, body, prompts, body.prompt, num_prompts)
 
-    def whole(self, document: Json) -> Any:
-        self._usage = document["usage"]
-        answers = []
-        for choice in document["choices"]:
-            self._choice, self._has_new_line = choice, "\n" in choice["text"]
-            answers.append(self._selected({"index": choice["index"], **_content(choice), **self._closing()}))
-        return answers if self._num_prompts is not None else answers[0]
+    async def infill(self, request: Request, body: InfillRequest) -> Response:
+        files = tuple(OtherFile(file.filename, file.text) for file in body.input_extra or ())
+        prefix = body.input_prefix + (body.prompt or "")
+        fill = partial(self._context.requests.middle.prompt, suffix=body.input_suffix, files=files)
+        return await self._respond(request, body, [await self._context.tokenized(fill, prefix)], prefix)
 
-    async def chunks(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[Json, None]:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                for event in self._events(chunk):
-                    yield event
-        yield {"index": 0, "content": "", "tokens": [], **self._closing()}
+    async def _respond(
+        self,
+        request: Request,
+        body: LlamaParams,
+        prompts: list[list[int]],
+        shown_prompt: Any,
+        num_prompts: int | None = None,
+    ) -> Response:
+        context = self._context
+        biases = await context.tokenized(partial(token_biases, context), body.logit_bias)
+        fields = {**body.fields, **({"logit_bias": biases} if biases else {})}
+        completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), "prompt": prompts})
+        if body.post_sampling_probs:
+            check_untruncated(context.requests.sampling(completion))
+        llama_request = LlamaRequest(
+            context.config.served_model_names[0],
+            shown_prompt,
+            fields,
+            body.response_fields or [],
+            context.formatter.token_text,
+            context.engine.info.eos_token_ids,
+            context.requests.max_model_len,
+            bool(body.post_sampling_probs),
+            num_prompts,
+        )
+        default_tokens = context.config.limits.chat_max_tokens
+        return await completion_response(context, request, completion, LlamaShape(llama_request), default_tokens)
 
-    def _events(self, chunk: Json) -> Iterator[Json]:
-        self._usage = chunk.get("usage") or self._usage
-        self._choice = finish_of(chunk) or self._choice
-        for choice in chunk["choices"]:
-            if choice.get("text") or choice.get("token_ids"):
-                self._first_token = self._first_token or time.perf_counter()
-                self._has_new_line = self._has_new_line or "\n" in choice["text"]
-                content = {"index": choice["index"], **_content(choice)}
-                yield {**content, "stop": False, "tokens_evaluated": self.prompt_tokens}
-
-    def _closing(self) -> Json:
-        stop_string = self._choice.get("stop_reason")
-        stop_type = STOP_TYPES.get(str(self._choice.get("finish_reason")), "word" if stop_string else "eos")
-        num_tokens = self._usage.get("completion_tokens", 0)
-        return {
-            "id_slot": 0,
-            "stop": True,
-            "model": self._model,
-            "tokens_predicted": num_tokens,
-            "tokens_evaluated": self.prompt_tokens,
-            "generation_settings": self._settings(),
-            "prompt": self._prompt,
-            "has_new_line": self._has_new_line,
-            "truncated": False,
-            "stop_type": stop_type,
-            "stopping_word": stop_string if isinstance(stop_string, str) else "",
-            "tokens_cached": self.prompt_tokens + num_tokens,
-            "timings": self._timings(num_tokens),
-        }
-
-    def _settings(self) -> Json:
-        fields = self._body.fields
-        shown = {name: fields[name] for name in SHOWN_SETTINGS if name in fields}
-        return {**shown, "n_predict": fields.get("max_tokens", -1), "stream": bool(self._body.stream)}
-
-    def _timings(self, num_tokens: int) -> Json:
-        end = time.perf_counter()
-        first = self._first_token or self._started  # a whole answer does not tell them apart
-        prompt_seconds, seconds = first - self._started, end - first
-        return {
-            "prompt_n": self.prompt_tokens,
-            "prompt_ms": prompt_seconds * 1000,
-            "prompt_per_second": self.prompt_tokens / max(prompt_seconds, 1e-9),
-            "predicted_n": num_tokens,
-            "predicted_ms": seconds * 1000,
-            "predicted_per_second": num_tokens / max(seconds, 1e-9),
-        }
-
-    def _selected(self, document: Json) -> Json:
-        """Only the fields that were asked for; a slash goes into a field."""
-        if not self._body.response_fields:
-            return document
-        selected: Json = {}
-        for path in self._body.response_fields:
-            value: Any = document
-            for name in path.split("/"):
-                value = value.get(name) if isinstance(value, dict) else None
-            if value is not None:
-                selected[path] = value
-        return selected
+    def _limited(self, fields: Json, prompts: list[list[int]]) -> Json:
+        """n_predict as far as the context goes: an output that fills it ends there."""
+        space = self._context.requests.max_model_len - max(len(prompt) for prompt in prompts)
+        return {"max_tokens": space} if 0 < space < fields.get("max_tokens", 0) else {}
 
 
-def _content(choice: Json) -> Json:
-    content: Json = {"content": choice["text"], "tokens": choice.get("token_ids") or []}
-    logprobs = choice.get("logprobs")
-    if logprobs:
-        content["completion_probabilities"] = [
-            _probability(token, logprob, top)
-            for token, logprob, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
-        ]
-    return content
+def check_untruncated(sampling: SamplingParams) -> None:
+    """Raise ApiError where tokens are not drawn from the probabilities that the engine reports."""
+    truncates = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    if sampling.temperature != 1 or truncates:
+        message = "post_sampling_probs needs temperature 1, top_k 0, top_p 1 and min_p 0; leave it out for others"
+        raise ApiError(400, message, param="post_sampling_probs")
 
 
-def _probability(token: str, logprob: float, top: dict[str, float] | None) -> Json:
-    alternatives = [{"token": text, "logprob": value, "bytes": _bytes(text)} for text, value in (top or {}).items()]
-    return {"token": token, "logprob": logprob, "bytes": _bytes(token), "top_logprobs": alternatives}
+def token_biases(context: ServerContext, biases: Any) -> dict[str, float]:
+    """Biases by token id. The bias of a string is that of each of its tokens; false forbids a token."""
+    pairs = biases.items() if isinstance(biases, dict) else biases or ()
+    by_token: dict[str, float] = {}
+    for key, value in pairs:
+        if not isinstance(key, int | str) or isinstance(value, str):
+            raise ApiError(400, "logit_bias is pairs of a token id or a string and a number", param="logit_bias")
+        bias = -MAX_BIAS if value is False else min(max(float(value), -MAX_BIAS), MAX_BIAS)
+        by_token |= dict.fromkeys(_bias_tokens(context, key, is_name=isinstance(biases, dict)), bias)
+    return by_token
 
 
-def _bytes(text: str) -> list[int]:
-    return list(text.encode("utf-8", "replace"))
+def _bias_tokens(context: ServerContext, key: int | str, *, is_name: bool) -> list[str]:
+    """The ids that a key stands for. is_name: JSON has only strings as names, so digits are an id."""
+    if isinstance(key, int) or (is_name and key.isascii() and key.isdigit()):
+        return [str(key)]
+    return [str(token) for token in context.requests.vocabulary.encode(key, special=False)]
 
 
 def add_llama_cpp_routes(routes: APIRouter, context: ServerContext) -> None:
-    model, limits = context.config.served_model_names[0], context.config.limits
+    api = LlamaApi(context)
 
     @routes.post("/completion", responses=ERROR_RESPONSES, response_model=None)
     async def llama_completion(request: Request, body: LlamaCompletionRequest) -> Response:
         """The continuation of a prompt in llama.cpp's spelling. The model's name is not read: there is one."""
-        prompts = await context.tokenized(partial(prompt_ids, context), body.prompt)
-        num_prompts = len(prompts) if is_several(body.prompt) else None
-        completion = checked(CompletionRequest, {**body.fields, "prompt": prompts})
-        shape = LlamaShape(body, model, body.prompt, num_prompts)
-        return await completion_response(context, request, completion, shape, limits.chat_max_tokens)
+        return await api.completion(request, body)
+
+    @routes.post("/completions", include_in_schema=False, response_model=None)
+    async def either_completion(request: Request, body: dict[str, Any]) -> Response:
+        """OpenAI's clients name a model, and get its shape; llama.cpp's do not, and get theirs."""
+        if body.get("model") is not None:
+            return await completion_response(context, request, checked(CompletionRequest, body))
+        return await api.completion(request, checked(LlamaCompletionRequest, body))
 
     @routes.post("/infill", responses=ERROR_RESPONSES, response_model=None)
     async def infill(request: Request, body: InfillRequest) -> Response:
         """The text between a prefix and a suffix, where the model has fill-in-the-middle tokens."""
-        files = tuple(OtherFile(file.filename, file.text) for file in body.input_extra or ())
-        prefix = body.input_prefix + (body.prompt or "")
-        fill = partial(context.requests.middle.prompt, suffix=body.input_suffix, files=files)
-        token_ids = await context.tokenized(fill, prefix)
-        completion = checked(CompletionRequest, {**body.fields, "prompt": token_ids})
-        return await completion_response(
-            context, request, completion, LlamaShape(body, model, prefix), limits.chat_max_tokens
-        )
+        return await api.infill(request, body)
 
     _add_status_routes(routes, context)
 
@@ -234,6 +201,8 @@ def prompt_ids(context: ServerContext, prompt: Any) -> list[list[int]]:
 
 def _ids(context: ServerContext, prompt: Any) -> list[int]:
     if isinstance(prompt, dict):
+        if prompt.get("multimodal_data"):
+            raise ApiError(400, "this server runs a text model; leave out multimodal_data", param="prompt")
         prompt = prompt.get("prompt_string")
     if isinstance(prompt, str):
         return context.engine.tokenizer.encode(prompt)

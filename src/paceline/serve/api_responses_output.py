@@ -115,6 +115,11 @@ class ResponseDocument:
         self._finish_reason = finish_of(document).get("finish_reason") or self._finish_reason
         self._usage = document.get("usage") or self._usage
 
+    def drop_cut_call(self) -> None:
+        """Leave out a last tool call that was cut: its arguments are no JSON, and nobody has seen it yet."""
+        if self.status == INCOMPLETE and self._items and self._items[-1].kind == TOOL_CALL:
+            self._items.pop()
+
     def finish(self) -> Json:
         if not self._items:  # an end token came first
             self.add(OutputPiece(TEXT, ""))
@@ -169,6 +174,7 @@ class ResponsesShape(NamedEvents):
         choice = document["choices"][0]
         for piece in output_pieces(choice["message"], choice.get("logprobs")):
             self._response.add(piece)
+        self._response.drop_cut_call()
         return self._response.finish()
 
     async def chunks(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[Json, None]:

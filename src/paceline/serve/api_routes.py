@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
+from paceline.serve.api_chat_batch import add_chat_batch_routes
 from paceline.serve.api_embeddings import add_embeddings_routes
+from paceline.serve.api_invocations import add_invocations_routes
 from paceline.serve.api_llama_cpp import add_llama_cpp_routes
 from paceline.serve.api_messages import add_messages_routes
 from paceline.serve.api_ollama import add_ollama_routes
@@ -21,6 +23,8 @@ FAMILIES = (
     add_embeddings_routes,
     add_tokenizer_routes,
     add_llama_cpp_routes,
+    add_chat_batch_routes,
+    add_invocations_routes,
     add_server_routes,
 )
 

@@ -7,7 +7,7 @@ chunks of its stream, into what the clients of another API read, and frames the 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -24,6 +24,8 @@ class ApiShape:
     media_type = EVENTS
     ping = ": ping\n\n"  # what clients skip; empty: there is nothing that they do
     prompt_tokens = 0  # of the request, known before its output
+    prompt_ids: Sequence[int] = ()  # of its first choice
+    first_token: float | None = None  # when it came, by the clock of time.perf_counter
 
     def whole(self, document: Json) -> Any:
         """The response to a request without a stream."""

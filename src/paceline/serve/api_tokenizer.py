@@ -120,10 +120,10 @@ def add_tokenizer_routes(routes: APIRouter, context: ServerContext) -> None:
 
     @routes.post("/detokenize", responses=ERROR_RESPONSES, response_model=None)
     async def detokenize(body: DetokenizeRequest) -> Document:
-        """The text of token ids, in vLLM's spelling and in llama.cpp's."""
+        """The text of token ids, in vLLM's spelling and, where no model is named, in llama.cpp's too."""
         context.requests.check_model(body.model)
         text = await context.tokenized(api.text, body.tokens)
-        return Document({"prompt": text, "content": text})
+        return Document({"prompt": text, **({} if body.model else {"content": text})})
 
     @routes.post("/apply-template", responses=ERROR_RESPONSES, response_model=None)
     async def apply_template(body: TemplateRequest) -> Document:

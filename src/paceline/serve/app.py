@@ -25,6 +25,7 @@ from paceline.serve.config import ServerConfig
 from paceline.serve.context import ModelToServe, ServerContext
 from paceline.serve.errors import install_handlers
 from paceline.serve.model_dispatch import ModelDispatch
+from paceline.serve.root_path import RootPathMiddleware
 from paceline.serve.routes import router
 from paceline.serve.tracing import RequestTracer, open_tracer
 
@@ -60,7 +61,7 @@ def create_app(
     background  work that runs beside the server; what it raises is `app.state.fatal_error`, which ends the server
     """
     contexts = ServerContext.of_models([ModelToServe(engine, config), *others])
-    tracer, responses = open_tracer(config.otlp_traces_endpoint), ResponseStore()
+    tracer = open_tracer(config.otlp_traces_endpoint)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -124,6 +125,8 @@ def _add_middleware(app: FastAPI, context: ServerContext, tracer: RequestTracer)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.add_middleware(AuthMiddleware, network=network)
     app.add_middleware(AccessLogMiddleware, metrics=context.metrics, tracer=tracer)
+    if network.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=network.root_path)
 
 
 def _add_page(app: FastAPI) -> None:

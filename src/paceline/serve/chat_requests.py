@@ -91,6 +91,8 @@ class ChatPlanner:
     # --- the prompt ---------------------------------------------------------------------------------------------------
 
     def _token_ids(self, body: ChatRequest, offer: ToolOffer | None) -> list[int]:
+        if body.kv_transfer_params is not None and body.kv_transfer_params.prompt_token_ids:
+            return body.kv_transfer_params.prompt_token_ids
         takes_tools = self._template.takes_tools
         messages = (
             template_messages(body.messages, self._template.tools)

@@ -66,10 +66,10 @@ class MessageDelta:
 class ChatWriter:
     """One message. Deltas name a call and give its id once; what follows carries its index alone."""
 
-    def __init__(self, syntax: OutputSyntax) -> None:
+    def __init__(self, syntax: OutputSyntax, echo: str = "") -> None:
         self._syntax, self._parser = syntax, syntax.parser()
         self._counter = syntax.reasoning.counter() if syntax.reasoning else None
-        self._content = self._reasoning = ""
+        self._echo, self._content, self._reasoning = echo, echo, ""
         self._calls: list[WrittenCall] = []
 
     @property
@@ -77,7 +77,7 @@ class ChatWriter:
         return self._counter.count if self._counter else 0
 
     def opening(self) -> Json:
-        return {"delta": {"role": "assistant", "content": ""}}
+        return {"delta": {"role": "assistant", "content": self._echo or None}}
 
     def add(self, output: RequestOutput) -> Json:
         if self._counter:
@@ -97,7 +97,7 @@ class ChatWriter:
         message: Json = {"role": "assistant", "content": self._content, "refusal": None}
         if self._reasoning:
             message |= {"reasoning_content": self._reasoning, "reasoning": self._reasoning}
-        if self._calls or self._syntax.is_forced:
+        if self._calls:
             message["tool_calls"] = [call.document() for call in self._calls]
         if self._calls and not self._content and not self._syntax.is_forced:
             message["content"] = None

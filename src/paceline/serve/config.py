@@ -18,6 +18,7 @@ MIN_API_KEY_LENGTH = 8
 MAX_PORT = 65535
 ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+WHOLE_VOCABULARY = -1  # of max_logprobs
 
 
 def option(default: Any, flag: str, metavar: str, help: str, group: str = "server", **how: Any) -> Any:
@@ -47,8 +48,11 @@ class NetworkConfig:
     no_api_key: bool = option(False, "--no-api-key", "", "listen beyond this machine without an API key")
     allowed_hosts: tuple[str, ...] = option((), "--allowed-host", "NAME", "Host header to accept; repeatable")
     cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
+    root_path: str | None = option(None, "--root-path", "PATH", "what a proxy puts before every path; both are served")
 
     def __post_init__(self) -> None:
+        if self.root_path is not None and not (self.root_path.startswith("/") and self.root_path.strip("/")):
+            raise OptionError(f"--root-path is a path such as /llm, not {self.root_path!r}")
         if not 0 <= self.port <= MAX_PORT:
             raise OptionError(f"--port must be 0 to {MAX_PORT}, not {self.port}")
         if any(len(key) < MIN_API_KEY_LENGTH for key in self.api_keys):
@@ -87,6 +91,7 @@ class RequestLimits:
         0, "--default-max-tokens", "N", "max_tokens where a chat has none; 0: the rest of the context", "sampling"
     )
     max_choices: int = option(32, "--max-choices", "N", "choices of one request: n times the prompts")
+    max_logprobs: int = option(20, "--max-logprobs", "N", "alternatives of one token; -1: the whole vocabulary")
     request_timeout: float = option(600.0, "--request-timeout", "S", "seconds for a whole request; then 408")
     stall_timeout: float = option(30.0, "--stall-timeout", "S", "seconds a client may take to send or to receive")
     ping_interval: float = option(
@@ -97,6 +102,8 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
+            if name == "max_logprobs" and value == WHOLE_VOCABULARY:
+                continue
             zero_allowed = name in ZERO_ALLOWED
             if not math.isfinite(value) or value < 0 or (value < 1e-3 and not zero_allowed):
                 raise OptionError(f"{name} must be {'0 or more' if zero_allowed else 'above 0'}, not {value}")
@@ -159,6 +166,15 @@ class ServerConfig:
         "sampling defaults: model, those of its generation_config.json, or none, OpenAI's",
         "sampling",
         choices=("model", "none"),
+    )
+    seed: int | None = option(
+        None, "--seed", "N", "seed of requests that give none: the same request has one output", "sampling", type=int
+    )
+    return_tokens_as_token_ids: bool = option(
+        False, "--return-tokens-as-token-ids", "", "spell the tokens of log-probabilities token_id:N for every request"
+    )
+    enable_force_include_usage: bool = option(
+        False, "--enable-force-include-usage", "", "every chunk of a stream carries token counts, asked for or not"
     )
     pooling: str = option(
         "mean",

@@ -7,11 +7,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from paceline.core.protocols import Engine
 from paceline.core.types import Request, RequestOutput
 from paceline.serve.auth import NO_KEY
+from paceline.serve.beam_search import BeamSearch
 from paceline.serve.config import ServerConfig
 from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.fair_queue import FairQueue
@@ -113,12 +115,17 @@ class ServerContext:
 
     def generate(self, task: CompletionTask, key: str = NO_KEY) -> AsyncGenerator[ChoiceDelta, None]:
         """The outputs of all choices as they arrive. key: whose share of the engine they take."""
+        timeout = self.config.limits.request_timeout
+        if task.beams is not None:
+            outputs = partial(self._outputs, key=key)
+            search = BeamSearch(outputs, self.formatter.token_text, self.engine.info.eos_token_ids)
+            return search.deltas([choice.request for choice in task.choices], task.beams, timeout)
         streams = [
             self._outputs(choice.request, key) if choice.request.max_new_tokens else _nothing()
             for choice in task.choices
         ]
         timers: list[Observer] = [TokenTimer(self.metrics, self.name) for _ in streams]
-        return merge_outputs(streams, timers, self.config.limits.request_timeout)
+        return merge_outputs(streams, timers, timeout)
 
     async def _outputs(self, request: Request, key: str) -> AsyncIterator[RequestOutput]:
         """The outputs of one sequence, once it is its turn."""

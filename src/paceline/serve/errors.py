@@ -43,6 +43,7 @@ class ApiError(HTTPException):
     ) -> None:
         super().__init__(status, message, headers or {})
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.counts: dict[str, int | None] = {}  # of a prompt that is too long, in llama.cpp's spelling
 
     @property
     def body(self) -> dict[str, Any]:
@@ -89,7 +90,10 @@ def as_api_error(error: BaseException) -> ApiError:
     for error_type in type(error).__mro__:
         if error_type in STATUS_BY_TYPE:
             entry = STATUS_BY_TYPE[error_type]
-            return ApiError(entry.status, str(error), code=entry.code, headers=entry.headers)
+            api_error = ApiError(entry.status, str(error), code=entry.code, headers=entry.headers)
+            if isinstance(error, ContextLengthExceeded):
+                api_error.counts = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.limit}
+            return api_error
     return ApiError(500, "the server failed; its log has the details", code="internal_error")
 
 
@@ -114,7 +118,8 @@ def install_handlers(app: FastAPI) -> None:
         first = error.errors()[0]
         path = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
         param = ".".join(path) or None
-        api_error = ApiError(400, f"{param or 'the body'}: {first.get('msg', 'is not valid')}", param=param)
+        message = f"{param or 'the body'}: {first.get('msg', 'is not valid')}"
+        api_error = ApiError(400, message, param=param, code=first.get("type"))
         return api_error.response(request.url.path)
 
     @app.exception_handler(StarletteHTTPException)

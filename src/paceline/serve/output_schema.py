@@ -13,6 +13,7 @@ MAX_LIST = 4096
 Word = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenIdList = Annotated[list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(max_length=MAX_LIST)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_LIST)]
+LogprobCount = Annotated[int, Field(ge=-1, le=MAX_TOKEN_ID)]  # -1: the whole vocabulary, where the server allows it
 Schema = dict[str, Any] | str  # a JSON schema, as it is or as text
 
 
@@ -59,7 +60,10 @@ class OutputParams(LenientModel):
     allowed_token_ids: TokenIdList | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # tokenizers of today have no such spaces
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: LogprobCount | None = None
+    logprob_token_ids: Annotated[TokenIdList, Field(min_length=1)] | None = Field(
+        default=None, description="tokens whose log-probabilities are shown in place of the likeliest ones"
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     # What the output must match: one of these, or response_format.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline import __version__
 from paceline.core.protocols import Engine
@@ -29,6 +29,8 @@ from paceline.serve.vocabulary import vocabulary
 COMPLETION_MAX_TOKENS = 16  # OpenAI's max_tokens of a completion that gives none
 
 LEAST_TOP_P = 1e-9  # top_p 0: the likeliest token alone
+MAX_BEAMS = 16
+Params = TypeVar("Params", bound=CommonParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,14 @@ class ChoiceRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Of a beam search. length_penalty: 1 compares means of log-probabilities, 0 their sums."""
+
+    width: int
+    length_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionTask:
     """All that one HTTP request asks for."""
 
@@ -73,6 +83,7 @@ class CompletionTask:
     echo_only: bool = False  # the response shows nothing that was generated
     return_token_ids: bool = False
     tokens_as_ids: bool = False
+    beams: BeamParams | None = None  # the choices of a prompt are its likeliest continuations
 
 
 class RequestBuilder:
@@ -83,18 +94,23 @@ class RequestBuilder:
         self._token_text, self._config = token_text, config
         self.vocabulary = vocabulary(engine.tokenizer)
         self._chat = ChatPlanner(engine.tokenizer, token_text, chat_template(token_text.chat_template, config))
+        seed = {} if config.seed is None else {"seed": config.seed}
+        self._sampling_defaults = {**config.sampling_defaults, **seed}
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 
     def chat(self, body: ChatRequest) -> CompletionTask:
         """The engine requests of a chat completion."""
-        if body.top_logprobs is not None and not body.logprobs:
+        body = self._counted(body, "top_logprobs", "prompt_logprobs")
+        if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if body.asked_tokens == 0:
             raise ApiError(400, "max_tokens must be 1 or more; 0 is for a completion with echo", param="max_tokens")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         plan = self._chat.plan(body)
-        task = self._task(body, [EncodedPrompt(plan.token_ids)], self._config.limits.chat_max_tokens, logprobs)
+        echoed = body.echoed_message
+        prompt = EncodedPrompt(plan.token_ids, content_text(echoed.content or "") if echoed else "")
+        task = self._task(body, [prompt], self._config.limits.chat_max_tokens, logprobs)
         choices = [
             replace(choice, request=plan.applied(choice.request), syntax=plan.syntax) for choice in task.choices
         ]
@@ -111,6 +127,7 @@ class RequestBuilder:
 
     def completion(self, body: CompletionRequest, default_tokens: int = COMPLETION_MAX_TOKENS) -> CompletionTask:
         """The engine requests of a completion. default_tokens: max_tokens of a body that gives none."""
+        body = self._counted(body, "logprobs", "prompt_logprobs")
         self._check_best_of(body)
         if body.asked_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
@@ -127,6 +144,16 @@ class RequestBuilder:
         if name is not None and name not in names:
             message = f"there is no model {name[:80]!r} here; there is {', '.join(names)}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_num_choices(self, count: int) -> None:
+        """Raise ApiError for more choices than one request may have."""
+        limit = self._config.limits.max_choices
+        if count > limit:
+            raise ApiError(400, f"a request may have {limit} choices, not {count}", param="n")
+
+    def sampling(self, body: CommonParams) -> SamplingParams:
+        """How the tokens of a request are chosen."""
+        return sampling_params(body, self._info.vocab_size, self._sampling_defaults)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
@@ -145,18 +172,18 @@ class RequestBuilder:
         return EncodedPrompt(self.middle.prompt(prompt, body.suffix or ""), prompt if body.echo else "")
 
     def _truncated(self, prompt: EncodedPrompt, body: CommonParams) -> EncodedPrompt:
-        """The prompt, cut to its last tokens as truncate_prompt_tokens says; -1: as many as fit."""
+        """The prompt, cut to its last tokens (or its first) as truncate_prompt_tokens says; -1: as many as fit."""
         limit = body.truncate_prompt_tokens
         if limit is None:
             return prompt
         if limit == -1:
             limit = self.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens)
-        return self._last_tokens(prompt, max(1, limit))
+        return self._shortened(prompt, max(1, limit), from_right=body.truncation_side == "right")
 
-    def _last_tokens(self, prompt: EncodedPrompt, limit: int) -> EncodedPrompt:
+    def _shortened(self, prompt: EncodedPrompt, limit: int, *, from_right: bool) -> EncodedPrompt:
         if len(prompt.token_ids) <= limit:
             return prompt
-        token_ids = prompt.token_ids[-limit:]
+        token_ids = prompt.token_ids[:limit] if from_right else prompt.token_ids[-limit:]
         return EncodedPrompt(token_ids, self._token_text.decode(token_ids) if prompt.echo else "")
 
     def _with_echo(self, task: CompletionTask, body: CompletionRequest) -> CompletionTask:
@@ -178,6 +205,25 @@ class RequestBuilder:
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
+    def _counted(self, body: Params, *names: str) -> Params:
+        """The body with its numbers of alternatives checked; -1 is the size of the vocabulary."""
+        vocab_size, limit = self._info.vocab_size, self._config.limits.max_logprobs
+        asked = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+        counts = {name: vocab_size if count == -1 else count for name, count in asked.items()}
+        for name, count in counts.items():
+            if count > min(vocab_size, vocab_size if limit == -1 else limit):
+                message = f"{name} may be {limit} at most; --max-logprobs sets it (-1: the whole vocabulary)"
+                raise ApiError(400, message, param=name)
+        return body.model_copy(update=counts) if counts != asked else body
+
+    def _logprob_token_ids(self, body: CommonParams, logprobs: int | None) -> tuple[int, ...]:
+        token_ids, vocab_size = tuple(body.logprob_token_ids or ()), self._info.vocab_size
+        if token_ids and logprobs is None:
+            raise ApiError(400, "logprob_token_ids needs logprobs", param="logprob_token_ids")
+        if any(token >= vocab_size for token in token_ids):
+            raise ApiError(400, f"token ids are from 0 to {vocab_size - 1}", param="logprob_token_ids")
+        return token_ids
+
     def _check_best_of(self, body: CompletionRequest) -> None:
         if body.best_of is None:
             return
@@ -188,7 +234,7 @@ class RequestBuilder:
             raise ApiError(400, message, param="best_of")
 
     def _check(self, body: CommonParams, prompts: list[EncodedPrompt], max_tokens: int, copies: int) -> None:
-        limits, num_choices = self._config.limits, len(prompts) * copies
+        limits = self._config.limits
         self.check_model(body.model)
         if body.min_tokens and body.asked_tokens is not None and body.min_tokens > body.asked_tokens:
             message = f"min_tokens is {body.min_tokens}, more than max_tokens, which is {body.asked_tokens}"
@@ -197,8 +243,7 @@ class RequestBuilder:
             raise ApiError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
-        if num_choices > limits.max_choices:
-            raise ApiError(400, f"a request may have {limits.max_choices} choices, not {num_choices}", param="n")
+        self.check_num_choices(len(prompts) * copies)
         if max_tokens > limits.max_new_tokens:
             raise ApiError(400, f"max_tokens may be {limits.max_new_tokens} at most", param="max_tokens")
         for prompt in prompts:
@@ -210,12 +255,12 @@ class RequestBuilder:
         if not token_ids:
             raise PromptError("the prompt is empty; there is nothing to continue")
         if num_tokens > limit:
-            raise ContextLengthExceeded(f"the prompt has {num_tokens} tokens; this server takes at most {limit}")
+            message = f"the prompt has {num_tokens} tokens; this server takes at most {limit}"
+            raise ContextLengthExceeded(message, num_tokens, limit)
         if num_tokens >= self.max_model_len:
             longest = self.max_model_len - 1
-            raise ContextLengthExceeded(
-                f"the prompt has {num_tokens} tokens; {self._info.name} reads at most {longest}"
-            )
+            message = f"the prompt has {num_tokens} tokens; {self._info.name} reads at most {longest}"
+            raise ContextLengthExceeded(message, num_tokens, self.max_model_len)
 
     def _check_length(self, num_tokens: int, asked_tokens: int) -> None:
         """What a request asks for must fit after its prompt; only a default is cut to what fits."""
@@ -223,7 +268,9 @@ class RequestBuilder:
         if asked_tokens > space:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens and max_tokens is {asked_tokens}, together more than the "
-                f"{self.max_model_len} of {self._info.name}; ask for {space} or fewer, or set truncate_prompt_tokens"
+                f"{self.max_model_len} of {self._info.name}; ask for {space} or fewer, or set truncate_prompt_tokens",
+                num_tokens,
+                self.max_model_len,
             )
 
     # --- engine requests ----------------------------------------------------------------------------------------------
@@ -253,17 +300,18 @@ class RequestBuilder:
             choices,
             prompt_tokens,
             bool(body.stream),
-            body.include_usage,
+            body.include_usage or self._config.enable_force_include_usage,
             bool(body.x_paceline),
             copies,
             num_shown,
             body.model,
             self._fingerprint,
-            body.continuous_usage,
+            body.continuous_usage or self._config.enable_force_include_usage,
             shows_logprobs=logprobs is not None,
             prompt_logprobs=body.prompt_logprobs,
             return_token_ids=bool(body.return_token_ids),
-            tokens_as_ids=bool(body.return_tokens_as_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids) or self._config.return_tokens_as_token_ids,
+            beams=beam_params(body, template, copies),
         )
 
     def _request(self, template: Request, prompt: EncodedPrompt, index: int) -> Request:
@@ -275,7 +323,7 @@ class RequestBuilder:
         """The request of every choice, but for its prompt and its seed."""
         return Request(
             [],
-            sampling_params(body, self._info.vocab_size, self._config.sampling_defaults),
+            self.sampling(body),
             max_tokens,
             stop=body.stop_strings,
             ignore_eos=bool(body.ignore_eos),
@@ -283,6 +331,7 @@ class RequestBuilder:
             num_draft_tokens=self._num_draft_tokens(body),
             prediction=self._prediction(body),
             logprobs=logprobs,
+            logprob_token_ids=self._logprob_token_ids(body, logprobs),
             structured_output=structured_output(body.response_format, body),
             prompt_logprobs=body.prompt_logprobs,
             min_new_tokens=body.min_tokens or 0,
@@ -322,10 +371,29 @@ def sampling_params(
 
 def logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     """Biases by token id; JSON has only strings as keys. Raises OptionError for keys that are no token ids."""
-    for key in biases:
-        if not key.isascii() or not key.isdigit() or len(key) > 12 or int(key) >= vocab_size:
-            raise OptionError(f"logit_bias is keyed by token ids from 0 to {vocab_size - 1}")
+    wrong = [
+        key for key in biases if not key.isascii() or not key.isdigit() or len(key) > 12 or int(key) >= vocab_size
+    ]
+    if wrong:
+        names = ", ".join(repr(key[:40]) for key in wrong[:8])
+        raise OptionError(
+            f"logit_bias is keyed by token ids from 0 to {vocab_size - 1}, of a vocabulary of {vocab_size}; not {names}"
+        )
     return {int(key): bias for key, bias in biases.items()}
+
+
+def beam_params(body: CommonParams, request: Request, width: int) -> BeamParams | None:
+    """The beam search that a request asks for. Raises ApiError for what depends on where an output began."""
+    if not body.use_beam_search:
+        return None
+    begins = request.stop or request.bad_words or request.min_new_tokens or request.structured_output
+    if body.stream or begins or request.logprobs is not None or request.sampling.penalised or width > MAX_BEAMS:
+        message = (
+            f"use_beam_search takes up to {MAX_BEAMS} beams, and neither stream, stop, logprobs, penalties, bad_words, "
+            "min_tokens nor structured output"
+        )
+        raise ApiError(400, message, param="use_beam_search")
+    return BeamParams(width, 1.0 if body.length_penalty is None else body.length_penalty)
 
 
 def seeded_for_choice(sampling: SamplingParams, index: int) -> SamplingParams:

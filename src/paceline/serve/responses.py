@@ -110,7 +110,7 @@ class ChatFormat:
         self.formatter = formatter
 
     def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
-        return ChatWriter(choice.syntax)
+        return ChatWriter(choice.syntax, choice.echo)
 
     def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json:
         return self.formatter.chat(tokens, as_ids=as_ids)
@@ -123,13 +123,15 @@ class CompletionWriter(ChoiceWriter):
 
     def __init__(self, echo: str) -> None:
         self._echo, self._text = echo, ""
+        self._is_opened = False
 
     def opening(self) -> Json:
-        return {"text": self._echo}
+        return {"text": ""}
 
     def add(self, output: RequestOutput) -> Json:
+        echo, self._is_opened = "" if self._is_opened else self._echo, True
         self._text += output.text
-        return {"text": output.text}
+        return {"text": echo + output.text}
 
     def closing(self) -> Json:
         return {"text": ""}
@@ -168,6 +170,7 @@ class ResponseBuilder:
             ChoiceState(choice, response_format.writer(choice), self._aligner(choice)) for choice in task.choices
         ]
         self._opened: set[int] = set()
+        self.first_token: float | None = None  # when it came, by the clock of time.perf_counter
 
     async def whole(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> Json:
         """The whole response, once every choice has finished."""
@@ -234,15 +237,15 @@ class ResponseBuilder:
     def _add(self, delta: ChoiceDelta) -> RequestOutput:
         """Take an output; returns it as the response shows it."""
         output, state = delta.output, self._states[delta.index]
+        self.first_token = self.first_token or time.perf_counter()
         if self._task.echo_only:  # a token was generated only so that the prompt was read
             reason = "length" if output.finish_reason else None
             output = replace(output, text="", token_ids=(), logprobs=None, finish_reason=reason, stop_reason=None)
         state.add(output)
         if output.prompt_logprobs is not None and self._task.echo_logprobs:
             request, echo = state.choice.request, state.choice.echo
-            state.shown[:0] = prompt_tokens(
-                self._format.formatter.token_text, request, output.prompt_logprobs, len(echo)
-            )
+            tokens = prompt_tokens(self._format.formatter.token_text, request, output.prompt_logprobs, len(echo))
+            state.shown[:0], state.fresh[:0] = tokens, tokens
         return output
 
     def _best(self) -> list[ChoiceState]:
@@ -285,27 +288,23 @@ class ResponseBuilder:
         }
 
     def _opening_chunks(self) -> Iterator[Json]:
-        """The first chunk of every choice, but of those that echo log-probabilities: they come with an output."""
-        for index, _ in enumerate(self._states if not self._task.echo_logprobs else ()):
-            yield self._opening_chunk(index)
+        """A chat opens every choice with its role; a completion opens one with its first output."""
+        for index, state in enumerate(() if self._format.is_completion else self._states):
+            yield self._with_prompt_ids(self._chunk(index, state.writer.opening()), index)
 
-    def _opening_chunk(self, index: int) -> Json:
-        state = self._states[index]
+    def _with_prompt_ids(self, chunk: Json, index: int) -> Json:
+        """The first chunk of a choice with the token ids of its prompt, where the request asks for them."""
+        if self._task.return_token_ids and index not in self._opened:
+            holder = chunk["choices"][0] if self._format.is_completion else chunk
+            holder["prompt_token_ids"] = self._states[index].choice.request.prompt
         self._opened.add(index)
-        num_echoed = len(state.choice.request.prompt)
-        logprobs = self._logprobs(state.shown[:num_echoed]) if self._task.echo_logprobs else None
-        chunk = self._chunk(index, state.writer.opening(), logprobs)
-        details = {"prompt_token_ids": state.choice.request.prompt} if self._task.return_token_ids else {}
-        (chunk["choices"][0] if self._format.is_completion else chunk).update(details)
         return chunk
 
     def _delta_chunks(self, delta: ChoiceDelta) -> Iterator[Json]:
         state, output = self._states[delta.index], self._add(delta)
-        if delta.index not in self._opened:
-            yield self._opening_chunk(delta.index)
         has_ids = self._task.return_token_ids and output.token_ids
         has_output = bool(any(state.fields.values()) or state.fresh or has_ids or self._task.include_stats)
-        closes = has_output and self._format.is_completion and not self._task.include_stats
+        closes = has_output and not self._task.include_stats
         if has_output:
             chunk = self._output_chunk(delta.index, state, output)
             yield self._closed(chunk, state) if closes and output.finish_reason else chunk
@@ -325,7 +324,7 @@ class ResponseBuilder:
         chunk = self._chunk(index, state.fields, logprobs, stats)
         if self._task.return_token_ids:
             chunk["choices"][0]["token_ids"] = list(output.token_ids)
-        return chunk
+        return self._with_prompt_ids(chunk, index)
 
     def _closed(self, chunk: Json, state: ChoiceState) -> Json:
         """The chunk with why the output has ended."""

@@ -22,6 +22,7 @@ from paceline.serve.responses import ChatFormat, CompletionFormat, Json, Respons
 from paceline.serve.rounding import near_tie_logprob
 from paceline.serve.schema import ChatRequest, CompletionRequest
 from paceline.serve.streaming import EventStream, first_chunk, while_connected
+from paceline.serve.timings import TimedChatShape
 
 ERROR_DESCRIPTIONS = {
     400: "The request is not valid; the message says why",
@@ -59,10 +60,15 @@ def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/chat/completions", include_in_schema=False, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
-        return await chat_response(context, request, body)
+        return await chat_response(context, request, body, TimedChatShape.of(body, context.formatter.prompt_text))
+
+    @routes.post("/v1/chat/completions/input_tokens", responses=ERROR_RESPONSES, response_model=None)
+    @routes.post("/chat/completions/input_tokens", include_in_schema=False, response_model=None)
+    async def count_chat_tokens(body: ChatRequest) -> Json:
+        """How many tokens the prompt of a chat has."""
+        return {"input_tokens": len(await context.tokenized(context.requests.chat_prompt, body))}
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
-    @routes.post("/completions", include_in_schema=False, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """The continuation of a prompt."""
         return await completion_response(context, request, body)
@@ -102,8 +108,10 @@ def model_entry(context: ServerContext, name: str) -> Json:
         "dtype": context.engine.info.dtype,
         "near_tie_logprob": near_tie_logprob(context.engine.info.dtype),
     }
+    base, lora = context.config.served_model_names[0], context.config.lora_of(name)
     entry = {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline"}
-    return {**entry, "max_model_len": context.requests.max_model_len, "x_paceline": details}
+    entry |= {"root": base, "parent": base if lora else None, "max_model_len": context.requests.max_model_len}
+    return {**entry, "x_paceline": details}
 
 
 async def chat_response(
@@ -136,7 +144,7 @@ async def respond(
 ) -> Response:
     """The response to one request, whole or as a stream. Its admission ends with the last byte."""
     response = ResponseBuilder(response_format, task, task.model or context.config.served_model_names[0])
-    shape.prompt_tokens = task.prompt_tokens
+    shape.prompt_tokens, shape.prompt_ids = task.prompt_tokens, task.choices[0].request.prompt
     log_fields = request.scope[LOG_FIELDS]
     log_fields |= _request_fields(context, task, response)
     with ExitStack() as admission:
@@ -145,6 +153,7 @@ async def respond(
         if not task.stream:
             document = await while_connected(request, response.whole(deltas))
             log_fields |= response.log_fields()
+            shape.first_token = response.first_token
             return Document(shape.whole(document))
         chunks = shape.chunks(response.chunks(deltas))
         first = await first_chunk(request, chunks, context.config.limits.ping_interval)

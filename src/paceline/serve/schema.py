@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints
 
 from paceline.config import MAX_DRAFT_TOKENS
 from paceline.serve.chat_schema import MAX_CALLS, ChatTemplateParams, ToolCallParam
-from paceline.serve.output_schema import OutputParams, ResponseFormatParam
+from paceline.serve.output_schema import LogprobCount, OutputParams, ResponseFormatParam
 from paceline.serve.schema_models import LenientModel, StrictModel
 
 MAX_INT = 1 << 31
@@ -19,6 +19,8 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
+# system, developer, user, assistant and tool, or another one that the model's template knows
+Role = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class ContentPart(LenientModel):
@@ -34,7 +36,7 @@ Content = str | list[ContentPart]
 class ChatMessage(LenientModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: Content | None = None
     name: str | None = None
     refusal: str | None = None
@@ -66,12 +68,19 @@ class StreamOptions(LenientModel):
     continuous_usage_stats: bool | None = None
 
 
+class KvTransferParams(LenientModel):
+    """What a server that has read the prompt passes on. prompt_token_ids: taken as they are, not the messages."""
+
+    prompt_token_ids: TokenIds | None = None
+
+
 class CommonParams(OutputParams):
     """What chat completions and completions have in common."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncation_side: Literal["left", "right"] | None = Field(default=None, description="where a prompt is cut")
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
@@ -81,7 +90,7 @@ class CommonParams(OutputParams):
     repetition_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_LIMIT, le=SEED_LIMIT - 1)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -90,6 +99,8 @@ class CommonParams(OutputParams):
     speculative: SpeculativeParams | None = None
     response_format: ResponseFormatParam | None = None
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    use_beam_search: bool | None = Field(default=None, description="the n likeliest continuations, not sampled ones")
+    length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
     x_paceline: bool | None = Field(default=None, description="add speculation statistics to the response")
     # Accepted and ignored: they do not change the output.
     user: str | None = None
@@ -124,8 +135,18 @@ class ChatRequest(CommonParams, ChatTemplateParams):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[bool, Field(strict=False)] | None = None  # "true" too, as some clients write it
+    top_logprobs: LogprobCount | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    echo: bool | None = Field(default=None, description="the answer begins with the final message that it continues")
+    timings_per_token: bool | None = Field(default=None, description="add llama.cpp's timings")
+    verbose: bool | None = Field(default=None, description="add the prompt as the model reads it, as llama.cpp does")
+
+    @property
+    def echoed_message(self) -> ChatMessage | None:
+        """The message that the answer continues and repeats."""
+        last = self.messages[-1]
+        return last if self.echo and self.continue_final_message and last.role == "assistant" else None
 
     @property
     def asked_tokens(self) -> int | None:
@@ -143,7 +164,7 @@ class CompletionRequest(CommonParams):
     )
     suffix: str | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: LogprobCount | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     max_completion_tokens: Count | None = None
     add_special_tokens: bool | None = None

@@ -55,7 +55,7 @@ def test_trees_of_a_batch_agree_with_float64(kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_token_is_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch() -> None:
-    runner = fused("qwen3_moe", num_experts=5)
+    runner = fused("qwen3_moe", num_experts=5, num_hidden_layers=1)
     seq_cache, other = after_prompts(runner)
     length, tokens = len(PROMPTS[0]), [3, 4, 5]
     alone = torch.cat([runner.forward([Row.chain(seq_cache, [token])]).logits.clone() for token in tokens])
@@ -86,15 +86,15 @@ def test_padding_reads_no_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_drafting_graph_drafts_what_single_steps_would() -> None:
-    runner = fused("mixtral")
+    runner = fused("mixtral", num_hidden_layers=1)
     prompts = [list(range(5, 14)), [3, 2, 1]]
-    drafted = runner.draft([DraftInput(runner.new_cache(), prompt) for prompt in prompts], 3)
+    drafted = runner.draft([DraftInput(runner.new_cache(), prompt) for prompt in prompts], 2)
     assert drafted is not None
     runner.decode_graphs = None
     for row, prompt in enumerate(prompts):
         seq_cache, steps = runner.new_cache(), list[int]()
         output = runner.forward([Row.chain(seq_cache, prompt)], last_only=True)
-        for _ in range(3):
+        for _ in range(2):
             steps.append(int(output.logits[0].argmax()))
             output = runner.forward([Row.chain(seq_cache, steps[-1:])])
         assert drafted.tokens[row].tolist() == steps

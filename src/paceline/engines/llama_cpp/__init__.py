@@ -36,6 +36,7 @@ SPEC = EngineSpec(
     "llama.cpp in a process of its own: GGUF files as they are, CPU or GPU",
     _open,
     packs_gguf=True,
+    bounds_windows=True,
     options=OPTIONS,
     per_request=False,
     drafts_with_logprobs=False,

@@ -14,6 +14,7 @@ from paceline.core.draft_tree import DraftTree, empty
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
+from paceline.errors import OutOfMemory
 
 Result = TypeVar("Result")
 LOG = logging.getLogger(__name__)
@@ -65,6 +66,9 @@ class GuardedDrafter(Drafter):
     def _try(self, work: Callable[[], Result]) -> Result | None:
         try:
             return work()
+        except OutOfMemory as error:  # it says what to do; where it happened tells nothing more
+            self._log(type(error).__name__, f"has no room: {error}")
+            return None
         except Exception as error:  # a drafter may be anyone's code
             self._log(type(error).__name__, f"raised {type(error).__name__}: {error}", error)
             return None

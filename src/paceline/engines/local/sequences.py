@@ -17,7 +17,6 @@ from paceline.errors import ContextLengthExceeded, OptionError
 from paceline.hub.tokenizer import Tokenizer
 
 PREDICTION = "prediction"
-MAX_LOGPROBS = 1024
 
 
 class SequenceBuilder:
@@ -44,6 +43,7 @@ class SequenceBuilder:
             num_draft_tokens=0 if method == NONE else self._num_draft_tokens(request),
             prediction=request.prediction,
             logprobs=self._logprobs("logprobs", request.logprobs),
+            logprob_token_ids=self._logprob_token_ids(request),
             prompt_logprobs=self._logprobs("prompt_logprobs", request.prompt_logprobs),
             skip_special_tokens=bool(request.skip_special_tokens),
             lora=self._lora(request.lora),
@@ -79,10 +79,13 @@ class SequenceBuilder:
     def _logprobs(self, name: str, value: Any) -> int | None:
         if value is None:
             return None
-        number, most = as_int(value), min(MAX_LOGPROBS, self._info.vocab_size)
+        number, most = as_int(value), self._info.vocab_size
         if number is None or not 0 <= number <= most:
             raise OptionError(f"{name} must be 0 to {most}, not {value!r}")
         return number
+
+    def _logprob_token_ids(self, request: Request) -> tuple[int, ...]:
+        return tuple(sorted(token_ids("logprob_token_ids", request.logprob_token_ids, self._info.vocab_size)))
 
     # --- which tokens may follow --------------------------------------------------------------------------------------
 

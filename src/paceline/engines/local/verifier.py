@@ -132,7 +132,14 @@ def logprobs_of(seq: Sequence, output: RowOutput, result: VerifyResult, top: int
     scores = torch.log_softmax(adjusted(output.logits[rows], seq.sampling, histories, allowed), dim=-1).cpu()
     logprobs: list[TokenLogprob] = []
     for row, token in zip(scores, emitted):
-        best = row.topk(top) if top else None
-        pairs = tuple(zip(best.indices.tolist(), best.values.tolist())) if best is not None else ()
+        pairs = _alternatives(row, seq.params.logprob_token_ids, top)
         logprobs.append(TokenLogprob(token, float(row[token]), pairs))
     return logprobs
+
+
+def _alternatives(scores: Tensor, chosen: tuple[int, ...], top: int) -> tuple[tuple[int, float], ...]:
+    """The chosen tokens with their log-probabilities, or the likeliest ones. scores: [vocab]"""
+    if chosen:
+        return tuple(zip(chosen, scores[list(chosen)].tolist()))
+    best = scores.topk(top) if top else None
+    return tuple(zip(best.indices.tolist(), best.values.tolist())) if best is not None else ()

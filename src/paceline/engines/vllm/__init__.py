@@ -48,6 +48,7 @@ SPEC = EngineSpec(
     "vLLM: several devices and machines; method and k are fixed at the start",
     _open,
     max_gpus=MAX_GPUS,
+    bounds_windows=True,
     options=(
         EngineOption("quantization", "how the weights are quantized, as vLLM names it"),
         EngineOption("enforce_eager", "true: nothing is compiled or captured; starts sooner, runs slower"),

@@ -53,14 +53,10 @@ class CompiledLayers:
 
     def run(self, hidden_states: Tensor, rows: list[Row], span: LayerSpan, skips: list[int]) -> LayerOutput:
         """As DecoderModel.run_layers. skips: nodes at the start of each row that are cached already."""
-        batch, states, start = self._batch(rows, skips), hidden_states.contiguous(), span.first
-        kept: list[Tensor] = []
-        for layer in sorted(layer for layer in set(span.features) if span.first <= layer <= span.last):
-            run_layers(self._model, batch, states, start, layer)
-            kept.append(states.clone())
-            start = layer
-        run_layers(self._model, batch, states, start, span.last)
-        return LayerOutput(states, torch.cat(kept, dim=-1) if kept else None)
+        states = hidden_states.contiguous()
+        kept = sorted(layer for layer in set(span.features) if span.first <= layer <= span.last)
+        features = run_layers(self._model, self._batch(rows, skips), states, span.first, span.last, kept)
+        return LayerOutput(states, features)
 
     def _batch(self, rows: list[Row], skips: list[int]) -> CBatch:
         lengths, counts = [row.seq_cache.length for row in rows], [len(row.parents) for row in rows]

@@ -8,6 +8,7 @@ token twice writes the same numbers again) and then takes step after step withou
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,10 +27,11 @@ from paceline.layers.gemm_tiling import TILE_ROWS
 from paceline.layers.triton_ops import TritonOps
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.eager_pass import attention_sizes
-from paceline.runners.native.kv_cache import KVCache
+from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
 from paceline.runners.native.persistent_pass import OutputWish, PersistentPass, TokenSource
+from paceline.runners.native.sequence_state import StateSpan
 
 NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
 # One sequence: all sizes up to a tile cost the same within 3%, and each graph costs a second or two, once.
@@ -164,7 +166,15 @@ class DecodeGraphs:
 
     def forward(self, rows: list[Row], size: PassSize, last_only: bool) -> ModelOutput:
         """Read these rows."""
-        graph = self._prepared(rows, size)
+        if not self._model.config.recurrent_layers:
+            return self._read(rows, size, last_only)
+        with self._kv.states.reading(rows, [own(row.seq_cache).recurrent for row in rows]) as spans:
+            return self._read(rows, size, last_only, spans)
+
+    def _read(
+        self, rows: list[Row], size: PassSize, last_only: bool, spans: Sequence[StateSpan] = ()
+    ) -> ModelOutput:
+        graph = self._prepared(rows, size, spans)
         output = unpadded(graph.run(), [len(row.parents) for row in rows], graph.key.size.nodes, last_only)
         return output if self._options.adapter is None else self._adapted(output)
 
@@ -173,15 +183,24 @@ class DecodeGraphs:
 
         The device goes from pass to pass by itself. The host only queues them, so its own work costs nothing here.
         """
-        graph = self._prepared(rows, size)
+        if not self._model.config.recurrent_layers:
+            return self._decode(self._prepared(rows, size), num_steps)[: len(rows)]
+        states = [own(row.seq_cache).recurrent for row in rows]
+        with self._kv.states.reading(rows, states) as spans:
+            written = self._decode(self._prepared(rows, size, spans), num_steps)[: len(rows)]
+        for state, tokens in zip(states, written):
+            self._kv.states.read_further(state, tokens[:-1])
+        return written
+
+    def _decode(self, graph: ForwardGraph, num_steps: int) -> Tensor:
         inputs, nodes = graph.buffers, graph.key.size.nodes
         shape = (graph.key.size.num_seqs, num_steps)
         written = torch.empty(shape, dtype=torch.int64, device=self._kv.device)
         for step in range(num_steps):
             written[:, step] = graph.run().best.view(-1, nodes)[:, 0]
             inputs.token_ids[:, 0] = written[:, step]
-            inputs.batch.lengths.add_(1)
-        return written[: len(rows)]
+            inputs.advance()
+        return written
 
     def draft(self, graph: DraftGraph, inputs: list[DraftInput], num_tokens: int) -> DraftOutput:
         """Draft tokens for these sequences; blocks for all tokens of the graph are reserved."""
@@ -196,12 +215,14 @@ class DecodeGraphs:
         probs = None if output.probs is None else output.probs[: len(inputs), :num_tokens]
         return DraftOutput(output.tokens[: len(inputs), :num_tokens], probs)
 
-    def _prepared(self, rows: list[Row], size: PassSize) -> ForwardGraph:
+    def _prepared(self, rows: list[Row], size: PassSize, spans: Sequence[StateSpan] = ()) -> ForwardGraph:
         """The graph of this size with these rows in its inputs."""
         graph = self.forward_graph(size)
         graph.buffers.begin()
         for index, row in enumerate(rows):
             graph.buffers.put_row(index, row, self._kv.table(row.seq_cache))
+        for index, span in enumerate(spans):
+            graph.buffers.put_state(index, span)
         graph.buffers.send(len(rows))
         graph.buffers.send_tokens(rows)
         return graph
@@ -218,7 +239,9 @@ class DecodeGraphs:
         """The graph of this size, or of a near one; captured if there is none."""
         key = ForwardKey(size, self._options.want_hidden, self._options.feature_layers)
         return self._forward.nearest(key) or self._forward.get(
-            key, lambda: PassInputs(size, self._table_width, self._kv.device), self._forward_work
+            key,
+            lambda: PassInputs(size, self._table_width, self._kv.device, self._kv.states.memory),
+            self._forward_work,
         )
 
     def draft_graph(self, size: PassSize, num_tokens: int, sampled: bool) -> DraftGraph:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class EagerPasses:
         lora_rows: LoraRows | None = None,
     ) -> None:
         """lora_rows: where the layers of the model look which rows have an adapter."""
-        self._lora_rows = lora_rows
+        self._lora_rows, self._states = lora_rows, kv.states
         self._model, self._options, self._device = model, options, kv.device
         by_node = model.quantizes_input
         attention = EagerAttention(attention_sizes(model, kv), kv.keys, kv.values, node_by_node=by_node)
@@ -85,9 +87,11 @@ class EagerPasses:
         elif self._compiled is not None:
             return self._compiled.run(hidden_states, rows, span, skips or [0] * len(rows))
         batch = self._builder.batch(rows, skips, prefill=prefill)
-        return self._model.run_layers(
-            hidden_states, batch, self.ops, span.features, first=span.first, last=span.last
-        )
+        with self._states.reading(rows, [own(row.seq_cache).recurrent for row in rows]) as state_spans:
+            batch = replace(batch, recurrent=self._states.recurrence(state_spans))
+            return self._model.run_layers(
+                hidden_states, batch, self.ops, span.features, first=span.first, last=span.last
+            )
 
     def _tokens(self, rows: list[Row]) -> Tensor:
         tokens = torch.cat([row.ids().to(self._device) for row in rows]) if len(rows) > 1 else rows[0].ids()

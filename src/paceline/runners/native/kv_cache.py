@@ -12,17 +12,20 @@ from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
+from paceline.runners.native.recurrent_states import NoStates, RecurrentStates, num_slots
+from paceline.runners.native.sequence_state import SequenceState
 
 
 class NativeSequenceCache(SequenceCache):
     """The KV cache of one sequence: a holder of blocks."""
 
-    __slots__ = ("exit_state", "last_row_start")
+    __slots__ = ("exit_state", "last_row_start", "recurrent")
 
     def __init__(self) -> None:
         super().__init__()
         self.last_row_start = 0  # where the last row read begins
         self.exit_state: EarlyExitState | None = None  # what an exit has computed for verification
+        self.recurrent = SequenceState()  # of recurrent layers, where the model has any
 
 
 def own(seq_cache: SequenceCache) -> NativeSequenceCache:
@@ -46,11 +49,18 @@ class KVCache:
         self.blocks, self.block_size = blocks, blocks.block_size
         self.num_tokens = blocks.num_blocks * blocks.block_size
         self.padding_slot = self.num_tokens  # in a block behind the last one, which belongs to no sequence
-        shape = (config.num_layers, self.num_tokens + blocks.block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_layers, self.num_tokens + blocks.block_size, config.num_kv_heads, config.head_dim)
         try:
             self.keys, self.values = (zeroed_cache(shape, dtype, device) for _ in range(2))
+            self.states = self._states(config)
         except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
             raise _does_not_fit(self.num_tokens) from error
+
+    def _states(self, config: ArchConfig) -> NoStates:
+        if config.delta_net is None:
+            return NoStates()
+        slots = num_slots(config.delta_net, self.keys.dtype, 2 * self.keys.nbytes)
+        return RecurrentStates(config.delta_net, slots, self.keys.dtype, self.device)
 
     @property
     def device(self) -> torch.device:
@@ -80,6 +90,11 @@ class KVCache:
         self.blocks.grow(seq_cache, end)
         for clone in self.blocks.writable(seq_cache, start, end):
             self._copy_block(clone.source, clone.target)
+
+    def make_writable(self, seq_cache: SequenceCache, start: int, end: int) -> None:
+        """Copies of the shared blocks among tokens start to end, one after another. Raises OutOfMemory."""
+        for place in range(start - start % self.block_size, end, self.block_size):
+            self.reserve(seq_cache, place, min(place + self.block_size, end))
 
     def reserve_rows(self, rows: list[Row], num_steps: int = 1) -> None:
         """Blocks for every row and the tokens written after it, or OutOfMemory and nothing changed."""
@@ -123,19 +138,23 @@ class PagedRunner(Runner):
             start = cache.last_row_start
             self.kv.move(cache, [start + node for node, _ in moved], [start + place for _, place in moved])
         cache.length = cache.last_row_start + len(nodes)
+        self.kv.states.settle(cache.recurrent, cache.length)
 
     def truncate(self, seq_cache: SequenceCache, length: int) -> None:
         cache = own(seq_cache)
         cache.length, cache.exit_state = min(cache.length, length), None
         self.kv.blocks.shrink(cache, cache.length)
+        self.kv.states.settle(cache.recurrent, cache.length)
 
     def free(self, seq_cache: SequenceCache) -> None:
         cache = own(seq_cache)
         self.kv.blocks.release(cache)
+        self.kv.states.free(cache.recurrent)
         cache.length, cache.exit_state = 0, None
 
     def fork(self, seq_cache: SequenceCache, length: int) -> NativeSequenceCache:
         twin = NativeSequenceCache()
+        self.kv.states.fork(own(seq_cache).recurrent, twin.recurrent, length)
         self.kv.blocks.share(own(seq_cache), twin, length)
         twin.length, twin.lora = length, seq_cache.lora
         return twin

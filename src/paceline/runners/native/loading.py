@@ -38,6 +38,8 @@ def can_fuse(model: DecoderModel, device: torch.device) -> bool:
     """Whether fused kernels and graphs exist on this device and take this model."""
     if not supports_graphs(device) or find_spec("triton") is None or model.quantizes_input:
         return False
+    if model.config.delta_net is not None and not model.config.delta_net.fits_kernels:
+        return False
     if not all(layer.can_fuse for layer in model.layers):
         return False
     half = model.config.head_dim // 2

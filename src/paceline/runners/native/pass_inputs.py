@@ -13,6 +13,8 @@ from paceline.core.draft_tree import depths
 from paceline.core.types import Row
 from paceline.device.memory import Upload, host_buffer
 from paceline.layers.attention_triton import TritonBatch
+from paceline.layers.linear_attention import DeltaNetSpans, DeltaNetStates
+from paceline.runners.native.sequence_state import StateSpan
 
 MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
 LEAD_TOKENS = 2  # tokens of a sequence that a drafting loop reads before its first draft token
@@ -44,10 +46,23 @@ def tree_mask(parents: list[int]) -> list[int]:
     return masks
 
 
-class PassInputs:
-    """One buffer on the host and one on the device, each with a view for every input."""
+def _spans(memory: DeltaNetStates, views: dict[str, Tensor], size: PassSize) -> DeltaNetSpans:
+    """The inputs of recurrent layers: nodes lie sequence after sequence, padded."""
+    seqs = torch.arange(size.num_seqs, device=memory.states.device)
+    slots, state_lengths, folds = (views[name] for name in ("slots", "state_lengths", "folds"))
+    lengths, counts, node_seqs = views["lengths"], views["counts"], seqs.repeat_interleave(size.nodes)
+    return DeltaNetSpans(memory, slots, state_lengths, folds, lengths, counts, seqs * size.nodes, node_seqs)
 
-    def __init__(self, size: PassSize, table_width: int, device: torch.device) -> None:
+
+class PassInputs:
+    """One buffer on the host and one on the device, each with a view for every input.
+
+    memory  the states of recurrent layers, where the model has any
+    """
+
+    def __init__(
+        self, size: PassSize, table_width: int, device: torch.device, memory: DeltaNetStates | None = None
+    ) -> None:
         num_seqs, nodes = size.num_seqs, size.nodes
         self._shapes = {
             "lengths": (num_seqs,),
@@ -55,9 +70,12 @@ class PassInputs:
             "depths": (num_seqs, nodes),
             "tree_mask": (num_seqs, nodes),
             "tokens": (num_seqs, nodes),
+            "slots": (num_seqs,),
+            "state_lengths": (num_seqs,),
+            "folds": (num_seqs,),
             "blocks": (num_seqs, table_width),
         }
-        total = num_seqs * (2 + 3 * nodes + table_width)
+        total = num_seqs * (5 + 3 * nodes + table_width)
         self._host = host_buffer((total,), torch.int64, device)
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
         self._upload = Upload(self._host, self._device)
@@ -75,6 +93,7 @@ class PassInputs:
             views["tree_mask"],
             views["blocks"],
             size.chunks,
+            recurrent=None if memory is None else _spans(memory, views, size),
         )
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -97,6 +116,18 @@ class PassInputs:
             arrays["tokens"][index, 0] = row.lead
         if not row.tokens.is_cuda and row.tokens.shape[0]:
             arrays["tokens"][index, count - row.tokens.shape[0] : count] = row.tokens.numpy()
+
+    def put_state(self, index: int, span: StateSpan) -> None:
+        """Where the state of sequence `index` is, and how far."""
+        arrays = self._arrays
+        arrays["slots"][index], arrays["state_lengths"][index] = span.slot, span.state.now.length
+        arrays["folds"][index] = span.folded
+
+    def advance(self) -> None:
+        """Every sequence reads the token after its row. What was to be folded has been."""
+        self.batch.lengths.add_(1)
+        if self.batch.recurrent is not None:
+            self.batch.recurrent.state_lengths.copy_(self.batch.recurrent.folds)
 
     def put_lead(self, index: int, ids: list[int], table: list[int]) -> None:
         """Sequence `index` of a drafting loop: its last two tokens."""

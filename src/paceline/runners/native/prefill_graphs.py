@@ -194,7 +194,8 @@ class PrefillGraphs:
     def _later_span(self, inputs: PrefillInputs, window: int | None) -> SequenceSpan:
         """Keys are the padded context, or what windows see of it, and then the chunk: a mask hides the padding."""
         size, context, device = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.device
-        steps, places, slots = torch.arange(size, device=device), torch.arange(context, device=device), inputs.context_slots
+        steps, places = torch.arange(size, device=device), torch.arange(context, device=device)
+        slots = inputs.context_slots
         if window is not None:
             places = inputs.length - min(window - 1, context) + places[: window - 1]
             slots = slots[places.clamp_min(0)]
@@ -203,7 +204,8 @@ class PrefillGraphs:
         return SequenceSpan(0, size, places.shape[0], torch.cat([slots, inputs.slots]), inputs.slots, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
-        return torch.zeros(hidden.shape, dtype=self._kv.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.keys.dtype, device=hidden.device)
+        return mask.masked_fill(hidden, -torch.inf)
 
     def _rotations(self, positions: Tensor | slice) -> tuple[CosSin, ...]:
         return tuple(cos_sin(cache, positions, self._kv.keys.dtype) for cache in self._rope_caches)

@@ -14,7 +14,7 @@ from paceline.core.protocols import Adapter, Preparation
 from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
-from paceline.errors import OptionError, OutOfMemory
+from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.layers.rope import rope_cache
 from paceline.models.decoder import DecoderModel
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and no output waits long
 SHORT_DECODE_STEPS = 8  # the same where a pass is one kernel: it takes about a millisecond
 EXTRA_POSITIONS = 512  # a drafting graph may run a few steps past the end of the longest sequence
+REREAD_TOKENS = 2048  # of a sequence in a pass, where its state is computed again
 LEAD_TOKENS = 2  # what a drafting graph reads of a sequence; pass_inputs.LEAD_TOKENS, here without importing Triton
+CAPABILITIES = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
+RECURRENT_CAPABILITIES = frozenset({Capability.HIDDEN_STATES})  # a state is after one path, and after all layers
 
 
 class NativeRunner(PagedRunner):
@@ -55,7 +58,7 @@ class NativeRunner(PagedRunner):
         self.model, self.info, self.blocks, self.batch_invariant = model, info, blocks, batch_invariant
         self.kv = KVCache(model.config, blocks, model.embedding.dtype, torch.device(info.device))
         self.options = OutputOptions(last_layer=model.config.num_layers)
-        self.capabilities = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
+        self.capabilities = RECURRENT_CAPABILITIES if model.config.recurrent_layers else CAPABILITIES
         positions = model.config.max_seq_len + EXTRA_POSITIONS
         self._rope_caches = tuple(rope_cache(rope, positions, self.kv.device) for rope in model.config.ropes)
         self._make_passes()
@@ -137,6 +140,9 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+        if self.model.config.recurrent_layers:
+            self._check_chains(rows)
+            self._reread(rows)
         self.kv.reserve_rows(rows)
         try:
             output = self._dispatch(rows, last_only)
@@ -145,6 +151,31 @@ class NativeRunner(PagedRunner):
         for row in rows:
             _advance(row, len(row.parents))
         return output
+
+    def _settle(self, rows: list[Row]) -> None:
+        """What plain decoding has written stays."""
+        for cache in [own(row.seq_cache) for row in rows]:
+            self.kv.states.settle(cache.recurrent, cache.length)
+        self._reread(rows)
+
+    def _check_chains(self, rows: list[Row]) -> None:
+        if not all(row.is_chain for row in rows):
+            raise CapabilityError(f"{self.info.name} reads chains of draft tokens only, not trees")
+
+    def _reread(self, rows: list[Row]) -> None:
+        """Read again what recurrent layers lack of a sequence that was cut back, or forked from another."""
+        for cache in [own(row.seq_cache) for row in rows]:
+            if not self.kv.states.lacks(cache.recurrent, cache.length):
+                continue
+            length, tokens = cache.length, cache.recurrent.history.ids()
+            self.kv.make_writable(cache, cache.recurrent.now.end, length)
+            try:
+                while self.kv.states.lacks(cache.recurrent, length):
+                    cache.length = cache.recurrent.now.end
+                    chunk = tokens[cache.length : min(length, cache.length + REREAD_TOKENS)]
+                    self.forward([Row.chain(cache, chunk)], last_only=True)
+            finally:
+                cache.length = length
 
     def _dispatch(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """The first pass that takes these rows: decode graph, prefill graph, row by row, eager."""
@@ -158,6 +189,8 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def draft(self, inputs: list[DraftInput], num_tokens: int) -> DraftOutput | None:
+        if self.model.config.recurrent_layers:
+            return None
         sampled = inputs[0].temperature > 0
         if any((draft.temperature > 0) != sampled or len(draft.ids) < LEAD_TOKENS for draft in inputs):
             return None
@@ -175,6 +208,8 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def decode(self, rows: list[Row], num_steps: int) -> Tensor | None:
+        if self.model.config.recurrent_layers:
+            self._settle(rows)
         longest = max(row.seq_cache.length for row in rows) + num_steps
         size = None if self.decode_graphs is None else self.decode_graphs.fits(len(rows), 1, longest)
         if size is None or self.decode_graphs is None or longest > self.info.max_seq_len:
@@ -222,6 +257,8 @@ class NativeRunner(PagedRunner):
         return self.model.embed(tokens.to(self.kv.device))
 
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> NativeRunner:
+        if Capability.EARLY_EXIT not in self.capabilities:
+            raise CapabilityError(f"{self.info.name} cannot {Capability.EARLY_EXIT.value}")
         if not 0 < layer < self.info.num_layers:
             raise OptionError(f"an exit is after layer 1 to {self.info.num_layers - 1}, not {layer}")
         twin = copy.copy(self)

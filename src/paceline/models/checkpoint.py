@@ -175,8 +175,8 @@ class ModelCheckpoint:
 
     def _check_size(self, linear: Linear, names: list[str], out_features: int, in_features: int) -> None:
         if (linear.out_features, linear.in_features) != (out_features, in_features):
-            stored, said = f"{linear.out_features} by {linear.in_features}", f"{out_features} by {in_features}"
-            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {said}")
+            stored, expected = f"{linear.out_features} by {linear.in_features}", f"{out_features} by {in_features}"
+            raise WeightsError(f"the weights of {names[0]} are {stored}; the config says {expected}")
 
     def embedding(self, name: str, *shape: int) -> Embedding:
         """A matrix that is read row by row: a tensor, or the blocks it is stored in. Comes without `.weight`."""

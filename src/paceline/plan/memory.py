@@ -21,7 +21,7 @@ _FLOAT_BYTES = 4
 # A long prompt is read in chunks of this many tokens, so its activations stop growing there.
 PREFILL_CHUNK = 2048
 MAX_DRAFT_TOKENS = 128
-STATE_SLOTS = 32  # of recurrent layers, at least: sequences that have ended keep theirs as long as there is room
+MIN_STATES = 32  # of recurrent layers, at least: sequences that have ended keep theirs as long as there is room
 KEPT_INPUTS = 64  # tokens whose inputs recurrent layers keep
 
 
@@ -221,8 +221,8 @@ def _layer_state_bytes(layer: LayerSizes, deployment: Deployment) -> int:
     compute_bytes = deployment.precision.compute_bits // 8
     state = layer.state_values * _FLOAT_BYTES
     if layer.input_values:
-        slots = max(deployment.max_num_seqs, STATE_SLOTS)
-        return slots * (state + KEPT_INPUTS * layer.input_values * compute_bytes)
+        count = max(deployment.max_num_seqs, MIN_STATES)
+        return count * (state + KEPT_INPUTS * layer.input_values * compute_bytes)
     copies = 2 if deployment.num_nodes else 1
     return deployment.max_num_seqs * copies * (state + layer.conv_values * compute_bytes)
 

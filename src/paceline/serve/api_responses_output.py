@@ -116,7 +116,7 @@ class ResponseDocument:
         self._usage = document.get("usage") or self._usage
 
     def drop_cut_call(self) -> None:
-        """Leave out a last tool call that was cut: its arguments are no JSON, and nobody has seen it yet."""
+        """Leave out a last tool call that was cut: its arguments are no JSON, and no event has named it yet."""
         if self.status == INCOMPLETE and self._items and self._items[-1].kind == TOOL_CALL:
             self._items.pop()
 

@@ -216,8 +216,8 @@ def state_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
 
 
 def _layer_state_bytes(layer: LayerSizes, deployment: Deployment) -> int:
-    """Where our own code runs them, a state and the last inputs in a fixed number of slots at least; else one state for
-    each sequence, and while draft tokens are verified a second one to go back to."""
+    """Where our own code runs them, a state and the last inputs for a fixed number of sequences at least; else one
+    state for each sequence, and while draft tokens are verified a second one to go back to."""
     compute_bytes = deployment.precision.compute_bits // 8
     state = layer.state_values * _FLOAT_BYTES
     if layer.input_values:

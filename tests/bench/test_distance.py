@@ -100,12 +100,13 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     import gguf
 
     from paceline.hub import locate
+    from paceline.hub.convert import unpacked_folder
 
     folder = tmp_path_factory.mktemp("quantised")
     model = tiny_llama(vocab_size=288, bos_token_id=257, eos_token_id=258, pad_token_id=259)
     whole = write_gguf(folder / "whole.gguf", model)
     small = write_gguf(folder / "small.gguf", model, quantization=gguf.GGMLQuantizationType.Q4_0)
-    return {"original": locate(str(whole)).folder, "whole": whole, "small": small}
+    return {"original": unpacked_folder(locate(str(whole)).folder), "whole": whole, "small": small}
 
 
 @pytest.fixture(autouse=True)

@@ -306,8 +306,7 @@ def test_a_download_that_was_killed_goes_on_where_it_stopped(
     process.send_signal(ending)  # after SIGINT it ends when the connection has been quiet for ten seconds
     process.communicate(timeout=120)
     assert process.returncode != 0
-    [partial] = [path for path in blobs(tmp_path) if path.suffix == ".incomplete"]
-    arrived = partial.stat().st_size
+    arrived = max(path.stat().st_size for path in blobs(tmp_path) if path.suffix == ".incomplete")
     assert arrived >= 4 << 20
     hub.wait_at.clear()
     folder = Path(finished(fetching(MODEL)).strip())

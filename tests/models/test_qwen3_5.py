@@ -118,7 +118,7 @@ def test_a_checkpoint_with_vision_and_a_draft_head_runs_as_the_language_model_in
     ("changes", "reason"),
     [
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     ],
     ids=["activation", "weights"],
 )

@@ -100,7 +100,7 @@ def test_a_pair_that_the_engine_refuses_is_not_planned(capsys):
     assert document["method"] == "cross_vocab"
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "Q4_K_M"])
+@pytest.mark.parametrize("dtype", ["nf4", "Q4_K_M"])
 def test_a_dtype_that_no_engine_runs_is_not_planned(dtype):
     with pytest.raises(OptionError, match="cannot run in"):
         run(plan_command, "llama-3.1-8b", "--dtype", dtype)

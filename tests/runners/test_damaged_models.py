@@ -73,7 +73,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "negative vocabulary": (changed_config(vocab_size=-259), "vocab_size = -259"),
     "config that is a list": (lambda folder: (folder / "config.json").write_text("[]") and None, "config.json"),
     "config cut short": (lambda folder: (folder / "config.json").write_text('{"model') and None, "config.json"),
-    "weights cut short": (cut_short, "incomplete"),
+    "weights cut short": (cut_short, "cut short"),
     "generation config that is no JSON": (generation_document('{"eos_token_id": 2'), "generation_config.json"),
     "generation config that is a list": (generation_document("[1, 2]"), "generation_config.json"),
     "end token in words": (generation_document('{"eos_token_id": "</s>"}'), "eos_token_id"),

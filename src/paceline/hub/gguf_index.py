@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from paceline.errors import WeightsError
 
+if TYPE_CHECKING:  # the command line asks for a model's place without torch
+    import numpy as np
+    from torch import Tensor
+
 INDEX = "gguf.json"
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOAT_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as torch names them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,14 @@ class StoredTensor:
 
     def stored(self) -> Tensor:
         """Its bytes, in the order of Hugging Face's rows: uint8 [rows, bytes of a row]"""
+        import torch
+
         return _two_halves(torch.from_numpy(self._bytes()), self.heads)
 
     def dequantized(self) -> Tensor:
         """Its numbers in float32, in its own shape."""
+        import numpy as np
+        import torch
         from gguf import GGMLQuantizationType, dequantize
 
         numbers = dequantize(self._bytes(), GGMLQuantizationType[self.kind])
@@ -51,10 +56,12 @@ class StoredTensor:
 
     def check_numbers(self, numbers: Tensor) -> None:
         """Raise WeightsError where a number is none."""
-        if not numbers.sum(dtype=torch.float32).isfinite():
+        if not numbers.float().sum().isfinite():
             raise WeightsError(f"the tensor {self.stored_name} holds values that are no numbers (NaN or infinity)")
 
     def _bytes(self) -> np.ndarray:
+        import numpy as np
+
         rows = self.shape[0] if len(self.shape) > 1 else 1
         try:  # read and not mapped: what is unpacked would stay in memory beside the file's own pages
             read = np.fromfile(self.file, np.uint8, self.size, offset=self.offset)

@@ -135,7 +135,7 @@ def unpacked(tensors: list[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     for tensor in track(tensors, "converting", len(tensors)):
         numbers = tensor.dequantized()
         tensor.check_numbers(numbers)
-        yield tensor.name, numbers.to(FLOAT_DTYPES.get(tensor.kind, torch.bfloat16)).contiguous()
+        yield tensor.name, numbers.to(getattr(torch, FLOAT_DTYPES.get(tensor.kind, "bfloat16"))).contiguous()
 
 
 def _projection(name: str) -> str:

@@ -13,6 +13,7 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
+from paceline.kv.block_manager import BLOCK_SIZE
 from tests.support.families import VOCABULARY, Variant, tiny_family
 from tests.support.tiny import byte_tokenizer
 
@@ -51,7 +52,7 @@ def texts_of(model: Any, num_tokens: int, **options: Any) -> list[list[int]]:
 
 
 def runner_of(kind: str) -> dict[str, Any]:
-    return {"runner": "native"} if kind in NATIVE else {}
+    return {"runner": "native" if kind in NATIVE else "hf"}
 
 
 def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
@@ -60,6 +61,35 @@ def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
         for prompt in PROMPTS
     ]
     return [row[len(prompt) :].tolist() for row, prompt in zip(rows, PROMPTS)]
+
+
+def assert_turns_are_those_of_a_cold_start(target: Any, **options: Any) -> None:
+    """Turns that go on from what was written, and one that was edited."""
+    options |= {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer()}
+    settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    history = [(11 * place) % 190 for place in range(140)]
+    turns = []
+    with SpeculativeDecoder(target, **options) as decoder:
+        for question in ([5, 6, 7], [8, 9], [10] * 5):
+            history = history + question
+            turns.append((history, decoder.generate(history, **settings).token_ids))
+            history = history + turns[-1][1]
+        edited = history[:150] + [3, 4]
+        turns.append((edited, decoder.generate(edited, **settings).token_ids))
+        assert decoder.stats().prefix_hits >= 3
+    with SpeculativeDecoder(target, prefix_cache_tokens=0, **options) as cold:
+        assert [cold.generate(prompt, **settings).token_ids for prompt, _ in turns] == [text for _, text in turns]
+
+
+def assert_preemption_changes_nothing(target: Any, model: Any, **options: Any) -> None:
+    """target: what is decoded; model: the same for transformers. The cache holds two of three sequences."""
+    plain = transformers_texts(model, 40)
+    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
+    options |= {"tokenizer": byte_tokenizer(), "num_draft_tokens": 5, "kv_cache_tokens": 3 * BLOCK_SIZE}
+    with SpeculativeDecoder(target, drafter=Foretold(texts, [3, 0, 5]), **options) as decoder:
+        results = decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
+        assert decoder.stats().preemptions > 0
+    assert [result.token_ids for result in results] == plain
 
 
 @pytest.mark.slow
@@ -95,30 +125,11 @@ def test_more_draft_tokens_than_a_window_holds(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "gemma3_text", "bamba", *NATIVE])
 def test_a_conversation_goes_on_from_its_cache_as_from_the_beginning(kind: str) -> None:
-    """Turns that go on from what was written, and one that was edited: the text of a cold start."""
-    model = tiny_family(Variant(kind))
-    options = {"method": "ngram", "num_draft_tokens": 4, "tokenizer": byte_tokenizer(), **runner_of(kind)}
-    settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
-    history = [(11 * place) % 190 for place in range(140)]
-    turns = []
-    with SpeculativeDecoder(model, **options) as decoder:
-        for question in ([5, 6, 7], [8, 9], [10] * 5):
-            history = history + question
-            turns.append((history, decoder.generate(history, **settings).token_ids))
-            history = history + turns[-1][1]
-        edited = history[:150] + [3, 4]
-        turns.append((edited, decoder.generate(edited, **settings).token_ids))
-        assert decoder.stats().prefix_hits >= 3
-    for prompt, text in turns:
-        with SpeculativeDecoder(model, prefix_cache_tokens=0, **options) as cold:
-            assert cold.generate(prompt, **settings).token_ids == text
+    assert_turns_are_those_of_a_cold_start(tiny_family(Variant(kind)), **runner_of(kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_next", "mistral", *NATIVE])
 def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str) -> None:
     model = tiny_family(Variant(kind))
-    plain = transformers_texts(model, 40)
-    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
-    drafter = Foretold(texts, [3, 0, 5])
-    assert texts_of(model, 40, drafter=drafter, num_draft_tokens=5, kv_cache_tokens=112, **runner_of(kind)) == plain
+    assert_preemption_changes_nothing(model, model, **runner_of(kind))

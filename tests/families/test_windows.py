@@ -14,10 +14,17 @@ from scipy.stats import chi2
 
 from paceline import SpeculativeDecoder
 from paceline.core.types import SequenceCache
-from paceline.kv.block_manager import BLOCK_SIZE
 from paceline.runners.native.kv_cache import own
 from paceline.runners.native.runner import NativeRunner
-from tests.families.test_rollback import PATTERNS, PROMPTS, STEPS, Foretold, transformers_texts
+from tests.families.test_rollback import (
+    PATTERNS,
+    PROMPTS,
+    STEPS,
+    Foretold,
+    assert_preemption_changes_nothing,
+    assert_turns_are_those_of_a_cold_start,
+    transformers_texts,
+)
 from tests.families.test_sampled import BINS, FALSE_ALARM, LOSSLESS, NEW_TOKENS, near, uniformity
 from tests.families.test_sampled import PROMPTS as SAMPLED_PROMPTS
 from tests.support.families import Variant, tiny_family
@@ -68,36 +75,14 @@ def test_more_draft_tokens_than_a_window_holds(kind: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
 def test_turns_go_on_from_the_prefix_cache_as_from_the_beginning(kind: str, tmp_path: Path) -> None:
-    folder = saved(tiny_family(Variant(kind)), tmp_path)
-    options: dict[str, Any] = {"method": "ngram", "num_draft_tokens": 4, "runner": "native"}
-    settings: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
-    history = [(11 * place) % 190 for place in range(140)]
-    turns = []
-    with SpeculativeDecoder(folder, **options) as decoder:
-        for question in ([5, 6, 7], [8, 9], [10] * 5):
-            history = history + question
-            turns.append((history, decoder.generate(history, **settings).token_ids))
-            history = history + turns[-1][1]
-        edited = history[:150] + [3, 4]
-        turns.append((edited, decoder.generate(edited, **settings).token_ids))
-        assert decoder.stats().prefix_hits >= 3
-    with SpeculativeDecoder(folder, prefix_cache_tokens=0, **options) as cold:
-        assert [cold.generate(prompt, **settings).token_ids for prompt, _ in turns] == [text for _, text in turns]
+    assert_turns_are_those_of_a_cold_start(saved(tiny_family(Variant(kind)), tmp_path), runner="native")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
 def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str, tmp_path: Path) -> None:
     model = tiny_family(Variant(kind))
-    plain = transformers_texts(model, 40)
-    texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
-    folder = saved(model, tmp_path)
-    with SpeculativeDecoder(
-        folder, runner="native", drafter=Foretold(texts, [3, 0, 5]), num_draft_tokens=5, kv_cache_tokens=3 * BLOCK_SIZE
-    ) as decoder:
-        results = decoder.generate(PROMPTS, max_new_tokens=40, ignore_eos=True)
-        assert decoder.stats().preemptions > 0
-    assert [result.token_ids for result in results] == plain
+    assert_preemption_changes_nothing(saved(model, tmp_path), model, runner="native")
 
 
 # --- sampled texts ----------------------------------------------------------------------------------------------------

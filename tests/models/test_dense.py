@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import CONFIG_MAPPING
 
-from paceline.core.draft_tree import path_to
 from paceline.core.types import Row
 from paceline.errors import CapabilityError, WeightsError
 from paceline.layers.rope import arranged, head_order, in_order, rope_cache, rotary_frequencies
@@ -18,11 +16,9 @@ from paceline.models import registry
 from paceline.runners.native import NativeRunner, is_native
 from paceline.runners.native.lora_runner import LoraRunner
 from tests.runners.native.models import DENSE, WINDOWED, YARN, tiny
+from tests.support.agreement import PROMPTS, assert_agrees, logits_of
 from tests.support.lora import merged, write_adapter
 
-PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]  # two are longer than the windows
-CHAIN = list(range(30, 50))  # longer than the windows
-TREE = ([5, 6, 7, 8, 9, 10], [-1, 0, 1, 0, 3, -1])
 HALF_ROTATED = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("arcee", {"mlp_bias": True}),
@@ -53,35 +49,13 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in DENSE] + [
     ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
-TOLERANCE = {"rtol": 5e-5, "atol": 5e-5}  # transformers rotates and norms in float32
-
-
-def logits_of(model: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
+TOLERANCE = 5e-5  # transformers rotates and norms in float32
 
 
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=IDS)
 def test_chains_trees_and_batches_agree_with_transformers_in_float64(kind: str, changes: dict[str, Any]) -> None:
     model = tiny(kind, torch.float64, **changes)
-    runner = NativeRunner.of_model(model, kind, kv_cache_tokens=2048)
-    caches = [runner.new_cache() for _ in PROMPTS]
-    prompts = runner.forward([Row.chain(cache, prompt) for cache, prompt in zip(caches, PROMPTS)])
-    for output, prompt in zip(prompts, PROMPTS):
-        torch.testing.assert_close(output.logits, logits_of(model, prompt), **TOLERANCE)
-    nodes, parents = TREE
-    tree, chain, single = runner.forward(
-        [Row(caches[0], torch.tensor(nodes), parents), Row.chain(caches[1], CHAIN), Row.chain(caches[2], [40])]
-    )
-    for leaf in range(len(nodes)):
-        path = [nodes[node] for node in path_to(parents, leaf)]
-        torch.testing.assert_close(tree.logits[leaf], logits_of(model, PROMPTS[0] + path)[-1], **TOLERANCE)
-    torch.testing.assert_close(chain.logits, logits_of(model, PROMPTS[1] + CHAIN)[3:], **TOLERANCE)
-    torch.testing.assert_close(single.logits[0], logits_of(model, [*PROMPTS[2], 40])[-1], **TOLERANCE)
-    runner.commit(caches[0], [0, 3, 4])
-    after = runner.forward([Row.chain(caches[0], [60])]).logits[0]
-    torch.testing.assert_close(after, logits_of(model, [*PROMPTS[0], 5, 8, 9, 60])[-1], **TOLERANCE)
+    assert_agrees(NativeRunner.of_model(model, kind, kv_cache_tokens=2048), model, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 
 from paceline import SpeculativeDecoder
-from paceline.core.draft_tree import path_to
 from paceline.core.types import Row
 from paceline.errors import CapabilityError, OptionError, WeightsError
 from paceline.layers.moe_layer import MoeMlp
@@ -21,13 +20,11 @@ from paceline.models import registry
 from paceline.runners.native import NativeRunner, is_native
 from paceline.runners.native.lora_runner import LoraRunner
 from tests.runners.native.models import MOE, tiny
+from tests.support.agreement import PROMPTS, assert_agrees, logits_of
 from tests.support.families import expected_tokens
 from tests.support.lora import write_adapter
 from tests.support.tiny import byte_tokenizer
 
-PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]
-CHAIN = list(range(30, 50))
-TREE = ([5, 6, 7, 8, 9, 10], [-1, 0, 1, 0, 3, -1])
 VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in MOE] + [
     ("mixtral", {"tie_word_embeddings": True, "num_experts_per_tok": 1}),
     ("olmoe", {"norm_topk_prob": True, "attention_bias": True}),
@@ -36,13 +33,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in MOE] + [
     ("qwen3_moe", {"num_experts_per_tok": 6}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}  # transformers rotates, norms and routes in float32
-
-
-def logits_of(model: Any, tokens: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([tokens])).logits[0]
-    return logits
+TOLERANCE = 1e-5  # transformers rotates, norms and routes in float32
 
 
 def experts_of(runner: NativeRunner, layer: int = 0) -> Any:
@@ -55,20 +46,7 @@ def experts_of(runner: NativeRunner, layer: int = 0) -> Any:
 def test_chains_trees_and_batches_agree_with_transformers_in_float64(kind: str, changes: dict[str, Any]) -> None:
     model = tiny(kind, torch.float64, **changes)
     model.set_experts_implementation("eager")  # the only one that has float64
-    runner = NativeRunner.of_model(model, kind, kv_cache_tokens=2048)
-    caches = [runner.new_cache() for _ in PROMPTS]
-    prompts = runner.forward([Row.chain(cache, prompt) for cache, prompt in zip(caches, PROMPTS)])
-    for output, prompt in zip(prompts, PROMPTS):
-        torch.testing.assert_close(output.logits, logits_of(model, prompt), **TOLERANCE)
-    nodes, parents = TREE
-    tree, chain, single = runner.forward(
-        [Row(caches[0], torch.tensor(nodes), parents), Row.chain(caches[1], CHAIN), Row.chain(caches[2], [40])]
-    )
-    for leaf in range(len(nodes)):
-        path = [nodes[node] for node in path_to(parents, leaf)]
-        torch.testing.assert_close(tree.logits[leaf], logits_of(model, PROMPTS[0] + path)[-1], **TOLERANCE)
-    torch.testing.assert_close(chain.logits, logits_of(model, PROMPTS[1] + CHAIN)[3:], **TOLERANCE)
-    torch.testing.assert_close(single.logits[0], logits_of(model, [*PROMPTS[2], 40])[-1], **TOLERANCE)
+    assert_agrees(NativeRunner.of_model(model, kind, kv_cache_tokens=2048), model, TOLERANCE)
 
 
 # --- how experts are stored -------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def dtype_named(name: str | None, device: str) -> str:
     full_name = DTYPE_ALIASES.get(name, name)
     if full_name not in DTYPES and full_name not in formats.names():
         choices = ", ".join((*DTYPE_ALIASES, *DTYPES, *formats.names()))
-        raise OptionError(f"dtype must be one of {choices}, not {name!r}")
+        raise OptionError(f"there is no dtype or weight format {name!r}; there are {choices}")
     if full_name in formats.names() and not supports_integer_weights(device):
         raise OptionError(f"dtype {full_name} runs on a CPU or on CUDA; on {device} use bfloat16")
     return full_name

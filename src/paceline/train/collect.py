@@ -6,6 +6,7 @@ Sequences are kept as token ids in shards, so a second run reuses them and gener
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -98,6 +99,14 @@ def template_parts(tokenizer: Any) -> ChatTemplateParts | None:
     return ChatTemplateParts(before, tuple(tokenizer(after, add_special_tokens=False).input_ids))
 
 
+def before_turn(tokenizer: Any, history: tuple[str, ...]) -> str:
+    """The formatted conversation up to the user's next turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, (*history, USER_TEXT))]
+    formatted: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return formatted.partition(USER_TEXT)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _QuestionLimits:
     """Sequence lengths between which an invented question ends; 0 and 0 where none is invented."""
@@ -129,7 +138,7 @@ class PromptPlanner:
         """None when the seed leaves no room for an answer."""
         bucket, template = self._bucket, self._template if seed.chat else None
         bridge = template.after if template else ()
-        prompt = self._ids((template.before if template else "") + seed.text, special=template is None)
+        prompt = self._ids(self._before(seed, template) + seed.text, special=template is None)
         if not seed.open and bridge:
             prompt += bridge
         room = bucket.max_len - len(prompt) - len(bridge) - SHORTEST_ANSWER
@@ -141,6 +150,12 @@ class PromptPlanner:
         bridge = bridge if seed.open else ()
         tag = DOMAINS.index(seed.domain)
         return GenerationPlan(prompt, question.max_len, question.min_len, bridge, temperature, max_len, tag)
+
+    def _before(self, seed: Seed, template: ChatTemplateParts | None) -> str:
+        """What stands before the seed's text: nothing, or the template with the earlier turns."""
+        if template is None:
+            return ""
+        return before_turn(self._tokenizer, seed.history) if seed.history else template.before
 
     def _question(self, seed: Seed, size: int, room: int, chat: bool) -> _QuestionLimits:
         """Lengths between which an open question ends; a raw text only gets a few tokens."""

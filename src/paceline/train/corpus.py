@@ -35,7 +35,8 @@ class TrainingSequence:
     greedy: bool = False
 
 
-DOMAINS = ("own", "chat", "code", "math", "summarize", "text")
+DOMAINS = ("own", "chat", "code", "math", "summarize", "text", "translation", "question", "retrieval", "edit", "turns",
+           "language")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

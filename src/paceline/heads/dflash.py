@@ -245,13 +245,17 @@ class DFlashHead(nn.Module):
 
         Keeps gradients. Drafting writes the same keys and values into buffers, by one product (ContextProduct).
         """
-        angles = Angles.of(self.rotary, positions, c.dtype)
         stores: list[KeyStore] = []
-        for entries in (self._attention(layer).entries(c, angles) for layer in range(len(self.layers))):
+        for entries in self.context_entries(c, positions):
             store = JoinedKeys()
-            store.entries = KeyValues(entries.keys, entries.values)
+            store.entries = entries
             stores.append(store)
         return stores
+
+    def context_entries(self, c: Tensor, positions: Tensor) -> list[KeyValues]:
+        """Keys and values of the context in each layer. Keeps gradients."""
+        angles = Angles.of(self.rotary, positions, c.dtype)
+        return [self._attention(layer).entries(c, angles) for layer in range(len(self.layers))]
 
     def _attention(self, layer: int) -> BlockAttention:
         block: BlockLayer = self.layers[layer]  # type: ignore[assignment]

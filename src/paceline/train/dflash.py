@@ -24,6 +24,7 @@ from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget
 from paceline.train.teacher import TargetStates, Teacher, draft_ids_of
 
+BLOCK_ATTENTION = ("causal", "bidirectional")
 INITIAL_SPREAD = 0.02
 CHUNKS_AT_A_TIME = 128  # whose logits exist at once while drafts are measured
 
@@ -38,6 +39,9 @@ class DFlashOptions:
     block_size: int = setting(8, "rows of a block; one less are drafted in one pass")
     draft_vocab_size: int = setting(16384, "tokens the head can draft: the most frequent ones")
     mask_token_id: int = setting(0, "token that stands for what is not yet known (an unused special one)")
+    block_attention: str = setting(
+        "causal", "causal: a shorter block drafts the same tokens for less; or bidirectional", "KIND"
+    )
     anchors: int = setting(128, "random anchors of a sequence in a training step")
     gamma: float = setting(0.0, "draft positions over which the loss weight falls to 1/e (half a block)", "G")
     greedy_weight: float = setting(0.5, "share of the loss for the target's likeliest token alone, 0 to 1", "W")
@@ -45,6 +49,8 @@ class DFlashOptions:
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_feature_layers, self.anchors, self.draft_vocab_size) < 1:
             raise OptionError("--num-layers, --num-feature-layers, --anchors and --draft-vocab-size are 1 or more")
+        if self.block_attention not in BLOCK_ATTENTION:
+            raise OptionError(f"--block-attention is {' or '.join(BLOCK_ATTENTION)}, not {self.block_attention}")
         if self.block_size < 2 or not 0 <= self.greedy_weight <= 1:
             raise OptionError("--block-size is 2 or more, --greedy-weight lies between 0 and 1")
 
@@ -80,6 +86,7 @@ def dflash_config(teacher: Teacher, options: DFlashOptions, mask_token_id: int) 
         rope_scaling=None if unscaled else rope,
         max_seq_len=sizes.max_seq_len,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
+        causal=options.block_attention == "causal",
         **options.variant(),
     )
 

@@ -24,7 +24,7 @@ from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget
 from paceline.train.teacher import TargetStates, Teacher, draft_ids_of
 
-BLOCK_ATTENTION = ("causal", "bidirectional")
+BLOCK_ATTENTION = ("bidirectional", "causal")
 INITIAL_SPREAD = 0.02
 CHUNKS_AT_A_TIME = 128  # whose logits exist at once while drafts are measured
 
@@ -40,7 +40,7 @@ class DFlashOptions:
     draft_vocab_size: int = setting(16384, "tokens the head can draft: the most frequent ones")
     mask_token_id: int = setting(0, "token that stands for what is not yet known (an unused special one)")
     block_attention: str = setting(
-        "causal", "causal: a shorter block drafts the same tokens for less; or bidirectional", "KIND"
+        "bidirectional", "what a row of a block sees of it; causal: a shorter block drafts the same tokens", "KIND"
     )
     anchors: int = setting(128, "random anchors of a sequence in a training step")
     gamma: float = setting(0.0, "draft positions over which the loss weight falls to 1/e (half a block)", "G")
@@ -86,7 +86,7 @@ def dflash_config(teacher: Teacher, options: DFlashOptions, mask_token_id: int) 
         rope_scaling=None if unscaled else rope,
         max_seq_len=sizes.max_seq_len,
         rms_norm_eps=float(getattr(config, "rms_norm_eps", 1e-5)),
-        causal=options.block_attention == "causal",
+        causal=options.block_attention == "causal" or None,
         **options.variant(),
     )
 
@@ -210,12 +210,13 @@ class DFlashTask:
         return drafts
 
     def export(self, folder: Path) -> None:
-        """z-lab's layout in `folder`, speculators' in `folder/speculators`."""
+        """z-lab's layout in `folder`, speculators' in `folder/speculators`, which has no causal blocks."""
         architectures = tuple(self.teacher.model.config.architectures or ("LlamaForCausalLM",))
         about = Provenance(self._name, architectures, self.head.config.max_draft_tokens)
         with self.module.folded() as head:
             save_head(head, folder, provenance=about, dtype=torch.bfloat16)
-            save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
+            if not head.config.causal:
+                save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
 
 
 def unused_token(target: TrainingTarget, parts: CorpusSplit) -> int:

@@ -95,6 +95,8 @@ class DFlashConfig:
             raise OptionError(f"{self.num_layers} layers need as many layer_types, not {len(self.layer_types)}")
         if SLIDING in self.layer_types and self.sliding_window < 1:
             raise OptionError("sliding_attention needs a sliding_window")
+        if self.selector_rank and self.markov_rank:
+            raise OptionError("a head has a candidate selector or a Markov head, not both")
         if self.confidence_reads_markov and not self.markov_rank:
             raise OptionError("a confidence head that reads the Markov head needs one: markov_rank is 0")
 

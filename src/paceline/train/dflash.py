@@ -187,11 +187,13 @@ class DFlashTask:
 
     def _rows(self, batch: TrainingBatch, blocks: AnchorBlocks, answers: Positions, states: Tensor) -> BlockRows:
         """The drafting rows whose token exists."""
-        chunk, block, row = (blocks.valid[..., None] & blocks.inside(batch.lengths)[..., 1:]).nonzero(as_tuple=True)
+        chosen = blocks.valid[..., None] & blocks.inside(batch.lengths)[..., 1:]
+        chunk, block, row = chosen.nonzero(as_tuple=True)
         seq, before = blocks.seq[chunk], blocks.anchors[chunk, block] + row
         weights = position_weights(blocks.block_size, self.options.decay, states.device)
         label = answers.numbered(batch.tokens.shape)[seq, before]
-        return BlockRows(states[chunk, block, row], label, batch.tokens[seq, before], weights[row])
+        chosen_states = states.flatten(0, 2).index_select(0, chosen.flatten().nonzero().flatten())
+        return BlockRows(chosen_states, label, batch.tokens[seq, before], weights[row])
 
     @torch.no_grad()
     def draft_tokens(self, batch: TrainingBatch) -> Tensor:

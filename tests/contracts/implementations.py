@@ -20,6 +20,7 @@ from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.lookahead import Lookahead
 from paceline.drafting.medusa import Medusa
+from paceline.drafting.mtp import Mtp
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.registry import build_drafter, names
 from paceline.drafting.router import DrafterRouter
@@ -38,6 +39,7 @@ from paceline.runners.table import TableRunner
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
 from tests.support.gguf import write_gguf
+from tests.support.mtp_heads import toy_mtp_head
 from tests.support.tiny import tiny_llama
 
 MakeRunner = Callable[[], Any]  # a runner that can be looked into, too (Runner)
@@ -189,6 +191,7 @@ VARIANTS: dict[str, dict[str, MakeDrafter]] = {
         "3": _eagle3,
         "3-tree": lambda target: _eagle3(target, nodes=3, branches=2),
     },
+    "mtp": {"": lambda target: Mtp(toy_mtp_head(vocab_size=target.info.vocab_size), target)},
     "auto": {"": _auto},
     "router": {
         "": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")

@@ -244,8 +244,9 @@ def test_mtp_drafts_with_the_head_in_the_checkpoint(run_command: Any, tmp_path: 
     """No --draft-model: the head is among the target's own tensors. Without one the command says so and stops."""
     folder = str(write_target("qwen3_next", tmp_path / "whole"))
     flags = ("generate", "-m", folder, "--json", "--max-new-tokens", "12", "--method")
-    drafted, plain = run_command(*flags, "mtp", "-k", "2", "abcabc").json(), run_command(*flags, "none", "abcabc").json()
+    drafted, plain = (run_command(*flags, *more, "abcabc").json() for more in (("mtp", "-k", "2"), ("none",)))
     assert drafted["token_ids"] == plain["token_ids"] and drafted["method"] == "mtp" and drafted["drafted"] > 0
-    bare = run_command("generate", "-m", str(write_target("qwen3_next", tmp_path / "bare", {})), "--method", "mtp", "abc")
+    without = str(write_target("qwen3_next", tmp_path / "bare", {}))
+    bare = run_command("generate", "-m", without, "--method", "mtp", "abc")
     assert bare.status != 0 and "has no MTP head" in bare.err and "Traceback" not in bare.err
     assert len(bare.err.strip().splitlines()) == 1

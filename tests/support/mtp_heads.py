@@ -20,7 +20,7 @@ def toy_mtp_head(model_type: str = "qwen3_5_text", vocab_size: int = 4, seed: in
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = MtpHead(mtp_config(layer, LAYOUTS[model_type], {}))
-        for name, weight in head.named_parameters():
+        for weight in head.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.5)
     return head.eval().requires_grad_(False)

@@ -31,12 +31,19 @@ class KeyStore(Protocol):
     def extend(self, new: KeyValues) -> KeyValues:
         """Store the entries of this pass; returns all entries the mask's columns refer to, in their order."""
 
+    def part(self, heads: slice) -> KeyStore:
+        """A store for some of the heads: those of one layer, where a head has several."""
+
 
 class JoinedKeys:
     """Appends the entries of every pass. Keeps gradients, so training can unroll over it."""
 
     def __init__(self) -> None:
         self.entries: KeyValues | None = None
+        self._parts: dict[int, JoinedKeys] = {}
+
+    def part(self, heads: slice) -> JoinedKeys:
+        return self._parts.setdefault(heads.start, JoinedKeys())
 
     def extend(self, new: KeyValues) -> KeyValues:
         if self.entries is None:

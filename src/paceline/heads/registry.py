@@ -47,6 +47,7 @@ MODULES: dict[str, str] = {
     "exit_adapter": "paceline.heads.exit_adapter",
     "medusa": "paceline.heads.medusa",
     "mtp": "paceline.heads.mtp",
+    "peagle": "paceline.heads.peagle",
     "eagle3": "paceline.heads.eagle3",
     "eagle1": "paceline.heads.eagle1",
 }

@@ -99,8 +99,8 @@ class CompiledBlock:
 
         embeddings    float32 [rows, hidden_size]
         rope          float32 [rows, 2, head_dim / 2]: cosines and sines
-        keys, values  float32 [layers · num_kv_heads, capacity, head_dim] of the sequence: `length` tokens are cached, and
-                      the block is written behind them
+        keys, values  float32 [layers · num_kv_heads, capacity, head_dim] of the sequence: `length` tokens are cached,
+                      and the block is written behind them
         """
         sizes, states = self._sizes, embeddings.clone(memory_format=torch.contiguous_format)
         assert keys.dtype == torch.float32 and length + len(states) <= keys.shape[1] and keys[0].is_contiguous()

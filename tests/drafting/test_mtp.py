@@ -13,11 +13,13 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sequence import Sequence
+from paceline.device.graphs import EagerPool
+from paceline.drafting.eagle_graph import EagleGraphs
 from paceline.drafting.mtp import Mtp
 from paceline.engines.local.engine import LocalEngine
 from paceline.errors import WeightsError
 from tests.support.build import sequence, tiny_engine
-from tests.support.drafter_exactness import check_greedy, check_sampled, toy
+from tests.support.drafter_exactness import begin, check_greedy, check_sampled, sequences, toy
 from tests.support.mtp import FAMILIES, head_tensors, write_target
 from tests.support.mtp_heads import toy_mtp_head
 from tests.support.mtp_reference import Reference, true_states
@@ -122,6 +124,34 @@ def test_greedy_outputs_are_unchanged(model_type: str) -> None:
 def test_chains_carry_the_q_they_were_drawn_from() -> None:
     """chi² over twelve thousand tokens; fails a correct drafter with probability 1e-6."""
     assert check_sampled(Mtp(toy_mtp_head(), toy()), samples=12_000, copies=40).new_tokens >= 12_000
+
+
+@pytest.mark.slow
+def test_a_whole_chain_is_what_steps_would_make() -> None:
+    """The chain of a graph, run eagerly, drafts what single passes draft: nothing in it depends on the host."""
+    steps, whole = Mtp(toy_mtp_head(), toy()), Mtp(toy_mtp_head(), toy())
+    whole.graphs = EagleGraphs(whole._head, whole._buffers, whole._vocab_size, EagerPool())
+    seqs = sequences([[1, 2] * 20, [3, 0, 2]], 40)
+    for seq in seqs:
+        for drafter in (steps, whole):
+            begin(seq, drafter, toy())
+    one, other = (drafter.propose(seqs, [4, 2]) for drafter in (steps, whole))
+    assert [tree.tokens.tolist() for tree in one] == [tree.tokens.tolist() for tree in other]
+    assert [len(tree) for tree in one] == [4, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "deepseek_v3"])
+def test_outputs_on_a_gpu_are_what_the_target_alone_generates(
+    model_type: str, folders: Callable[[str], Path]
+) -> None:
+    """Chains of a head without experts are captured, those of one with experts run eagerly."""
+    options = {"device": "cuda", "dtype": "float32", "num_draft_tokens": 3}
+    with SpeculativeDecoder(str(folders(model_type)), method="mtp", **options) as decoder:
+        drafted = decoder.generate(PROMPTS, max_new_tokens=16, ignore_eos=True)
+        plain = decoder.generate(PROMPTS, max_new_tokens=16, ignore_eos=True, num_draft_tokens=0)
+    assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
+    assert all(result.stats.drafted for result in drafted)
 
 
 def test_a_head_trained_for_one_token_drafts_one() -> None:

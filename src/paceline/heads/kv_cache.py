@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,10 @@ class KeyBuffers:
         """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
         return IndexedKeys(self._keys, self._values, rows, columns, seen)
 
+    def row(self, row: int) -> KeyValues:
+        """Views of all columns of a row, each [num_kv_heads, capacity, head_dim]."""
+        return KeyValues(self._keys[row], self._values[row])
+
     def written(self, row: int, columns: int) -> KeyValues:
         """Views of the first columns of a row, each [num_kv_heads, columns, head_dim]."""
         return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])
@@ -102,6 +108,12 @@ class PlacedKeys:
             first = torch.tensor(columns, device=keys.device)
             self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
 
+    def part(self, heads: slice) -> PlacedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
+
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
 
@@ -120,6 +132,12 @@ class IndexedKeys:
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
         """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def part(self, heads: slice) -> IndexedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))

@@ -72,7 +72,7 @@ class SelectedRows(BlockRows):
         places = [best.indices]
         confidences = [torch.exp(best.values - scores.logsumexp(dim=-1, keepdim=True))]
         if self.depth > 1:
-            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., depth - 1, before, after]
+            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., before, after]
             after = pairs.max(dim=-1)
             confidence = torch.exp(after.values - pairs.logsumexp(dim=-1))
             for depth in range(self.depth - 1):

@@ -23,13 +23,23 @@ from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
+from paceline.device.graphs import GraphPool
+from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import BlockRows, block_rows
-from paceline.drafting.draft_sampling import SampledDraft, choose
+from paceline.drafting.dflash_graph import BlockGraphs, BlockInput
+from paceline.drafting.draft_sampling import (
+    SampledDraft,
+    can_draft_on_device,
+    choose,
+    first_tokens,
+    loop_uniforms,
+    predrawn,
+)
 from paceline.drafting.eagle_graph import widened
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.errors import OptionError, PairError
+from paceline.errors import PairError
 from paceline.heads.attention import KeyValues
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import KeyBuffers
@@ -55,6 +65,11 @@ class DFlash(Drafter):
         self._buffers = KeyBuffers(heads, head.config.head_dim, head.like)
         self._states: dict[int, HeadState] = {}
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache, OWNER, ahead=0)
+        # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
+        self.graphs = self._block_graphs() if supports_graphs(self._device) else None
+
+    def _block_graphs(self, pool: GraphPool | None = None) -> BlockGraphs:
+        return BlockGraphs(self._head, self._context_product, self._buffers, self._vocab_size, pool)
 
     def round_products(self) -> None:
         """Keep the products in the 8-bit blocks of the CPU kernels."""
@@ -114,6 +129,8 @@ class DFlash(Drafter):
         return state is not None and bool(state.pending or state.length)
 
     def _chains(self, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
+        if self.graphs is not None and self._fits_graph(self.graphs, [state.seq for state in states]):
+            return self._with_graph(self.graphs, states, num_draft_tokens)
         self._read_pending([state for state in states if state.pending])
         rows = self._block(states, max(num_draft_tokens))
         seqs = [state.seq for state in states]
@@ -121,6 +138,20 @@ class DFlash(Drafter):
             tokens = rows.greedy().tokens
             return [draft_tree.chain(tokens[index, :k]) for index, k in enumerate(num_draft_tokens)]
         return self._one_by_one(rows, seqs, num_draft_tokens)
+
+    def _fits_graph(self, graphs: BlockGraphs, seqs: list[Sequence]) -> bool:
+        """Whether one graph drafts for all: tokens are chosen in one way."""
+        if not all(map(can_draft_on_device, seqs)) or len({seq.sampling.greedy for seq in seqs}) > 1:
+            return False
+        return len(seqs) <= graphs.MAX_SEQS
+
+    def _with_graph(self, graphs: BlockGraphs, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
+        self._read_pending([state for state in states if state.num_pending > graphs.MAX_STATES])  # prompts
+        depth = self._head.config.max_draft_tokens
+        drafted = graphs.draft([_start(state, k, depth) for state, k in zip(states, num_draft_tokens)])
+        for state in states:
+            state.mark_read(state.num_pending)
+        return [first_tokens(drafted, row, k) for row, k in enumerate(num_draft_tokens)]
 
     def _read_pending(self, states: list[HeadState]) -> None:
         """Write the context of the states that came since the last call, of all sequences by one product."""
@@ -175,6 +206,21 @@ class DFlash(Drafter):
         return widened(logits[[active[row] for row in rows]], self._target_ids, self._vocab_size)
 
 
+def _start(state: HeadState, num_draft_tokens: int, depth: int) -> BlockInput:
+    """Where a graph starts the block of one sequence."""
+    sampling = state.seq.sampling
+    return BlockInput(
+        state.row,
+        state.length,
+        state.next_position,
+        state.seq.ids[-1],
+        state.pending,
+        state.num_pending,
+        0.0 if sampling.greedy else sampling.temperature,
+        loop_uniforms(predrawn(state.seq, num_draft_tokens), depth),
+    )
+
+
 def _check_pair(head: DFlashHead, target: Runner) -> None:
     """Raise PairError where a head was trained for another target."""
     config, info = head.config, target.info
@@ -189,7 +235,8 @@ def _check_pair(head: DFlashHead, target: Runner) -> None:
         )
     if config.feature_layers[-1] > info.num_layers:
         raise PairError(
-            f"this head reads the output of layer {config.feature_layers[-1] - 1}; {info.name} has {info.num_layers} layers"
+            f"this head reads the output of layer {config.feature_layers[-1] - 1}; "
+            f"{info.name} has {info.num_layers} layers"
         )
     largest = max(int(head.target_ids.max()), config.mask_token_id)
     if largest >= info.vocab_size:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_tree import DraftTree, path_to
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, VerifyResult
 from paceline.device.graphs import EagerPool
@@ -259,6 +259,45 @@ def test_penalties_count_the_draft_tokens_before() -> None:
     assert len(set(tree.tokens.tolist())) == 3
 
 
+# --- trees ------------------------------------------------------------------------------------------------------------
+
+
+def path_scores(head: DFlashHead, rows: BlockRows) -> dict[tuple[int, ...], float]:
+    """The log-probability of every path through a block, path by path."""
+    scores: dict[tuple[int, ...], float] = {(): 0.0}
+    for depth in range(rows.depth):
+        for path in [path for path in scores if len(path) == depth]:
+            previous = torch.tensor([path[-1]]) if path else rows.anchors
+            row = torch.log_softmax(rows.logits(depth, previous)[0].double(), dim=-1)
+            for token, score in zip(head.target_ids.tolist(), row.tolist()):
+                if score > -torch.inf:
+                    scores[*path, token] = scores[path] + score
+    del scores[()]
+    return scores
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dflash2", "jetspec"])
+def test_a_tree_holds_the_likeliest_paths(variant: str) -> None:
+    drafter = DFlash(toy_head(variant, seed=3), toy(), nodes=9, branches=4)
+    seq = begun(drafter, [0, 1, 2], 0, torch.randn(9, 4))
+    (tree,) = drafter.propose([seq], [9])
+    scores = path_scores(drafter._head, drafter._block([drafter._states[seq.seq_id]], 3))
+    tokens = tree.tokens.tolist()
+    paths = [tuple(tokens[step] for step in path_to(tree.parents, node)) for node in range(len(tree))]
+    best = sorted(scores, key=lambda path: -scores[path])[:9]
+    assert [scores[path] for path in paths] == pytest.approx([scores[path] for path in best], abs=1e-5)
+
+
+def test_trees_leave_greedy_outputs_unchanged() -> None:
+    for variant in ("dflash", "dflash2", "dspark"):
+        check_greedy(DFlash(toy_head(variant, seed=3), toy(), nodes=6, branches=2))
+
+
+@pytest.mark.slow
+def test_sampled_trees_are_exact() -> None:
+    check_sampled(DFlash(toy_head("dflash2"), toy(), nodes=3, branches=2), samples=20_000)
+
+
 # --- prefixes the target has read before ------------------------------------------------------------------------------
 
 
@@ -324,6 +363,11 @@ def test_a_head_for_another_target_is_refused(
 ) -> None:
     with pytest.raises(PairError, match=message):
         DFlash(DFlashHead(replace(tiny_head().config, **changes)), target)
+
+
+def test_impossible_options_are_refused() -> None:
+    with pytest.raises(OptionError, match="branches"):
+        DFlash(toy_head(), toy(), branches=0)
 
 
 def test_without_a_head_the_error_says_what_to_do(target: HuggingFaceRunner) -> None:

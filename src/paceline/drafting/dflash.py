@@ -26,6 +26,7 @@ from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import BlockRows, block_rows
+from paceline.drafting.block_tree import likeliest_trees
 from paceline.drafting.dflash_graph import BlockGraphs, BlockInput
 from paceline.drafting.draft_sampling import (
     SampledDraft,
@@ -39,7 +40,7 @@ from paceline.drafting.eagle_graph import widened
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.errors import PairError
+from paceline.errors import OptionError, PairError
 from paceline.heads.attention import KeyValues
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import KeyBuffers
@@ -53,9 +54,21 @@ OWNER = "dflash"  # in the prefix cache
 class DFlash(Drafter):
     """Drafts with a DFlash, DFlash 2, DSpark or JetSpec head."""
 
-    def __init__(self, head: DFlashHead, target: Runner, *, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self,
+        head: DFlashHead,
+        target: Runner,
+        *,
+        nodes: int = 0,
+        branches: int = 4,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        """nodes: of a tree, at most (num_draft_tokens may be fewer); 0 drafts chains. branches: children of a node."""
+        if nodes < 0 or branches < 1:
+            raise OptionError("dflash needs nodes of 0 or more, and branches of 1 or more")
         _check_pair(head, target)
-        self.needs = frozenset({Capability.HIDDEN_STATES})
+        self.needs = frozenset({Capability.HIDDEN_STATES, Capability.TREE} if nodes else {Capability.HIDDEN_STATES})
+        self.nodes, self.branches = nodes, branches
         target.expose(features=head.config.feature_layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
@@ -119,10 +132,16 @@ class DFlash(Drafter):
         if not active:
             return trees
         states = [self._states[seqs[index].seq_id] for index in active]
-        most = self._head.config.max_draft_tokens
-        for index, tree in zip(active, self._chains(states, [min(num_draft_tokens[i], most) for i in active])):
+        most = self.nodes or self._head.config.max_draft_tokens
+        lengths = [min(num_draft_tokens[index], most) for index in active]
+        for index, tree in zip(active, self._trees(states, lengths) if self.nodes else self._chains(states, lengths)):
             trees[index] = tree
         return trees
+
+    def _trees(self, states: list[HeadState], limits: list[int]) -> list[DraftTree]:
+        self._read_pending([state for state in states if state.pending])
+        depth = min(max(limits), self._head.config.max_draft_tokens)
+        return likeliest_trees(self._block(states, depth), self.branches, limits)
 
     def _has_context(self, seq: Sequence) -> bool:
         state = self._states.get(seq.seq_id)

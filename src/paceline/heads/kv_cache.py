@@ -58,6 +58,10 @@ class KeyBuffers:
         """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
         return IndexedKeys(self._keys, self._values, rows, columns, seen)
 
+    def row(self, row: int) -> KeyValues:
+        """Views of all columns of a row, each [num_kv_heads, capacity, head_dim]."""
+        return KeyValues(self._keys[row], self._values[row])
+
     def written(self, row: int, columns: int) -> KeyValues:
         """Views of the first columns of a row, each [num_kv_heads, columns, head_dim]."""
         return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])

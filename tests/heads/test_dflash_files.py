@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from paceline.drafting.block_rows import block_rows
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.registry import load_head, save_head
@@ -221,3 +223,41 @@ def assert_same(one: DFlashHead, other: DFlashHead) -> None:
     theirs = other.state_dict()
     assert one.state_dict().keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+
+
+# --- files that speculators 0.9.0 has written, and what it computes with them -----------------------------------------
+
+WRITTEN_BY_SPECULATORS = Path(__file__).parent / "written_by_speculators"
+
+
+def bound_to(folder: Path) -> tuple[DFlashHead, dict[str, torch.Tensor]]:
+    """The head of a folder over the target its expected values were computed with."""
+    head, expected = load_head(folder, DFlashHead), load_file(folder / "expected.safetensors")
+    head.bind_target(lambda tokens: expected["embed"][tokens], lambda states: states @ expected["lm_head"].T)
+    return head, expected
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_file_of_speculators_is_read_tensor_for_tensor(kind: str) -> None:
+    folder = WRITTEN_BY_SPECULATORS / kind
+    state = load_head(folder, DFlashHead).state_dict()
+    written = load_file(folder / "model.safetensors")
+    assert state.keys() == written.keys()
+    assert all(torch.equal(state[name], value) for name, value in written.items())
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_head_of_speculators_drafts_what_speculators_says(kind: str) -> None:
+    """A reduced vocabulary; a window, a convolution and a selector; shifted rows, a gated Markov head, confidences."""
+    head, expected = bound_to(WRITTEN_BY_SPECULATORS / kind)
+    count, size = expected["features"].shape[0], head.config.block_size
+    ids = torch.tensor([[int(expected["anchor"])] + [head.config.mask_token_id] * (size - 1)])
+    rows = torch.arange(count, count + size)[None]
+    stores = head.context_stores(head.context(expected["features"])[None], torch.arange(count)[None])
+    states = head.forward_block(ids, stores, rows, head.layer_masks(None, rows, torch.arange(count + size)[None]))
+    torch.testing.assert_close(states[0], expected["states"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.logits(states)[0], expected["logits"], rtol=1e-4, atol=1e-4)
+    block = block_rows(head, states[:, head.config.first_row :], ids[:, 0]).greedy()
+    assert block.tokens[0].tolist() == expected["tokens"].tolist()
+    if kind == "dspark":
+        torch.testing.assert_close(block.confidence[0], expected["confidence"], rtol=1e-4, atol=1e-4)

@@ -42,11 +42,13 @@ from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError
 from paceline.heads.attention import KeyValues
+from paceline.heads.compiled_block import compiled_block, rope_of
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.heads.registry import load_head
 from paceline.heads.rounded import round_linears
 from paceline.kv.prefix_cache import PrefixCache
+from paceline.layers.cpu_block import CompiledBlock
 
 OWNER = "dflash"  # in the prefix cache
 
@@ -80,6 +82,7 @@ class DFlash(Drafter):
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache, OWNER, ahead=0)
         # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
+        self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded
 
     def _block_graphs(self, pool: GraphPool | None = None) -> BlockGraphs:
         return BlockGraphs(self._head, self._context_product, self._buffers, self._vocab_size, pool)
@@ -88,6 +91,7 @@ class DFlash(Drafter):
         """Keep the products in the 8-bit blocks of the CPU kernels."""
         round_linears(self._head)
         round_linears(self._context_product)
+        self._compiled = compiled_block(self._head)
 
     # --- states of the target -----------------------------------------------------------------------------------------
 
@@ -191,21 +195,32 @@ class DFlash(Drafter):
         config = self._head.config
         # A causal block may end with the last row that is needed; in any other the rows see those behind them.
         size = config.first_row + depth if config.is_causal else config.block_size
-        lengths, starts = [state.length for state in states], [state.start for state in states]
         anchors = [state.seq.ids[-1] for state in states]
         ids = torch.tensor([[anchor] + [config.mask_token_id] * (size - 1) for anchor in anchors], device=self._device)
         rows = torch.tensor([[state.next_position] for state in states], device=self._device)
         rows = rows + torch.arange(size, device=self._device)
+        output = self._pass(states, ids, rows)[:, config.first_row : config.first_row + depth]
+        return block_rows(self._head, output, ids[:, 0])
+
+    def _pass(self, states: list[HeadState], ids: Tensor, rows: Tensor) -> Tensor:
+        """The head's states of blocks of all sequences. ids, rows (positions): [sequences, size]"""
+        lengths, size = [state.length for state in states], ids.shape[1]
+        if self._compiled is not None:
+            self._buffers.reserve(max(lengths) + size)
+            parts = zip(states, ids, rows)
+            return torch.stack([self._compiled_pass(self._compiled, state, *block) for state, *block in parts])
         steps = torch.arange(max(lengths) + size, device=self._device)
         mask = None
         if len(set(lengths)) > 1:
             ends = torch.tensor(lengths, device=self._device) + size
             mask = (steps < ends[:, None])[:, None, None]
-        columns = torch.tensor(starts, device=self._device)[:, None] + steps
-        stores = self._buffers.layers([state.row for state in states], lengths, size, config.num_kv_heads)
-        masks = self._head.layer_masks(mask, rows, columns)
-        output = self._head.forward_block(ids, stores, rows, masks)[:, config.first_row : config.first_row + depth]
-        return block_rows(self._head, output, ids[:, 0])
+        columns = torch.tensor([state.start for state in states], device=self._device)[:, None] + steps
+        stores = self._buffers.layers([state.row for state in states], lengths, size, self._head.config.num_kv_heads)
+        return self._head.forward_block(ids, stores, rows, self._head.layer_masks(mask, rows, columns))
+
+    def _compiled_pass(self, compiled: CompiledBlock, state: HeadState, ids: Tensor, positions: Tensor) -> Tensor:
+        cached, rope = self._buffers.row(state.row), rope_of(self._head, positions)
+        return compiled.run(self._head.embed(ids).float(), rope, cached.keys, cached.values, state.length)
 
     def _one_by_one(self, rows: BlockRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """One depth after another: a draw needs its logits final, and they may depend on the token before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -111,6 +113,12 @@ class PlacedKeys:
             first = torch.tensor(columns, device=keys.device)
             self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
 
+    def part(self, heads: slice) -> PlacedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
+
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
 
@@ -129,6 +137,12 @@ class IndexedKeys:
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
         """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def part(self, heads: slice) -> IndexedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))

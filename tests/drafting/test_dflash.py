@@ -15,7 +15,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, VerifyResult
 from paceline.device.graphs import EagerPool
 from paceline.drafting import dflash_graph
-from paceline.drafting.block_rows import BlockRows
+from paceline.drafting.block_rows import DraftRows
 from paceline.drafting.dflash import DFlash
 from paceline.drafting.dflash_graph import BlockGraphs
 from paceline.drafting.eagle_graph import widened
@@ -160,7 +160,7 @@ def test_blocks_carry_the_q_they_were_drawn_from(variant: str) -> None:
 class WholeSoftmax(DFlash):
     """Mutant: claims the softmax over the whole vocabulary for tokens drawn among the candidates."""
 
-    def _one_by_one(self, rows: BlockRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+    def _one_by_one(self, rows: DraftRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         trees = super()._one_by_one(rows, seqs, num_draft_tokens)
         return [
             replace(tree, probs=torch.softmax(widened(rows.unary[index, : len(tree)], self._target_ids, 4), dim=-1))
@@ -280,7 +280,7 @@ def test_penalties_count_the_draft_tokens_before() -> None:
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def path_scores(head: DFlashHead, rows: BlockRows) -> dict[tuple[int, ...], float]:
+def path_scores(head: DFlashHead, rows: DraftRows) -> dict[tuple[int, ...], float]:
     """The log-probability of every path through a block, path by path."""
     scores: dict[tuple[int, ...], float] = {(): 0.0}
     for depth in range(rows.depth):
@@ -299,7 +299,7 @@ def test_a_tree_holds_the_likeliest_paths(variant: str) -> None:
     drafter = DFlash(toy_head(variant, seed=3), toy(), nodes=9, branches=4)
     seq = begun(drafter, [0, 1, 2], 0, torch.randn(9, 4))
     (tree,) = drafter.propose([seq], [9])
-    scores = path_scores(drafter._head, drafter._block([drafter._states[seq.seq_id]], 3))
+    scores = path_scores(drafter._head, drafter._block([drafter.contexts.of(seq)], 3))
     tokens = tree.tokens.tolist()
     paths = [tuple(tokens[step] for step in path_to(tree.parents, node)) for node in range(len(tree))]
     best = sorted(scores, key=lambda path: -scores[path])[:9]
@@ -333,7 +333,7 @@ def test_a_reused_prefix_is_as_good_as_one_read_now(num_cached: int, over: bool)
     seq, whole = begun(continuing, second, num_cached, states), begun(fresh, second, 0, states)
     (reused,), (expected,) = continuing.propose([seq], [3]), fresh.propose([whole], [3])
     assert reused.tokens.tolist() == expected.tokens.tolist()
-    one, other = continuing._states[seq.seq_id], fresh._states[whole.seq_id]
+    one, other = continuing.contexts.of(seq), fresh.contexts.of(whole)
     assert (one.start, one.length) == (other.start, other.length) == (0, 8)
     kept, read = continuing._buffers.written(one.row, 8), fresh._buffers.written(other.row, 8)
     torch.testing.assert_close(kept.keys, read.keys)
@@ -362,7 +362,7 @@ def test_ended_sequences_leave_no_state() -> None:
     target = toy()
     drafter = DFlash(toy_head(), target)
     assert_unchanged(target, drafter, [[1, 2, 3]] * 20, 9, 3)
-    assert not drafter._states
+    assert not len(drafter.contexts)
     assert drafter._buffers.num_rows <= 8, "rows of finished sequences are used again"
 
 

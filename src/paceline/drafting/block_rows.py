@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.heads.candidate_selector import CandidateSelector
+from paceline.heads.candidate_selector import CandidateSelector, TokenCandidates
 from paceline.heads.dflash import DFlashHead
 from paceline.heads.markov_head import MarkovHead
 
@@ -41,7 +41,7 @@ class RankedRows:
     tokens: Tensor
 
 
-class BlockRows:
+class DraftRows:
     """The rows of one block for every sequence: each depth is predicted without the tokens before it."""
 
     def __init__(self, head: DFlashHead, states: Tensor, anchors: Tensor) -> None:
@@ -72,7 +72,7 @@ class BlockRows:
         return RankedRows(scores, places, self.head.to_target_ids(best.indices))
 
 
-class SelectedRows(BlockRows):
+class SelectedRows(DraftRows):
     """A path through the candidates of every row. What is no candidate has no probability."""
 
     def __init__(self, head: DFlashHead, selector: CandidateSelector, states: Tensor, anchors: Tensor) -> None:
@@ -111,11 +111,11 @@ class SelectedRows(BlockRows):
 
     def _scores(self, depths: slice, predecessors: Tensor) -> Tensor:
         """Scores [sequences, depths, predecessors, top_k]"""
-        candidates = type(self.candidates)(self.candidates.scores[:, depths], self.candidates.ids[:, depths])
+        candidates = TokenCandidates(self.candidates.scores[:, depths], self.candidates.ids[:, depths])
         return self.selector.pair_scores(self.states[:, depths], candidates, predecessors)
 
 
-class MarkovRows(BlockRows):
+class MarkovRows(DraftRows):
     """Every row adds to its logits what the token before it says."""
 
     def __init__(self, head: DFlashHead, markov: MarkovHead, states: Tensor, anchors: Tensor) -> None:
@@ -150,10 +150,10 @@ class MarkovRows(BlockRows):
         return torch.sigmoid(confidence_head(features).float())
 
 
-def block_rows(head: DFlashHead, states: Tensor, anchors: Tensor) -> BlockRows:
+def block_rows(head: DFlashHead, states: Tensor, anchors: Tensor) -> DraftRows:
     """The rows of a block as this head predicts them."""
     if head.candidate_selector is not None:
         return SelectedRows(head, head.candidate_selector, states, anchors)
     if head.markov_head is not None:
         return MarkovRows(head, head.markov_head, states, anchors)
-    return BlockRows(head, states, anchors)
+    return DraftRows(head, states, anchors)

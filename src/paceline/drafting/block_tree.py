@@ -11,10 +11,10 @@ import heapq
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
-from paceline.drafting.block_rows import BlockRows, RankedRows
+from paceline.drafting.block_rows import DraftRows, RankedRows
 
 
-def likeliest_trees(rows: BlockRows, branches: int, limits: list[int]) -> list[DraftTree]:
+def likeliest_trees(rows: DraftRows, branches: int, limits: list[int]) -> list[DraftTree]:
     """For every sequence a tree of at most limits[i] nodes, each with at most `branches` children."""
     ranked = rows.ranked(branches)
     return [_likeliest_tree(ranked, index, limit) for index, limit in enumerate(limits)]

@@ -201,9 +201,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             self._probe_or_rest(seqs, best, candidates, ks)
         return ks
 
-    def _ask(
-        self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int], ks: list[int]
-    ) -> list[int]:
+    def _ask(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int], ks: list[int]) -> list[int]:
         """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
         indices: list[int] = []
         plain = self.costs.plain_pass(len(seqs))
@@ -374,4 +372,3 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             prior = PREDICTION_PRIOR if kind == PREDICTION else PRIOR
             rates = self._overall[kind] = PositionRates(fade=0.995, prior=prior, weight=3.0)
         return rates
-

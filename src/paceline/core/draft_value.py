@@ -21,10 +21,11 @@ from paceline.core.types import StepResult
 
 PREDICTION = "prediction"
 FADE = 0.98  # of what earlier steps gained, by each further step
-GAIN_WEIGHT = 0.06  # of one step in what a drafter gains
+DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
 MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
 MAX_SPEEDUP = 32.0
+LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
 
 
 def kind_of(seq: Sequence) -> str:
@@ -39,22 +40,24 @@ class SourceRecord:
     table  acceptance by confidence, of drafts that state one
     rates  acceptance by depth, of the others
     draft  seconds of making a draft, by its draft tokens
-    gain   seconds that a draft saved lately, less those of making it; None before the first one
+    tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
     states_confidence  its drafts do
     """
 
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
     rates: PositionRates = field(default_factory=lambda: PositionRates(fade=0.98, weight=3.0))
     draft: CostCurve = field(default_factory=draft_curve)
-    gain: float | None = None
-    num_gains: int = 0
+    tokens: float = 0.0
+    cost: float = 0.0
+    num_drafts: int = 0
     states_confidence: bool = False
 
-    def gained(self, seconds: float) -> None:
-        """One more draft saved so many seconds. The first few count alike, later ones fade."""
-        self.num_gains += 1
-        before = 0.0 if self.gain is None else self.gain
-        self.gain = before + max(GAIN_WEIGHT, 1.0 / self.num_gains) * (seconds - before)
+    def drafted(self, tokens: float, cost: float) -> None:
+        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
+        self.num_drafts += 1
+        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
+        self.tokens += weight * (tokens - self.tokens)
+        self.cost += weight * (cost - self.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,11 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CutDrafts:
-    """The trees of a batch as they are sent, and the seconds that each is expected to save."""
+    """The trees of a batch as they are sent, the tokens that each is expected to bring, and its seconds in the pass."""
 
     trees: list[DraftTree]
-    saved: list[float]
+    tokens: list[float]
+    added: list[float]
 
 
 class DraftValue:
@@ -115,7 +119,12 @@ class DraftValue:
 
     def gain(self, seq: Sequence, tree: DraftTree) -> float:
         """Seconds that a draft saves its sequence if it is sent as far as it pays; what it took does not count."""
-        return self.cut([seq], [tree]).saved[0]
+        drafts = self.cut([seq], [tree])
+        return drafts.tokens[0] * self.token_seconds(1) - drafts.added[0]
+
+    def usual_gain(self, record: SourceRecord, num_seqs: int = 1) -> float:
+        """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
+        return record.tokens * self.token_seconds(num_seqs) - record.cost
 
     def goes_on(self, seq: Sequence, confidences: list[float], source: str = "") -> bool:
         """Whether a draft token after these, about as sure as the last, is worth making and sending."""
@@ -149,7 +158,8 @@ class DraftValue:
         for candidate in sent:
             nodes[candidate.index].append(candidate.node)
         kept = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
-        return CutDrafts(kept, self._saved(weights, nodes))
+        tokens = [sum(own[node] for node in sent_nodes if node < len(own)) for own, sent_nodes in zip(weights, nodes)]
+        return CutDrafts(kept, tokens, self._added([len(own) for own in nodes]))
 
     def _sent(self, num_seqs: int, weights: list[list[float]], width: int) -> list[_Candidate]:
         """The draft tokens that pay, likeliest first, in a pass that is `width` tokens wide without them.
@@ -163,23 +173,22 @@ class DraftValue:
         candidates.sort(key=lambda candidate: -candidate.survival)
         costs, worth, tokens = self.costs.of(num_seqs), self.token_seconds(num_seqs), float(num_seqs)
         for count, candidate in enumerate(candidates):
+            if candidate.survival < LEAST_SURVIVAL:
+                return candidates[:count]
             worth = min(worth, costs.pass_of(width + count) / tokens)
             if not _pays(costs, width + count, candidate.survival * worth):
                 return candidates[:count]
             tokens += candidate.survival
         return candidates
 
-    def _saved(self, weights: list[list[float]], nodes: list[list[int]]) -> list[float]:
-        """Of each sequence: what its draft tokens bring, less their share of what they add to the pass."""
-        num_seqs, total = len(nodes), sum(map(len, nodes))
+    def _added(self, counts: list[int]) -> list[float]:
+        """Of each sequence: its draft tokens' share of what they all add to the pass."""
+        num_seqs, total = len(counts), sum(counts)
         if not total:
             return [0.0] * num_seqs
-        costs, worth = self.costs.of(num_seqs), self.token_seconds(num_seqs)
-        added = (costs.pass_of(num_seqs + total) - costs.pass_of(num_seqs)) / total
-        return [
-            worth * sum(survival[node] for node in own if node < len(survival)) - added * len(own)
-            for survival, own in zip(weights, nodes)
-        ]
+        costs = self.costs.of(num_seqs)
+        each = (costs.pass_of(num_seqs + total) - costs.pass_of(num_seqs)) / total
+        return [each * count for count in counts]
 
     # --- after the pass -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""Drafts that state their confidence: how much of each is sent is decided after it was made.
+"""Drafts that state their confidence, or whose drafter chooses among several: how much of each is sent is decided
+after it was made.
 
 So the drafter is asked for as much as it likes, since a block takes one pass whatever its length and a lookup takes
 none, and what does not pay stays out of the target's pass. Whether to ask at all follows from what asking has gained
@@ -17,6 +18,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
 HORIZON = 64  # steps within which drafting must earn what the drafter has to read first
+MAX_LOSS = 2.0  # plain steps that one draft may count to have lost
 PLAIN_EVERY = 64  # steps with draft tokens after which a plain one keeps its cost up to date
 
 
@@ -27,6 +29,7 @@ class _Kind:
     total: SourceRecord = field(default_factory=SourceRecord)  # of its drafts, whatever their source
     schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
     is_probe: bool = False
+    won: float = 0.0  # seconds, in the last step that asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class _Asked:
     """A draft that was made in this step; empty where the drafter had none."""
 
     tree: DraftTree
-    saved: float  # seconds that what is sent of it is expected to save
+    tokens: float  # that it is expected to bring
+    added: float  # seconds, to the pass
 
 
 class SelectiveDrafts:
@@ -59,34 +63,32 @@ class SelectiveDrafts:
         kind, reading = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread)
         kind.schedule.open(plain, reading)
         kind.is_probe = False
-        gain = kind.total.gain or 0.0
+        gain = self.value.usual_gain(kind.total)
         if gain >= reading / HORIZON:
             return limit
         kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
-        if not kind.schedule.is_due(kind.schedule.cost, plain):
+        if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.total.num_drafts > 1):
             return 0
         kind.is_probe = True
         return limit
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
-        """What is sent of the trees. A kind whose first confidences are here is covered from now on."""
+        """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
         self._asked.clear()
         for seq, tree in zip(seqs, trees):
-            if is_cuttable(seq, tree):
+            if is_cuttable(seq, tree) or tree.source:
                 self._kinds.setdefault(kind_of(seq), _Kind())
         asked = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] and self.covers(seq)]
         if not asked:
             return trees
         drafts = self.value.cut(seqs, trees)
         for index in asked:
-            self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.saved[index])
+            self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.tokens[index], drafts.added[index])
         return drafts.trees
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def observe(
-        self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: bool
-    ) -> int:
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: bool) -> int:
         """Learn from a step; returns how many sequences were asked for. caught_up: drafters had much to read first, so
         that the time of their drafts is unusual."""
         asked = [seq for seq in seqs if seq.seq_id in self._asked]
@@ -96,21 +98,26 @@ class SelectiveDrafts:
             own = self._asked.get(seq.seq_id)
             if own is not None:
                 self.value.learn(seq, own.tree, result)
-                drafting += self._observe_draft(seq, own, share if timing.clean and not caught_up else None)
+                known = share if timing.clean and not caught_up else None
+                drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()
         if asked or self._kinds:
             self._observe_step(seqs, asked, timing, sum(len(result.emitted) for result in results), drafting)
         return len(asked)
 
-    def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None) -> float:
+    def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None, num_seqs: int) -> float:
         """Returns the seconds that such a draft usually takes."""
         record, count = self.value.record(seq, own.tree.source), own.tree.num_draft_tokens
         if seconds is None:
             return record.draft.at(count)
         record.draft.add(count, seconds)
         making = record.draft.at(count)
-        record.gained(own.saved - making)
-        self._kinds[kind_of(seq)].total.gained(own.saved - making)
+        saved = own.tokens * self.value.token_seconds(num_seqs)
+        cost = min(own.added + making, saved + MAX_LOSS * self.value.costs.plain_pass(1))
+        kind = self._kinds[kind_of(seq)]
+        kind.won += saved - cost
+        for known in (record, kind.total):
+            known.drafted(own.tokens, cost)
         return making
 
     def _observe_step(
@@ -123,6 +130,7 @@ class SelectiveDrafts:
         for name in {kind_of(seq) for seq in seqs} & self._kinds.keys():
             kind = self._kinds[name]
             if name in asked_kinds:
-                kind.schedule.drafted(kind.total.gain or 0.0, plain, probe=kind.is_probe)
+                kind.schedule.drafted(kind.won, plain, probe=kind.is_probe)
+                kind.won = 0.0
             else:
                 kind.schedule.passed(min(timing.seconds, 2 * plain), plain)

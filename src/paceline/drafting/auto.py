@@ -32,6 +32,8 @@ from paceline.errors import OptionError
 
 MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
 READING_WEIGHT = 0.3
+FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
+MIN_REST = 16  # steps after which what a drafter gains is in doubt
 FEW_UNREAD = 16  # tokens that a drafter reads in passing
 
 
@@ -145,8 +147,8 @@ class AutoDrafter(Drafter):
             return None
         best, gain = None, self._value.gain(seq, tree) if len(tree) else 0.0
         for name, turns in self._turns.items():
-            own = self._value.record(seq, name).gain
-            if own is not None and own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
+            own = self._value.usual_gain(self._value.record(seq, name))
+            if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
                 best, gain = name, own
         return self._due(seq, best, gain) or best
 
@@ -157,10 +159,13 @@ class AutoDrafter(Drafter):
             if name == best or turns.probed is not None:
                 continue
             turns.schedule.open(plain, 0.0)
-            lost = max(0.0, gain - (self._value.record(seq, name).gain or 0.0))
+            record = self._value.record(seq, name)
+            if record.num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST:
+                continue  # what it gains is known
+            lost = max(0.0, gain - self._value.usual_gain(record))
             turns.schedule.reading = turns.cost_of_reading(seq)
             turns.schedule.cost = lost + turns.schedule.reading
-            if turns.schedule.is_due(turns.schedule.cost, plain):
+            if turns.schedule.is_due(turns.schedule.cost, plain, sure=record.num_drafts > 1):
                 turns.probed, turns.forgone = seq.seq_id, gain
                 return name
         return None

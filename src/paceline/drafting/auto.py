@@ -26,7 +26,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 from paceline.drafting.head_folder import shipped_head_folder
 from paceline.drafting.prediction import Prediction
-from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, options_of
+from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, head_names, options_of
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
 
@@ -230,13 +230,14 @@ class AutoDrafter(Drafter):
 
 
 def build(context: DrafterContext) -> AutoDrafter:
-    """Lookups, and beside them the draft model if one is named, or else the head that comes with paceline."""
+    """Lookups, and beside them the draft model if one is named, or else the heads that come with paceline."""
     without_options = replace(context, options={})
     others: dict[str, Drafter] = {}
     if context.draft_model is not None:
         others["draft_model"] = build_drafter("draft_model", without_options)
-    elif shipped_head_folder("eagle", context.target) is not None:
-        others["eagle"] = build_drafter("eagle", without_options)
+    else:
+        shipped = [method for method in head_names() if shipped_head_folder(method, context.target) is not None]
+        others |= {method: build_drafter(method, without_options) for method in shipped}
     return AutoDrafter({"suffix": Suffix(**context.options), "prediction": Prediction()}, others)
 
 

@@ -49,20 +49,21 @@ class SampledDraft:
         probs = torch.stack(self.probs) if self.probs and not seq.sampling.greedy else None
         return draft_tree.chain(torch.cat(self.tokens), probs, self.confidence)
 
-    def state_confidence(self, seq: Sequence, stop: ChainStop, confidence: float) -> None:
-        """How sure the next token is, from the distribution it is drawn from; decides on those after it."""
-        self.confidence = [*(self.confidence or ()), confidence]
-        self.stopped = not stop.goes_on(seq, self.confidence)
-
 
 def state_confidences(seqs: list[Sequence], logits: Tensor, drafts: SequenceOf[SampledDraft], stop: ChainStop) -> None:
     """Of the next token of every sequence: the probability of the likeliest one. Before any of them is drawn.
 
     logits  [sequences, draft vocabulary]
     """
-    likeliest = (logits.amax(dim=-1).float() - logits.float().logsumexp(dim=-1)).exp().tolist()
-    for seq, draft, confidence in zip(seqs, drafts, likeliest):
-        draft.state_confidence(seq, stop, confidence)
+    for seq, draft, confidence in zip(seqs, drafts, likeliest(logits)):
+        draft.confidence = [*(draft.confidence or ()), confidence]
+        draft.stopped = not stop.goes_on(seq, draft.confidence)
+
+
+def likeliest(logits: Tensor) -> list[float]:
+    """The probability of the likeliest token of every row."""
+    probabilities: list[float] = (logits.amax(dim=-1).float() - logits.float().logsumexp(dim=-1)).exp().tolist()
+    return probabilities
 
 
 def choose(

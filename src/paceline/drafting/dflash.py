@@ -13,6 +13,7 @@ tree    (nodes = n)  the likeliest paths through the likeliest tokens of every d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
@@ -33,6 +35,7 @@ from paceline.drafting.draft_sampling import (
     can_draft_on_device,
     choose,
     first_tokens,
+    likeliest,
     loop_uniforms,
     predrawn,
 )
@@ -81,6 +84,11 @@ class DFlash(Drafter):
         # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
         self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded
+        self._states_confidence = False
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        """Where the host waits for nothing, confidences are free, and only those tokens of a block are sent that pay."""
+        self._states_confidence = not supports_graphs(self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -141,9 +149,16 @@ class DFlash(Drafter):
         rows = self._block(states, max(num_draft_tokens))
         seqs = [state.seq for state in states]
         if all(seq.sampling.plain_greedy for seq in seqs):
-            tokens = rows.greedy().tokens
-            return [draft_tree.chain(tokens[index, :k]) for index, k in enumerate(num_draft_tokens)]
+            return self._likeliest(rows, num_draft_tokens)
         return self._one_by_one(rows, seqs, num_draft_tokens)
+
+    def _likeliest(self, rows: BlockRows, num_draft_tokens: list[int]) -> list[DraftTree]:
+        block = rows.greedy()
+        chains = [draft_tree.chain(block.tokens[index, :k]) for index, k in enumerate(num_draft_tokens)]
+        if not self._states_confidence:
+            return chains
+        confidences: list[list[float]] = block.confidence.tolist()
+        return [replace(tree, confidence=own[: len(tree)]) for tree, own in zip(chains, confidences)]
 
     def _fits_graph(self, graphs: BlockGraphs, seqs: list[Sequence]) -> bool:
         """Whether one graph drafts for all: tokens are chosen in one way."""
@@ -213,6 +228,8 @@ class DFlash(Drafter):
             logits = rows.logits(depth, previous)
             best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
             active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
+            if self._states_confidence:
+                _state(logits[active], [drafts[index] for index in active])
             wide = partial(self._over_target_vocab, logits, active)
             choose([seqs[index] for index in active], best[active], wide, [drafts[index] for index in active])
             previous = previous.clone()
@@ -221,6 +238,12 @@ class DFlash(Drafter):
 
     def _over_target_vocab(self, logits: Tensor, active: list[int], rows: list[int]) -> Tensor:
         return widened(logits[[active[row] for row in rows]], self._target_ids, self._vocab_size)
+
+
+def _state(logits: Tensor, drafts: list[SampledDraft]) -> None:
+    """The confidence of the next token of every draft, before it is drawn."""
+    for draft, confidence in zip(drafts, likeliest(logits)):
+        draft.confidence = [*(draft.confidence or ()), confidence]
 
 
 def _start(state: HeadState, num_draft_tokens: int, depth: int) -> BlockInput:

@@ -257,7 +257,8 @@ def test_a_head_of_speculators_drafts_what_speculators_says(kind: str) -> None:
     states = head.forward_block(ids, stores, rows, head.layer_masks(None, rows, torch.arange(count + size)[None]))
     torch.testing.assert_close(states[0], expected["states"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(head.logits(states)[0], expected["logits"], rtol=1e-4, atol=1e-4)
-    block = block_rows(head, states[:, head.config.first_row :], ids[:, 0]).greedy()
+    block = block_rows(head, states[:, head.config.first_row :], ids[:, 0]).greedy(with_confidence=True)
     assert block.tokens[0].tolist() == expected["tokens"].tolist()
     if kind == "dspark":
+        assert block.confidence is not None
         torch.testing.assert_close(block.confidence[0], expected["confidence"], rtol=1e-4, atol=1e-4)

@@ -35,7 +35,6 @@ from paceline.drafting.draft_sampling import (
     can_draft_on_device,
     choose,
     first_tokens,
-    likeliest,
     loop_uniforms,
     predrawn,
 )
@@ -87,7 +86,7 @@ class DFlash(Drafter):
         self._states_confidence = False
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        """Where the host waits for nothing, confidences are free, and only those tokens of a block are sent that pay."""
+        """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
 
     @property
@@ -152,10 +151,10 @@ class DFlash(Drafter):
             return self._likeliest(rows, num_draft_tokens)
         return self._one_by_one(rows, seqs, num_draft_tokens)
 
-    def _likeliest(self, rows: BlockRows, num_draft_tokens: list[int]) -> list[DraftTree]:
-        block = rows.greedy()
+    def _likeliest(self, rows: DraftRows, num_draft_tokens: list[int]) -> list[DraftTree]:
+        block = rows.greedy(self._states_confidence)
         chains = [draft_tree.chain(block.tokens[index, :k]) for index, k in enumerate(num_draft_tokens)]
-        if not self._states_confidence:
+        if block.confidence is None:
             return chains
         confidences: list[list[float]] = block.confidence.tolist()
         return [replace(tree, confidence=own[: len(tree)]) for tree, own in zip(chains, confidences)]
@@ -229,7 +228,9 @@ class DFlash(Drafter):
             best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
             active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
             if self._states_confidence:
-                _state(logits[active], [drafts[index] for index in active])
+                confidences: list[float] = rows.confidence(depth, previous, logits)[active].tolist()
+                for index, confidence in zip(active, confidences):
+                    drafts[index].confidence = [*(drafts[index].confidence or ()), confidence]
             wide = partial(self._over_target_vocab, logits, active)
             choose([seqs[index] for index in active], best[active], wide, [drafts[index] for index in active])
             previous = previous.clone()
@@ -238,12 +239,6 @@ class DFlash(Drafter):
 
     def _over_target_vocab(self, logits: Tensor, active: list[int], rows: list[int]) -> Tensor:
         return widened(logits[[active[row] for row in rows]], self._target_ids, self._vocab_size)
-
-
-def _state(logits: Tensor, drafts: list[SampledDraft]) -> None:
-    """The confidence of the next token of every draft, before it is drawn."""
-    for draft, confidence in zip(drafts, likeliest(logits)):
-        draft.confidence = [*(draft.confidence or ()), confidence]
 
 
 def _start(state: HeadState, num_draft_tokens: int, depth: int) -> BlockInput:

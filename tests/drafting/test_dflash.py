@@ -434,6 +434,15 @@ def test_without_a_head_the_error_says_what_to_do(target: HuggingFaceRunner) -> 
         build_drafter("dflash", context_for(target))
 
 
+def test_a_head_in_a_gguf_file_drafts(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = tiny_llama(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    target = HuggingFaceRunner(model, "tiny")
+    path = dflash_checkpoints.write_gguf(tmp_path / "head.gguf", dflash_checkpoints.dflash2())
+    drafter = build_drafter("dflash", context_for(target, path))
+    assert assert_unchanged(target, drafter, [[5, 7, 9], [3] * 9], 12, 4).drafted > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", dflash_checkpoints.CONFIGS)
 def test_published_heads_draft(layout: str, tmp_path: Path) -> None:

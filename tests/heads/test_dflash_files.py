@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,33 @@ def assert_same(one: DFlashHead, other: DFlashHead) -> None:
     theirs = other.state_dict()
     assert one.state_dict().keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "file"), [("z-lab", "file"), ("dflash2", "directory"), ("deepspec", "file")])
+def test_a_gguf_file_is_the_same_head(layout: str, file: str, tmp_path: Path) -> None:
+    """Layer ids are stored with one added; the rows of DSpark are shifted; a file may be named or its directory."""
+    pytest.importorskip("gguf")
+    expected = read(tmp_path / "hf", layout, is_causal=None)
+    path = dflash_checkpoints.write_gguf(tmp_path / "head.gguf", TENSORS[layout]())
+    head = load_head(path if file == "file" else tmp_path, DFlashHead)
+    assert replace(head.config, selector_top_k=expected.config.selector_top_k) == replace(
+        expected.config, rms_norm_eps=head.config.rms_norm_eps
+    )
+    assert layout != "dflash2" or head.config.selector_top_k == 4
+    assert_same(expected, head)
+
+
+def test_a_gguf_file_of_a_model_is_no_head(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = dflash_checkpoints.write_gguf(tmp_path / "model.gguf", dflash_checkpoints.dflash(), "qwen3")
+    with pytest.raises(WeightsError, match="architecture qwen3, not a trained head"):
+        load_head(path, DFlashHead)
+    odd = {**dflash_checkpoints.dflash(), "dense.weight": torch.ones(2)}
+    with pytest.raises(WeightsError, match=r"dense\.weight is surplus"):
+        load_head(dflash_checkpoints.write_gguf(tmp_path / "odd.gguf", odd), DFlashHead)
 
 
 # --- files that speculators 0.9.0 has written, and what it computes with them -----------------------------------------

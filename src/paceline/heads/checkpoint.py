@@ -48,9 +48,22 @@ class Provenance:
 def read_checkpoint(folder: str | Path) -> Checkpoint:
     """Config and tensors of a directory. Raises ModelNotFound or WeightsError."""
     path = Path(folder).expanduser()
+    gguf = gguf_file(path)
+    if gguf is not None:
+        from paceline.heads.dflash_gguf import read_gguf
+
+        return read_gguf(gguf)
     if not path.is_dir():
         raise ModelNotFound(f"there is no directory {folder}; a trained head is a directory with a config.json")
     return Checkpoint(path, _read_config(path), _read_tensors(path))
+
+
+def gguf_file(path: Path) -> Path | None:
+    """A head in one GGUF file: the file itself, or the only one of a directory without a config."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    return files[0] if len(files) == 1 else None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class SelectedRows(DraftRows):
         here = slice(depth, depth + 1)
         scores = self._scores(here, previous[:, None, None])[:, 0, 0]
         nothing = torch.full_like(self.unary[:, depth], -torch.inf)
-        return nothing.scatter(1, self.candidates.ids[:, depth], scores)
+        return nothing.scatter(1, self.candidates.ids[:, depth], scores.to(nothing.dtype))
 
     def greedy(self, with_confidence: bool = False) -> GreedyBlock:
         """All pairs of neighbours are scored at once; the walk only looks them up."""

@@ -48,11 +48,6 @@ class Provenance:
 def read_checkpoint(folder: str | Path) -> Checkpoint:
     """Config and tensors of a directory. Raises ModelNotFound or WeightsError."""
     path = Path(folder).expanduser()
-    gguf = gguf_file(path)
-    if gguf is not None:
-        from paceline.heads.dflash_gguf import read_gguf
-
-        return read_gguf(gguf)
     if not path.is_dir():
         raise ModelNotFound(f"there is no directory {folder}; a trained head is a directory with a config.json")
     return Checkpoint(path, _read_config(path), _read_tensors(path))

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.hub.shards import weight_files
-from paceline.layers.gemm_types import Linear
+from paceline.layers.gemm_types import Linear, StoredEmbedding
 from paceline.layers.linear import UnquantizedLinear
-from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
-Embedding = Tensor | BlockedEmbedding
+Embedding = Tensor | StoredEmbedding
 # What only kernels that round activations or cached keys read; products here leave both exact.
 ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
@@ -184,12 +183,13 @@ class ModelCheckpoint:
         if stored is None:
             return self.tensor(f"{name}.weight", *shape)
         self._check_size(stored, [name], *shape)
-        return stored.dequantize(self._dtype) if stored.blocks is None else BlockedEmbedding(stored.blocks[0])
+        embedding = stored.as_embedding(self._dtype)
+        return stored.dequantize(self._dtype) if embedding is None else embedding
 
     def linear_of(self, weight: Embedding) -> Linear:
         """A linear layer of a weight that is already on the device."""
-        if isinstance(weight, BlockedEmbedding):
-            return BlockedLinear((weight.blocks,))
+        if not isinstance(weight, Tensor):
+            return weight.linear
         return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
 
     def check_all_used(self) -> None:

@@ -59,6 +59,9 @@ class BlockedLinear(Linear):
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None
 
+    def as_embedding(self, dtype: torch.dtype) -> BlockedEmbedding:
+        return BlockedEmbedding(self.blocks[0])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockedEmbedding:
@@ -69,6 +72,10 @@ class BlockedEmbedding:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
+
+    @property
+    def linear(self) -> BlockedLinear:
+        return BlockedLinear((self.blocks,))
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
         rows = unpack_blocks(self.blocks, tokens.flatten())

@@ -82,9 +82,10 @@ def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderMo
 def _load_gguf(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
     """Read GGUF files: quantized tensors as they are, or all of them in float32."""
     is_packed = dtype == gguf.NAME
-    source = GgufSource(folder, gguf.KINDS if is_packed else frozenset())
+    source = GgufSource(folder, gguf.KINDS if is_packed else frozenset(), device)
     stored = gguf if is_packed else None
-    return _load(ModelCheckpoint(source, source.names(), torch.float32, device, stored=stored), config)
+    float_dtype = getattr(torch, default_dtype(device) if is_packed else EXACT_DTYPE)
+    return _load(ModelCheckpoint(source, source.names(), float_dtype, device, stored=stored), config)
 
 
 @torch.no_grad()

@@ -69,6 +69,15 @@ class Gemm(Protocol):
         """The tensor, or the one that stands for none."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedWeight:
+    """A linear layer as it is written to a file. kind: who reads it (quantization/converted.py)."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+    numbers: dict[str, int]
+
+
 class StoredEmbedding(Protocol):
     """A matrix that is read row by row, in the format of a linear layer."""
 
@@ -126,6 +135,10 @@ class Linear(Protocol):
 
     def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
         """The same weight read row by row; None: it has to be unpacked for that."""
+        return None
+
+    def saved(self) -> SavedWeight | None:
+        """What a file keeps of a weight that was converted at load; None: it cannot be kept."""
         return None
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:

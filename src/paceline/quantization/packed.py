@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.device.properties import on_host
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight
 from paceline.quantization.packed_layout import STEP, Kind, pack_high, pack_words, unpack_words
 from paceline.quantization.quantized_weight import BlockScales, QuantizedWeight
 
@@ -82,6 +82,20 @@ class PackedLinear(Linear):
         zeros, high = (None if part is None else take(part) for part in (self.zeros, self.high))
         block = None if self.block is None else self.block.mapped(take)
         return replace(self, words=take(self.words), scales=take(self.scales), zeros=zeros, high=high, block=block)
+
+    def saved(self) -> SavedWeight | None:
+        """Weights that are converted at load have codes and scales alone."""
+        if any(part is not None for part in (self.zeros, self.order, self.table, self.high, self.block)):
+            return None
+        numbers = {"kind": int(self.kind), "group_size": self.group_size, "in_features": self.in_features}
+        return SavedWeight("packed", {"words": self.words, "scales": self.scales}, numbers)
+
+    @classmethod
+    def restored(cls, saved: SavedWeight) -> PackedLinear:
+        """What `saved` has made."""
+        tensors, numbers = saved.tensors, saved.numbers
+        kind, group_size, in_features = (numbers[name] for name in ("kind", "group_size", "in_features"))
+        return cls(tensors["words"], tensors["scales"], Kind(kind), group_size, in_features)
 
     def as_embedding(self, dtype: torch.dtype) -> PackedEmbedding:
         return PackedEmbedding(self, dtype)

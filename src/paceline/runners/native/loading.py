@@ -21,6 +21,7 @@ from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.quantization import gguf
 from paceline.quantization import registry as formats
+from paceline.quantization.converted import converted_weights
 from paceline.runners.loading import dtype_named
 
 DEFAULT_SEQS = 8
@@ -65,18 +66,21 @@ def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderMo
     folder = unpacked_folder(folder)
     target = formats.get(dtype) if dtype in formats.names() else None
     float_dtype = getattr(torch, dtype if target is None else default_dtype(device))
+    converted = None if target is None else converted_weights(folder, dtype, float_dtype, device)
     with ExitStack() as stack:
         # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
         tensors = Safetensors(folder, stack, device)
         stored = formats.format_of(config)
         quantization = formats.quantization_of(config)
-        checkpoint = ModelCheckpoint(
-            tensors, tensors.names(), float_dtype, device, target=target, stored=stored, quantization=quantization
-        )
+        formats_of: Any = {"target": target, "stored": stored, "quantization": quantization, "converted": converted}
+        checkpoint = ModelCheckpoint(tensors, tensors.names(), float_dtype, device, **formats_of)
         try:
-            return _load(checkpoint, config)
+            model = _load(checkpoint, config)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{folder.name} does not fit on {device}: choose a smaller --dtype") from error
+    if converted is not None:
+        converted.save()
+    return model
 
 
 def _load_gguf(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:

@@ -5,6 +5,7 @@ Without a GPU the kernel runs through Triton's interpreter.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from paceline import SpeculativeDecoder
+from paceline import SpeculativeDecoder, cli
 from paceline.build import open_runner
 from paceline.config import ModelConfig
 from paceline.core.types import Row
 from paceline.errors import WeightsError
 from paceline.hub import locate
 from paceline.hub.gguf_index import GgufSource, read_index
+from paceline.layers import cpu_kernels
 from paceline.layers.cpu_kernels import GGUF_KINDS
 from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_types import Epilogue
@@ -239,6 +241,27 @@ def test_a_packed_file_runs_as_the_model_of_its_unpacked_weights(written: Path) 
     nbytes = sum(linear.nbytes for linear in model.linears()) + (0 if tied else model.embedding.linear.nbytes)
     whole_steps = model.config.hidden_size % 128 == 0  # shorter rows are padded to one
     assert nbytes < (1.1 if whole_steps else 2.0) * matrices
+
+
+@pytest.mark.parametrize("written", ["small"], indirect=True)
+def test_where_there_are_no_kernels_a_file_is_unpacked_exactly_and_said_so(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on an x86 CPU: float32 holds every number of the file, so nothing is rounded, and the memory is named."""
+    for module in (cpu_kernels, gguf_format):
+        monkeypatch.setattr(module, "library", lambda: None)
+    with SpeculativeDecoder(str(written), device="cpu", dtype="float32") as decoder:
+        expected = decoder.generate("hello", max_new_tokens=12).token_ids
+    assert not caplog.records, "a dtype that is named is no surprise"
+    arguments = ["generate", "-m", str(written), "--device", "cpu", "--max-new-tokens", "12", "--json", "--no-chat"]
+    assert cli.main([*arguments, "hello"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["token_ids"] == expected
+    assert "unpacked to float32" in caplog.text and "llama_cpp" in caplog.text
+    runner = open_runner(ModelConfig(str(written)), "cpu", 64)
+    index = {tensor.name: tensor for tensor in read_index(locate(str(written)).folder)}
+    assert runner.info.dtype == "float32"
+    rows = runner.embed(torch.arange(261))  # type: ignore[attr-defined]
+    assert torch.equal(rows, index["model.embed_tokens.weight"].dequantized())
 
 
 def test_on_cuda_a_file_is_kept_as_it_is_unless_a_dtype_is_named() -> None:

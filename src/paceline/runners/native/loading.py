@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from paceline.device.properties import default_dtype, supports_graphs
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
-from paceline.hub.gguf_index import GgufSource, has_index, read_index
+from paceline.hub.gguf_index import GgufSource, StoredTensor, has_index, read_index
 from paceline.models import registry
 from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
@@ -24,6 +26,7 @@ from paceline.quantization import registry as formats
 from paceline.quantization.converted import converted_weights
 from paceline.runners.loading import dtype_named
 
+LOG = logging.getLogger("paceline")
 DEFAULT_SEQS = 8
 EXACT_DTYPE = "float32"  # holds every number of a GGUF file, so that none is rounded on the way
 DEFAULT_SEQ_TOKENS = 8192
@@ -54,9 +57,23 @@ def default_cache_tokens(config: ArchConfig) -> int:
 def stored_dtype(folder: Path, name: str | None, device: str) -> str:
     """The dtype of this name; unless one is named, `gguf` where a model is stored in blocks that can be kept here."""
     dtype = dtype_named(name, device)
-    if name not in (None, "auto") or not has_index(folder) or not gguf.runs_on(device):
+    if name not in (None, "auto") or not has_index(folder):
         return dtype
-    return gguf.NAME if any(tensor.kind in gguf.KINDS for tensor in read_index(folder)) else dtype
+    packed = [tensor for tensor in read_index(folder) if tensor.kind in gguf.KINDS]
+    if packed and not gguf.runs_on(device):
+        _say_unpacked(packed, dtype)
+    return gguf.NAME if packed and gguf.runs_on(device) else dtype
+
+
+def _say_unpacked(packed: list[StoredTensor], dtype: str) -> None:
+    """Memory is then many times that of the file, which may surprise."""
+    size = sum(prod(tensor.shape) for tensor in packed) * getattr(torch, dtype).itemsize / 2**30
+    LOG.warning(
+        "no kernels for GGUF blocks on this device: the weights are unpacked to %s, %.2g GiB; "
+        "--quantize int8 is smaller, --engine llama_cpp runs the file as it is",
+        dtype,
+        size,
+    )
 
 
 def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:

@@ -37,16 +37,18 @@ FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
 Arguments = tuple[dict[str, str], dict[str, object]]
 
 
-def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False) -> Arguments:
+def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False, rounded: bool = False) -> Arguments:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
     floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
     pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
+    pointers |= {"keys": "*u8", "values": "*u8"} if rounded else {}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
     numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
     numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
     constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
     constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
-    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special} | dict.fromkeys(("SOFTCAP", "SINKS"), special)
+    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special, "ROUNDED": rounded}
+    constants |= dict.fromkeys(("SOFTCAP", "SINKS"), special)
     return pointers | numbers, constants | ({"HALF": 128} if special else {})
 
 
@@ -178,6 +180,7 @@ def main() -> int:
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         for special in (False, True):
             compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm, special))
+    compile_kernel(attend_kernel, *attention(6, 16, False, rounded=True))
     norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
     for other in (False, True):
         parts = {"CENTER": other, "BIAS": other, "RESIDUAL": other}

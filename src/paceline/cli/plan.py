@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cli.runnable import support
-from paceline.config import AUTO, DRAFT_MODEL
+from paceline.config import AUTO, DRAFT_MODEL, KV_CACHE_DTYPES, LOSSY_FP8
 from paceline.drafting import registry as drafters
 from paceline.errors import OptionError, PairError
 from paceline.hub import DEFAULT
@@ -90,6 +90,9 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-seq-len", type=int, metavar="N", help="longest sequence, prompt and answer together")
     group.add_argument("--max-num-seqs", type=int, default=1, metavar="N", help="sequences at once")
     group.add_argument("-k", "--num-draft-tokens", type=int, default=5, metavar="N", help="draft tokens per step")
+    group.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=AUTO, help="lossy-fp8: keys and values in eight bits"
+    )
     group.add_argument("--tree-nodes", type=int, metavar="N", help="draft tokens verified per step, in a draft tree")
     group.add_argument("--acceptance-rate", type=float, metavar="RATE", help="predict with this rate, 0 to 1")
 
@@ -149,6 +152,7 @@ def _deployment(args: argparse.Namespace, installed: Support, accelerator: Accel
         method=method,
         draft=draft,
         draft_precision=_precision(args.draft_dtype, draft or target, installed) if args.draft_dtype else None,
+        kv_precision=find_precision("fp8") if args.kv_cache_dtype == LOSSY_FP8 else None,
         max_seq_len=min(_DEFAULT_SEQ_LEN, target.max_seq_len) if args.max_seq_len is None else args.max_seq_len,
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,

@@ -17,4 +17,4 @@ def _open(config: EngineConfig, build: BuildLocal) -> Engine:
     return AsyncEngine(build(config))
 
 
-SPEC = EngineSpec("local", "paceline's own engine: one process, one GPU or CPU", _open, lora=True)
+SPEC = EngineSpec("local", "paceline's own engine: one process, one GPU or CPU", _open, rounds_kv=True, lora=True)

@@ -166,7 +166,7 @@ class EagerAttention:
         self.node_by_node = node_by_node
 
     def views(self, slot_mapping: Tensor | slice, new_slots: Tensor | slice) -> CacheViews | None:
-        """What a pass reads and writes of a sequence whose blocks are neighbours; None: they are not, or are rounded."""
+        """What a pass reads and writes of a sequence whose blocks are neighbours; None: they are not, or rounded."""
         if self.keys.dtype == STORED_DTYPE:
             return None
         if isinstance(slot_mapping, Tensor) or isinstance(new_slots, Tensor):

@@ -85,14 +85,18 @@ class PackedTiling:
     prefetch: int = PREFETCH
 
 
-def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool) -> PackedTiling:
-    """Few columns a program for few rows; more where every program would read much of x again."""
+def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool, blocks: bool = False) -> PackedTiling:
+    """Few columns a program for few rows; more where every program would read much of x again.
+
+    blocks: weights in blocks of GGUF, whose further sums do not fit the registers of four warps beside many rows.
+    """
     tiles = triton.cdiv(out_features, SPLIT_COLUMNS)
     splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
     per_split = triton.cdiv(steps, splits)
     tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
     columns, warps = (64, 2) if rows <= FEW_ROWS else (128, 4)
     columns = columns // 2 if gate else columns
+    warps = 2 * warps if blocks and not gate and tile_rows > TILE_ROWS[0] else warps
     return PackedTiling(tile_rows, columns, triton.cdiv(steps, per_split), per_split, warps)
 
 
@@ -117,7 +121,8 @@ def launch_packed(
     out   where the product goes, which may be some columns of a larger one; a residual is then as wide as that
     """
     columns, rows, steps = columns_of(linear.out_features, epilogue), x.shape[0], linear.words.shape[0]
-    tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate)
+    blocks = linear.block is not None
+    tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate, blocks=blocks)
     output = gemm.buffers(x, columns, tile.columns, epilogue) if out is None else GemmOutput(out, gemm.none, gemm.none)
     shared, fast, block = tile.splits > 1, _is_fast(x, linear), linear.block or NO_BLOCK
     sums = x.new_empty(tile.splits, rows, linear.out_features, dtype=torch.float32) if shared else gemm.none

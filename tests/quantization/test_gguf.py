@@ -37,8 +37,6 @@ class Stored:
             for seed, (name, kind) in enumerate(kinds.items())
         }
 
-    device = "cpu"
-
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 

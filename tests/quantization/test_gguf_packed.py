@@ -109,10 +109,16 @@ def test_products_are_those_of_the_files_numbers(kind: str) -> None:
     assert torch.equal(argmax(gemm, logits).token, logits.out.argmax(dim=-1))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are packed as on a GPU, wherever their tensors lie."""
+    monkeypatch.setattr(gguf_format, "on_host", lambda device: False)
+
+
 class Stored:
     """The tensors of a checkpoint on a GPU: random blocks of a kind by name, or a matrix in floating point."""
 
-    device, dtype, quantization = "cuda", torch.float32, {}
+    dtype, quantization = torch.float32, {}
 
     def __init__(self, kinds: dict[str, str], rows: int, columns: int) -> None:
         self.tensors = {
@@ -133,6 +139,7 @@ class Stored:
         return torch.cat([part.float() for part in parts]).to(DEVICE)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_layers_of_different_kinds_are_joined_and_each_stays_as_it_is() -> None:
     """Q4_K_M: queries and keys in Q4_K, values in Q6_K."""
     tensors = Stored({"q": "Q4_K", "k": "Q4_K", "v": "Q6_K"}, 24, 256)
@@ -151,6 +158,7 @@ def test_layers_of_different_kinds_are_joined_and_each_stays_as_it_is() -> None:
     torch.testing.assert_close(gated, F.silu(gate) * up, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_layer_beside_one_in_floating_point_is_unpacked_with_it() -> None:
     tensors = Stored({"q": "Q4_K", "k": "F16"}, 24, 256)
     joined = gguf_format.load(tensors, ["q", "k"])
@@ -167,6 +175,7 @@ def test_an_embedding_unpacks_the_rows_asked_for(kind: str) -> None:
     assert torch.equal(rows.cpu(), expected.flatten(0, 1)), "by the kernel too"
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scale_that_is_no_number_is_refused(kind: str) -> None:
     for place in HALVES[kind]:
@@ -206,23 +215,16 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return write_gguf(tmp_path / "tiny.gguf", tiny("qwen2", **sizes), kinds=kinds)
 
 
-class OnGpu(ModelCheckpoint):
-    """A checkpoint that is read as on a GPU, wherever its tensors lie."""
-
-    @property
-    def device(self) -> str:
-        return "cuda"
-
-
 def packed_model(path: Path) -> DecoderModel:
     """The model of a file in packed weights, float32 where there is no GPU: its interpreter has no bfloat16."""
     folder = locate(str(path)).folder
     source = GgufSource(folder, gguf_format.KINDS, DEVICE)
-    checkpoint = OnGpu(source, source.names(), torch.float32, DEVICE, stored=gguf_format)
+    checkpoint = ModelCheckpoint(source, source.names(), torch.float32, DEVICE, stored=gguf_format)
     return native_loading._load(checkpoint, read_config(folder, "tiny"))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("written", MIXTURES, indirect=True)
 def test_a_packed_file_runs_as_the_model_of_its_unpacked_weights(written: Path) -> None:
     """A pass through the fused kernels against one through the gguf package's own numbers in float32."""

@@ -8,6 +8,7 @@ is unpacked: to float32, which holds its numbers exactly, or to that dtype (hub/
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
@@ -32,7 +33,7 @@ from paceline.quantization.blocked import BlockedLinear
 from paceline.quantization.gguf_codes import columns_of, read_blocks
 from paceline.quantization.packed import PackedLinear, pack_weight
 from paceline.quantization.packed_pieces import PackedPieces
-from paceline.quantization.quantized_weight import joined
+from paceline.quantization.quantized_weight import QuantizedWeight, joined
 from paceline.quantization.registry import Tensors
 
 NAME = "gguf"
@@ -56,48 +57,63 @@ def quantize(weight: Tensor) -> Linear:
     raise CapabilityError("gguf weights are read from a checkpoint, a .gguf file; convert to int8 or int4 instead")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A weight as a file has it. kind: of its blocks; None: it is in floating point."""
+
+    name: str
+    kind: WeightKind | None
+    stored: Tensor
+
+
 def load(tensors: Tensors, names: list[str]) -> Linear | None:
     """The layers of these names, each in its own blocks; None: all of them are in floating point."""
-    kinds = {name: _kind(tensors, f"{name}.weight") for name in names}
+    kinds = {f"{name}.weight": _kind(tensors, f"{name}.weight") for name in names}
     if all(kind is None for kind in kinds.values()):
         return None
-    if not on_host(tensors.device):
-        return packed(tensors, kinds)
-    return BlockedLinear(tuple(_piece(tensors, f"{name}.weight", kind) for name, kind in kinds.items()))
-
-
-def packed(tensors: Tensors, kinds: dict[str, WeightKind | None]) -> Linear:
-    """Layers as the packed kernel reads them; where one is in floating point, all are unpacked to the model's dtype."""
-    runs = [(kind, [name for name, _ in run]) for kind, run in groupby(kinds.items(), key=lambda item: item[1])]
-    pieces = [_packed_run(tensors, kind, names) for kind, names in runs if kind is not None]
-    if len(pieces) == len(runs):
-        return pieces[0] if len(pieces) == 1 else PackedPieces(tuple(pieces))
-    unpacked = [
-        tensors.raw(f"{name}.weight").to(tensors.dtype)
-        if kind is None
-        else _packed_run(tensors, kind, [name]).dequantize(tensors.dtype)
-        for name, kind in kinds.items()
-    ]
-    return UnquantizedLinear(torch.cat(unpacked))
-
-
-def _packed_run(tensors: Tensors, kind: WeightKind, names: list[str]) -> PackedLinear:
-    """Layers of one kind, as one."""
-    weights = [f"{name}.weight" for name in names]
-    read = [read_blocks(tensors.raw(packed_name(weight, kind.name)), kind, weight) for weight in weights]
-    return pack_weight(joined(read) if len(read) > 1 else read[0])
+    weights = [StoredWeight(name, kind, tensors.raw(_stored_name(name, kind))) for name, kind in kinds.items()]
+    if on_host(weights[0].stored.device):
+        return BlockedLinear(tuple(_piece(weight) for weight in weights))
+    return _packed(weights, tensors.dtype)
 
 
 def _kind(tensors: Tensors, name: str) -> WeightKind | None:
     return next((kind for label, kind in GGUF_KINDS.items() if packed_name(name, label) in tensors), None)
 
 
-def _piece(tensors: Tensors, name: str, kind: WeightKind | None) -> WeightBlocks:
-    if kind is None:  # beside quantized ones
-        blocks = float_blocks(tensors.raw(name).float().contiguous())
+def _stored_name(name: str, kind: WeightKind | None) -> str:
+    return name if kind is None else packed_name(name, kind.name)
+
+
+def _piece(weight: StoredWeight) -> WeightBlocks:
+    """As the compiled kernels of a CPU read it."""
+    if weight.kind is None:  # beside quantized ones
+        blocks = float_blocks(weight.stored.float().contiguous())
     else:
-        stored = tensors.raw(packed_name(name, kind.name))
-        blocks = repack_blocks(stored, kind, columns_of(stored, kind))
+        blocks = repack_blocks(weight.stored, weight.kind, columns_of(weight.stored, weight.kind))
     if blocks is None:
-        raise WeightsError(f"the tensor {name} holds values that are no numbers (NaN or infinity)")
+        raise WeightsError(f"the tensor {weight.name} holds values that are no numbers (NaN or infinity)")
     return blocks
+
+
+def _packed(weights: list[StoredWeight], dtype: torch.dtype) -> Linear:
+    """As the packed kernel reads them; where one is in floating point, all are unpacked to the model's dtype."""
+    if any(weight.kind is None for weight in weights):
+        parts = [
+            weight.stored if weight.kind is None else _read(weight, weight.kind).dequantize(dtype)
+            for weight in weights
+        ]
+        return UnquantizedLinear(torch.cat([part.to(dtype) for part in parts]))
+    runs = [list(run) for _, run in groupby(weights, key=lambda weight: weight.kind)]
+    pieces = [_packed_run(run) for run in runs]
+    return pieces[0] if len(pieces) == 1 else PackedPieces(tuple(pieces))
+
+
+def _packed_run(weights: list[StoredWeight]) -> PackedLinear:
+    """Weights of one kind, as one."""
+    read = [_read(weight, weight.kind) for weight in weights if weight.kind is not None]
+    return pack_weight(joined(read) if len(read) > 1 else read[0])
+
+
+def _read(weight: StoredWeight, kind: WeightKind) -> QuantizedWeight:
+    return read_blocks(weight.stored, kind, weight.name)

@@ -33,10 +33,6 @@ class Tensors(Protocol):
         """A tensor as it is stored. Raises WeightsError if it is missing."""
 
     @property
-    def device(self) -> str:
-        """Where the model runs."""
-
-    @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
 

@@ -127,7 +127,11 @@ def main(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> PlanReport:
     installed, accelerator = support(), _accelerator(args)
     deployment = _deployment(args, installed, accelerator)
-    engine = installed.engine(num_gpus=deployment.num_gpus, gguf=deployment.precision.gguf)
+    on_cpu = accelerator is not None and accelerator.kind is AcceleratorKind.CPU
+    engine = installed.engine(
+        num_gpus=deployment.num_gpus,
+        packs=lambda engine: engine.packs(deployment.precision, deployment.target, on_cpu=on_cpu),
+    )
     deployment = replace(deployment, bounded_windows=engine is not None and engine.bounds_windows)
     plan = plan_memory(deployment)
     limits = FitLimits((*installed.dtypes(deployment.target), *_gguf_names(installed)), installed.max_gpus)
@@ -188,8 +192,9 @@ def _precision(name: str | None, sizes: ModelSizes, installed: Support, *, on_cp
     """The named precision; else the one that the model would run in: that of its weight format, or by device."""
     if name is None:
         stored = PRECISIONS.get((sizes.stored_precision or "").lower())
-        kept = stored is not None and (installed.packs_gguf if stored.gguf else stored.name not in FLOAT_DTYPES)
-        return stored if stored is not None and kept else PRECISIONS["fp32" if on_cpu else "bf16"]
+        if stored is not None and stored.name not in FLOAT_DTYPES and installed.packs(stored, sizes, on_cpu=on_cpu):
+            return stored
+        return PRECISIONS["fp32" if on_cpu else "bf16"]
     precision = find_precision(name)
     choices = (*installed.dtypes(sizes), *_gguf_names(installed))
     if precision.name not in choices:

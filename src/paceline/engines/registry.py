@@ -35,6 +35,7 @@ class EngineSpec:
 
     max_gpus     GPUs that it can divide one model over
     packs_gguf   weights of a GGUF file stay packed in memory
+    gguf_kinds   kinds of GGUF blocks that stay packed on a GPU, where not all do, for architectures of gguf_types
     bounds_windows  layers with a sliding window keep no more of a sequence than the window
     rounds_kv    it takes kv_cache_dtype lossy-fp8
     options      what `engine_options` may hold
@@ -59,6 +60,8 @@ class EngineSpec:
     open: Callable[[EngineConfig, BuildLocal], Engine]
     max_gpus: int = 1
     packs_gguf: bool = False
+    gguf_kinds: frozenset[str] = frozenset()
+    gguf_types: frozenset[str] = frozenset()
     bounds_windows: bool = False
     rounds_kv: bool = False
     options: tuple[EngineOption, ...] = ()

@@ -74,6 +74,7 @@ def test_the_second_start_converts_nothing_and_gives_the_same_text(
     assert not conversions and len(kept_files(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @blocked
 def test_a_changed_model_and_another_format_are_converted_anew(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], conversions: list[tuple[int, ...]]
@@ -89,6 +90,7 @@ def test_a_changed_model_and_another_format_are_converted_anew(
     assert len(kept_files(tmp_path)) == 4
 
 
+@pytest.mark.slow
 @blocked
 def test_a_damaged_file_is_made_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], conversions: list[tuple[int, ...]]
@@ -102,6 +104,7 @@ def test_a_damaged_file_is_made_again(
     assert generated(folder, "int8", capsys) == first and not conversions
 
 
+@pytest.mark.slow
 @blocked
 def test_a_cache_that_cannot_be_written_costs_time_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -114,6 +117,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
     assert generated(folder, "int8", capsys) == first
 
 
+@pytest.mark.slow
 @blocked
 def test_the_folder_is_bounded_and_what_was_used_longest_ago_goes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,7 @@ def open_model(config: EngineConfig) -> OpenModel:
     config = _with_cache_size(config)
     device = chosen_device(config.model.device)
     return OpenModel(
-        open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounds_kv),
+        open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounded_kv),
         open_tokenizer(config.model),
         device,
     )

@@ -149,7 +149,7 @@ class CacheConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
 
     @property
-    def rounds_kv(self) -> bool:
+    def rounded_kv(self) -> bool:
         """Whether keys and values are kept in eight bits."""
         return self.kv_cache_dtype == LOSSY_FP8
 

@@ -185,7 +185,7 @@ def _lossy_cache(args: argparse.Namespace) -> Iterator[AuditCheck]:
     from paceline.bench.outcome import Outcome
 
     cache = base_config(args).cache
-    if cache.rounds_kv:
+    if cache.rounded_kv:
         detail = "keys and values are rounded to eight bits: with every method the output is not the model's"
         yield AuditCheck(f"KV cache in {cache.kv_cache_dtype}", "cache", Outcome.DIFFERENT, detail, 0.0)
 

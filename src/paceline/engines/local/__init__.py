@@ -23,6 +23,6 @@ SPEC = EngineSpec(
     _open,
     gguf_kinds=frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"}),
     gguf_types=frozenset({"llama", "qwen2", "qwen3"}),
-    rounds_kv=True,
+    rounded_kv=True,
     lora=True,
 )

@@ -14,10 +14,11 @@ from paceline.errors import OptionError
 from paceline.heads.checkpoint import Provenance
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from paceline.heads.registry import load_head, save_head
-from paceline.train.corpus import CorpusSplit, TrainingBatch
+from paceline.runners.loading import eos_token_ids_of
+from paceline.train.corpus import CorpusSplit, TrainingBatch, adapted_tokens
 from paceline.train.losses import blend, soft_loss
 from paceline.train.options import setting
-from paceline.train.task import Positions, TrainerSpec, TrainingTarget, in_parts
+from paceline.train.task import HeadAdaptation, Positions, TrainerSpec, TrainingTarget, in_parts
 from paceline.train.teacher import Teacher, draft_ids_of
 from paceline.train.training_time_test import unroll
 
@@ -87,10 +88,17 @@ class _ScaledHead(nn.Module):
 class EagleTask:
     """An EAGLE-3 head in training."""
 
-    def __init__(self, teacher: Teacher, target_ids: Tensor, options: EagleOptions, name: str = "") -> None:
-        """target_ids: ascending ids of the tokens the head can draft."""
+    def __init__(
+        self,
+        teacher: Teacher,
+        target_ids: Tensor,
+        options: EagleOptions,
+        name: str = "",
+        config: Eagle3Config | None = None,
+    ) -> None:
+        """target_ids: ascending ids of the tokens the head can draft. config: of a trained head; None: by options."""
         self.teacher, self.options, self._name = teacher, options, name
-        head = Eagle3Head(eagle_config(teacher, options))
+        head = Eagle3Head(config or eagle_config(teacher, options))
         head.bind_target(teacher.embed, teacher.logits)
         head.choose_vocabulary(target_ids)
         self.module = _ScaledHead(head).to(teacher.device)
@@ -127,6 +135,19 @@ class EagleTask:
         self.head.load_state_dict(trained.state_dict())
         self.head.fc.weight.div_(self.module.scale)
         self._draft_ids = draft_ids_of(self.head.target_ids, self.teacher.vocab_size)
+
+    @torch.no_grad()
+    def go_on_from(self, trained: Eagle3Head, sample: TrainingBatch) -> None:
+        """First weights: those of a trained head; tokens that it cannot draft yet get the target's own output rows."""
+        head, own_ids = self.head, self.head.target_ids
+        rows = self.teacher.model.get_output_embeddings().weight[own_ids].to(trained.lm_head.weight.dtype).clone()
+        trained_rows = draft_ids_of(trained.target_ids, self.teacher.vocab_size)[own_ids]  # -1: not in its vocabulary
+        known = trained_rows >= 0
+        rows[known] = trained.lm_head.weight[trained_rows[known]]
+        vocabulary = {"d2t": head.d2t.clone(), "t2d": head.t2d.clone(), "lm_head.weight": rows}
+        head.load_state_dict({**trained.state_dict(), **vocabulary})
+        self.measure_scale(sample)
+        head.fc.weight.div_(self.module.scale)
 
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
@@ -179,10 +200,28 @@ def _build(target: TrainingTarget, parts: CorpusSplit, options: EagleOptions) ->
     return EagleTask(target.teacher, target_ids, options, target.name)
 
 
+def _adapt(target: TrainingTarget, adaptation: HeadAdaptation) -> EagleTask:
+    """Raises OptionError for a head whose features pass a norm, which the scale of the features would change."""
+    teacher = target.teacher
+    trained = load_head(adaptation.folder, Eagle3Head, device=str(teacher.device))
+    config = trained.config
+    if config.norm_before_fc or config.fc_norm or config.norm_output:
+        raise OptionError(f"the head in {adaptation.folder} has norms around fc or its output; it cannot be adapted")
+    ids, eos_ids = trained.target_ids, eos_token_ids_of(target.model)
+    if adaptation.corpus is not None:
+        ids = adapted_tokens(adaptation.corpus, ids, teacher.vocab_size, eos_ids)
+    steps = adaptation.num_draft_tokens
+    options = EagleOptions(config.draft_vocab_size, config.intermediate_size, ttt_steps=steps)
+    task = EagleTask(teacher, ids, options, target.name, config)
+    task.go_on_from(trained, adaptation.sample)
+    return task
+
+
 SPEC = TrainerSpec(
     name="eagle",
     summary="an EAGLE-3 head: one layer over states of three of the target's layers",
     usage="--method eagle --draft-model OUT",
     options=EagleOptions,
     build=_build,
+    adapt=_adapt,
 )

@@ -18,7 +18,7 @@ SWAP_ERROR = 0.01
 ROLLBACK_ERROR = 0.01
 LOOKS = (16, 32, 64)  # live sequences after a swap at which the heads are compared; after the last one it stays
 FEWEST_BEFORE = 8  # live sequences before the swap, with fewer of which nothing can be compared
-PERMUTATIONS = 4000
+PERMUTATIONS = 2000
 
 
 # --- swap -------------------------------------------------------------------------------------------------------------
@@ -76,20 +76,18 @@ def is_lower(before: Sequence[FirstTokens], after: Sequence[FirstTokens]) -> boo
 def permutation_test(before: Sequence[FirstTokens], after: Sequence[FirstTokens]) -> float:
     """How probable so large a fall of the rate is where it does not matter which sequences came after the swap."""
     seqs = [*before, *after]
-    accepted = np.array([seq.accepted for seq in seqs], dtype=np.float64)
-    offered = np.array([seq.offered for seq in seqs], dtype=np.float64)
-    is_after = np.arange(len(seqs)) >= len(before)
-    rng = np.random.default_rng(len(seqs))
-    fall = _fall(accepted, offered, is_after)
-    as_large = sum(_fall(accepted, offered, rng.permutation(is_after)) >= fall for _ in range(PERMUTATIONS))
-    return (1 + as_large) / (1 + PERMUTATIONS)
+    counts = np.array([[seq.accepted, seq.offered] for seq in seqs], dtype=np.float64)
+    is_after = np.zeros((1 + PERMUTATIONS, len(seqs)), dtype=np.float64)
+    is_after[:, len(before) :] = 1.0
+    is_after[1:] = np.random.default_rng(len(seqs)).permuted(is_after[1:], axis=1)
+    falls = _rates((1 - is_after) @ counts) - _rates(is_after @ counts)
+    return float((falls >= falls[0]).mean())  # the first row is what was seen
 
 
-def _fall(accepted: np.ndarray, offered: np.ndarray, is_after: np.ndarray) -> float:
-    """The rate before, less the rate after."""
-    before, after = ~is_after, is_after
-    rates = [accepted[part].sum() / max(1.0, offered[part].sum()) for part in (before, after)]
-    return float(rates[0] - rates[1])
+def _rates(sums: np.ndarray) -> np.ndarray:
+    """[rows, accepted and offered] -> the share accepted of each row."""
+    rates: np.ndarray = sums[:, 0] / np.maximum(1.0, sums[:, 1])
+    return rates
 
 
 def is_settled(num_after: int) -> bool:

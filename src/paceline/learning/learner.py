@@ -59,6 +59,7 @@ class Learner:
         self._before = [FirstTokens(*pair) for pair in self._state.before]
         self._num_compared = 0  # live sequences after the swap at the last comparison
         self._flushed = 0.0
+        self._drop_decided_proposal()
         self._sizes = RingSizes(self._ring.num_bytes, self._ring.num_seqs, self._folder.trainer.attempts)
 
     async def watch(self) -> None:
@@ -103,9 +104,6 @@ class Learner:
 
     async def _swap(self, proposal: Proposal) -> None:
         state = self._state
-        if proposal.start != state.head:  # decided by an earlier process, which was killed before deleting it
-            self._folder.drop_proposal()
-            return
         try:
             await self.engine.update_head(str(self._folder.head(proposal.head, self._options)))
         except (ModelError, OptionError) as error:
@@ -122,6 +120,12 @@ class Learner:
         self._folder.note("swap", **_figures(proposal), live=round(first_token_rate(self._before), 4))
         self._folder.drop_proposal()
         self._folder.drop_heads(proposal.head, state.head)
+
+    def _drop_decided_proposal(self) -> None:
+        """An earlier process may have been killed after it decided and before it deleted the proposal."""
+        proposal = self._folder.proposal
+        if proposal is not None and (proposal.head == self._state.head or proposal.start != self._state.head):
+            self._folder.drop_proposal()
 
     def _enter(self, state: LearnerState) -> None:
         """Write the new state down; live sequences are counted from here on."""

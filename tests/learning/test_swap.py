@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.build import open_engine
-from paceline.config import EngineConfig
+from paceline.build import open_engine, open_runner
+from paceline.config import EngineConfig, ModelConfig
 from paceline.core.cost_model import CostModel
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request
-from paceline.drafting.eagle import Eagle
+from paceline.drafting.eagle import Eagle, check_update
 from paceline.errors import CapabilityError, ModelNotFound, WeightsError
+from paceline.heads.checkpoint import Provenance
 from paceline.heads.eagle3 import Eagle3Head
 from paceline.heads.registry import load_head, save_head
 from paceline.heads.rounded import RoundedLinear, round_linears, weight_copies
+from paceline.heads.shipped import shipped_head
+from paceline.hub.default import DIRECTORY
 from paceline.layers.cpu_kernels import library
 from tests.support.build import collect, ids_of
 from tests.train.conftest import random_prompts
@@ -70,22 +73,22 @@ def test_heads_swapped_in_while_sequences_run_change_no_token(
     assert before == during == with_engine(target, plain, method="none")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_drafter_with_new_weights_is_one_that_was_built_with_them(
-    head: Path, write_head: Callable[[Path, int], Path], tmp_path: Path, target_model: Any
+    device: str, head: Path, write_head: Callable[[Path, int], Path], tmp_path: Path, target: Path
 ) -> None:
-    from paceline.runners.huggingface_probe import open_hugging_face
-
-    runner = open_hugging_face(target_model, "tiny")
+    """Addresses stay: captured graphs read the new weights."""
+    runner = open_runner(ModelConfig(str(target), dtype="fp32"), device)
     new = write_head(tmp_path / "new", 1)
-    module = load_head(head, Eagle3Head)
+    module = load_head(head, Eagle3Head, device=device)
     drafter = Eagle(module, runner)
     addresses = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     update = drafter.head_update(str(new))
-    assert not torch.equal(module.fc.weight, load_head(new, Eagle3Head).fc.weight), "nothing changes before its time"
+    assert not torch.equal(module.fc.weight.cpu(), load_head(new, Eagle3Head).fc.weight), "nothing changes before its time"
     update()
     expected = load_head(new, Eagle3Head).state_dict()
     for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, expected[name]) and tensor.data_ptr() == addresses[name], name
+        assert torch.equal(tensor.cpu(), expected[name]) and tensor.data_ptr() == addresses[name], name
 
 
 @pytest.mark.skipif(library() is None, reason="this machine has no compiled CPU kernels")
@@ -101,6 +104,14 @@ def test_rounded_products_are_rounded_again(
         copy()
     features = torch.randn(3, new.fc.in_features, generator=torch.Generator().manual_seed(0))
     assert torch.equal(rounded.logits(rounded.fuse(features)), expected.logits(expected.fuse(features)))
+
+
+def test_the_shipped_head_written_again_is_a_head_of_the_same_shape(tmp_path: Path) -> None:
+    folder = shipped_head("eagle", DIRECTORY)
+    assert folder is not None
+    module = load_head(folder, Eagle3Head)
+    save_head(module, tmp_path, provenance=Provenance("other"), dtype=torch.bfloat16)
+    check_update(module, load_head(tmp_path, Eagle3Head), str(tmp_path))
 
 
 def test_a_head_of_another_shape_is_refused_and_changes_nothing(target: Path, head: Path, tmp_path: Path) -> None:

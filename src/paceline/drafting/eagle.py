@@ -112,7 +112,8 @@ class Eagle(Drafter):
         self._buffers.give(state.row)
 
     def head_update(self, folder: str) -> HeadUpdate:
-        head, new = self._head, load_head(folder, EagleHead, dtype=self._head.like.dtype, device=str(self._device))
+        # In host memory: a thread that allocates on the device would disturb a graph that is being captured.
+        head, new = self._head, load_head(folder, EagleHead, dtype=self._head.like.dtype)
         check_update(head, new, folder)
         copies = weight_copies(new, head)
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.protocols import Drafter
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.cross_vocab import CrossVocab
+from paceline.drafting.dflash import DFlash
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
@@ -35,6 +36,7 @@ from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_probe import open_hugging_face
 from paceline.runners.native import NativeRunner, stored_dtype
 from paceline.runners.table import TableRunner
+from tests.support.dflash import toy_head
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
 from tests.support.gguf import write_gguf
@@ -146,6 +148,11 @@ def _medusa(target: TableRunner) -> Drafter:
         return Medusa(MedusaHeads(MedusaConfig(3, 1, size, size, size)).requires_grad_(False), target)
 
 
+def _dflash(variant: str) -> MakeDrafter:
+    """A random head."""
+    return lambda target: DFlash(toy_head(variant, seed=7, vocab_size=target.info.vocab_size), target)
+
+
 def _layerskip_adapted(target: TableRunner) -> Drafter:
     return LayerSkip(target, 1, ExitAdapter(ExitConfig(1, target.info.hidden_size, 2)).requires_grad_(False))
 
@@ -189,6 +196,7 @@ VARIANTS: dict[str, dict[str, MakeDrafter]] = {
         "3": _eagle3,
         "3-tree": lambda target: _eagle3(target, nodes=3, branches=2),
     },
+    "dflash": {variant: _dflash(variant) for variant in ("dflash", "dflash2", "dspark", "jetspec")},
     "auto": {"": _auto},
     "router": {
         "": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")

@@ -12,7 +12,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from paceline.device.properties import on_host
-from paceline.layers.cpu_kernels import fits_blocks
+from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
 from paceline.quantization.blocked import BlockedLinear, block
 
 BITS = 8
@@ -24,10 +24,15 @@ class RoundedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self._linear: BlockedLinear = block(linear.weight.detach(), BITS)
-        self._bias: Tensor | None = linear.bias
+        self.bias: Tensor | None = linear.bias
+
+    @property
+    def blocks(self) -> WeightBlocks:
+        [blocks] = self._linear.blocks
+        return blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x, self._bias)
+        return self._linear(x, self.bias)
 
 
     def rounded_again(self, linear: nn.Linear) -> Callable[[], None]:
@@ -35,7 +40,7 @@ class RoundedLinear(nn.Module):
         blocks = block(linear.weight.detach(), BITS)
 
         def take() -> None:
-            self._linear, self._bias = blocks, linear.bias
+            self._linear, self.bias = blocks, linear.bias
 
         return take
 

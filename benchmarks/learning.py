@@ -25,12 +25,13 @@ import httpx
 from server_process import server
 
 BEGAN = time.monotonic()
-TOPICS = """la mer|l'hiver|un marché|le pain|les trains|mon chien|une bibliothèque|la lune|le jardin|la pluie|le vin|une école
-la montagne|un bateau|la musique|le théâtre|une lettre|le printemps|la cuisine|un voyage|le désert|la neige|une forêt|le feu
-un musée|la danse|le soleil|une rivière|le fromage|un pont|la nuit|le vent|une fleur|un oiseau|la ville|le village
-une horloge|le cinéma|un livre|la santé|le travail|une usine|la ferme|un cheval|le café|la plage|un roi|une reine|le temps
-l'histoire""".replace("\n", "|").split("|")
-ADJECTIVES = ("", " en Provence", " à Paris", " dans mon enfance", " au Moyen Âge", " de demain", " pour les enfants", " et l'amitié")
+TOPICS = """la mer|l'hiver|un marché|le pain|les trains|mon chien|une bibliothèque|la lune|le jardin|la pluie|le vin
+une école|la montagne|un bateau|la musique|le théâtre|une lettre|le printemps|la cuisine|un voyage|le désert|la neige
+une forêt|le feu|un musée|la danse|le soleil|une rivière|le fromage|un pont|la nuit|le vent|une fleur|un oiseau
+la ville|le village|une horloge|le cinéma|un livre|la santé|le travail|une usine|la ferme|un cheval|le café|la plage
+un roi|une reine|le temps|l'histoire""".replace("\n", "|").split("|")
+DETAILS = ("", " en Provence", " à Paris", " dans mon enfance", " au Moyen Âge", " de demain", " pour les enfants",
+           " et l'amitié")  # fmt: skip
 TASKS = (
     "Écris un court texte en français sur {}.",
     "Raconte une petite histoire en français sur {}.",
@@ -82,7 +83,7 @@ def parse() -> argparse.Namespace:
 
 def prompts() -> list[str]:
     """2,000 different ones; neighbours differ in topic and task."""
-    every = [task.format(topic + more) for more, topic, task in product(ADJECTIVES, TOPICS, TASKS)]
+    every = [task.format(topic + more) for more, topic, task in product(DETAILS, TOPICS, TASKS)]
     return [every[number * 733 % len(every)] for number in range(len(every))]
 
 
@@ -171,7 +172,8 @@ def report(result: dict[str, Any]) -> None:
         numbers = result[side]
         print(
             f"{side:8} learning: acceptance at position 1 {numbers['first_acceptance']:.3f} -> "
-            f"{numbers['last_acceptance']:.3f}, median {numbers['median_seconds']:.3f} s, p99 {numbers['p99_seconds']:.3f} s",
+            f"{numbers['last_acceptance']:.3f}, median {numbers['median_seconds']:.3f} s, "
+            f"p99 {numbers['p99_seconds']:.3f} s",
             file=sys.stderr,
         )
 

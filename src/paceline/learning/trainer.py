@@ -1,4 +1,4 @@
-"""The trainer of a server that learns from traffic, a process of its own: `python -m paceline.learning.trainer DIR PID`.
+"""The trainer of a server that learns from traffic, in its own process: `python -m paceline.learning.trainer DIR PID`.
 
 Again and again it takes the latest sequences of the ring, trains the head in use on them, and compares both heads on
 held-out sequences. A better one is proposed to the server. Killed at any time, it goes on from its last checkpoint.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,11 @@ class KeyBuffers:
         self.reserve(end)
         self._keys[row, :, first:end], self._values[row, :, first:end] = entries.keys, entries.values
 
+    def put(self, rows: Tensor, columns: Tensor, entries: KeyValues) -> None:
+        """Write entries [sequences, num_kv_heads, n, head_dim] at columns [sequences, n]; reserve them before."""
+        self._keys[rows[:, None], :, columns] = entries.keys.transpose(1, 2)
+        self._values[rows[:, None], :, columns] = entries.values.transpose(1, 2)
+
     def reserve(self, capacity: int, rows: int = 1) -> None:
         """Memory for this many columns in every row in use, and for at least this many rows."""
         present, needed = self._keys.shape[0], max(self._rows, rows)
@@ -106,6 +113,12 @@ class PlacedKeys:
             first = torch.tensor(columns, device=keys.device)
             self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
 
+    def part(self, heads: slice) -> PlacedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
+
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
 
@@ -124,6 +137,12 @@ class IndexedKeys:
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
         """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def part(self, heads: slice) -> IndexedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))

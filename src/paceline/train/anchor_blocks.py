@@ -82,6 +82,9 @@ class _ChunkStore:
     def __init__(self, context: KeyValues, seq: Tensor) -> None:
         self._context, self._seq = context, seq
 
+    def part(self, heads: slice) -> _ChunkStore:
+        return _ChunkStore(KeyValues(self._context.keys[:, heads], self._context.values[:, heads]), self._seq)
+
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._joined(self._context.keys, new.keys), self._joined(self._context.values, new.values))
 

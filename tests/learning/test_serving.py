@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,8 @@ import pytest
 
 from paceline import SpeculativeDecoder
 from paceline.cli import main
+from paceline.heads.eagle3 import Eagle3Head
+from paceline.heads.registry import load_head, save_head
 from paceline.learning.files import LearnerOptions, LearningFolder, Proposal
 from paceline.learning.ring import MAX_SEQ_LEN, read_ring
 from tests.train.conftest import random_prompts
@@ -58,6 +60,16 @@ def test_what_cannot_learn_is_refused_before_a_model_is_loaded(
 ) -> None:
     learn = ["--learn", str(tmp_path / "learn"), "--learn-consent", "--port", "0"]
     assert reason in refusal(capsys, str(target), *learn, *flags)
+
+
+def test_a_head_that_cannot_be_adapted_is_refused(
+    target: Path, head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load_head(head, Eagle3Head)
+    save_head(Eagle3Head(replace(module.config, norm_output=True)), tmp_path / "normed")
+    flags = ["--method", "eagle", "--draft-model", str(tmp_path / "normed"), "--port", "0"]
+    message = refusal(capsys, str(target), *flags, "--learn", str(tmp_path / "learn"), "--learn-consent")
+    assert "cannot be adapted" in message and not (tmp_path / "learn").exists()
 
 
 def test_several_models_do_not_share_a_folder(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

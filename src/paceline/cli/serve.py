@@ -4,6 +4,7 @@
     paceline serve MODEL --draft-model SMALL              draft tokens from a smaller model
     paceline serve MODEL --method ngram -k 4 --port 9000  four draft tokens a step, without a draft model
     PACELINE_API_KEYS=… paceline serve --host 0.0.0.0     serve other machines; this needs an API key
+    paceline serve --method eagle --learn DIR --learn-consent    the head learns from the traffic, which is stored
     paceline serve MODEL OTHER                            several models; requests choose by `model`
     paceline serve --config serve.toml                    … each with its own names and options
 

@@ -66,7 +66,6 @@ class Learner:
         """Until cancelled."""
         try:
             while True:
-                self._trainer.keep_alive()
                 await self._turn()
                 await asyncio.sleep(POLL_SECONDS)
         finally:
@@ -75,6 +74,7 @@ class Learner:
 
     async def _turn(self) -> None:
         try:
+            self._trainer.keep_alive()
             await self._flush()
             if self._state.on_trial:
                 await self._compare_live()

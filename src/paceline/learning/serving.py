@@ -47,6 +47,7 @@ def _first_head(config: EngineConfig, method: str) -> Path:
     if folder is None:
         raise OptionError(f"--learn needs a head to start from: name one with --draft-model, or train one (paceline "
                           f"train {method})")  # fmt: skip
+    trainer_spec(method).check_adaptable(folder)
     return folder.absolute()
 
 

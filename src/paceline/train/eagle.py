@@ -108,6 +108,10 @@ class EagleTask:
     def head(self) -> Eagle3Head:
         return self.module.head
 
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return self.head.feature_layers(self.teacher.num_layers)
+
     @torch.no_grad()
     def start(self, sample: TrainingBatch) -> None:
         """First weights: the target's head and norm on top, its last states passed through, nothing added yet."""
@@ -151,7 +155,7 @@ class EagleTask:
 
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
-        features = self.teacher.states(sample.tokens).features(self.head.config.feature_layers)
+        features = self.teacher.states(sample.tokens).features(self._feature_layers)
         inside = torch.arange(sample.tokens.shape[1], device=features.device)[None] < sample.lengths[:, None]
         inside[:, 0] = False
         usual = features[inside].float().square().mean(dim=0).sqrt()
@@ -167,7 +171,7 @@ class EagleTask:
         positions = Positions.of(batch, self.options.ttt_steps)
         targets = self.teacher.targets(positions.pick(states.final), self._draft_ids)
         labels = blend(targets, self.options.greedy_weight)
-        features = states.features(self.head.config.feature_layers)
+        features = states.features(self._feature_layers)
         del states
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for step, hidden in enumerate(self._unrolled(batch, features), start=1):
@@ -179,7 +183,7 @@ class EagleTask:
 
     @torch.no_grad()
     def draft_tokens(self, batch: TrainingBatch) -> Tensor:
-        features = self.teacher.states(batch.tokens).features(self.head.config.feature_layers)
+        features = self.teacher.states(batch.tokens).features(self._feature_layers)
         drafts = []
         for hidden in self._unrolled(batch, features):
             best = torch.cat([self.head.logits(part).argmax(dim=-1) for part in in_parts(hidden)])
@@ -200,14 +204,21 @@ def _build(target: TrainingTarget, parts: CorpusSplit, options: EagleOptions) ->
     return EagleTask(target.teacher, target_ids, options, target.name)
 
 
-def _adapt(target: TrainingTarget, adaptation: HeadAdaptation) -> EagleTask:
-    """Raises OptionError for a head whose features pass a norm, which the scale of the features would change."""
-    teacher = target.teacher
-    trained = load_head(adaptation.folder, Eagle3Head, device=str(teacher.device))
+def _adaptable(folder: Path, device: str = "cpu") -> Eagle3Head:
+    """The head in a directory. Raises OptionError where the scaled features of this training do not fit it."""
+    trained = load_head(folder, Eagle3Head, device=device)
     config = trained.config
+    if type(trained) is not Eagle3Head:  # P-EAGLE: all draft tokens in one pass
+        raise OptionError(f"the head in {folder} does not draft token by token as EAGLE-3 does; it cannot be adapted")
     if config.norm_before_fc or config.fc_norm or config.norm_output:
-        raise OptionError(f"the head in {adaptation.folder} has norms around fc or its output; it cannot be adapted")
-    ids, eos_ids = trained.target_ids, eos_token_ids_of(target.model)
+        raise OptionError(f"the head in {folder} has norms around fc or its output; it cannot be adapted")
+    return trained
+
+
+def _adapt(target: TrainingTarget, adaptation: HeadAdaptation) -> EagleTask:
+    teacher = target.teacher
+    trained = _adaptable(adaptation.folder, str(teacher.device))
+    config, ids, eos_ids = trained.config, trained.target_ids, eos_token_ids_of(target.model)
     if adaptation.corpus is not None:
         ids = adapted_tokens(adaptation.corpus, ids, teacher.vocab_size, eos_ids)
     steps = adaptation.num_draft_tokens
@@ -217,6 +228,10 @@ def _adapt(target: TrainingTarget, adaptation: HeadAdaptation) -> EagleTask:
     return task
 
 
+def _check_adaptable(folder: Path) -> None:
+    _adaptable(folder)
+
+
 SPEC = TrainerSpec(
     name="eagle",
     summary="an EAGLE-3 head: one layer over states of three of the target's layers",
@@ -224,4 +239,5 @@ SPEC = TrainerSpec(
     options=EagleOptions,
     build=_build,
     adapt=_adapt,
+    check_adaptable=_check_adaptable,
 )

@@ -85,6 +85,7 @@ class TrainerSpec:
     options  dataclass of the kind's own settings
     build    the task for a target, its data and these options
     adapt    the task of a head that is trained already (see HeadAdaptation); None: this kind cannot go on from one
+    check_adaptable  raises OptionError for the head in a directory that cannot
     """
 
     name: str
@@ -93,6 +94,7 @@ class TrainerSpec:
     options: type
     build: Callable[[TrainingTarget, CorpusSplit, Any], TrainingTask]
     adapt: Callable[[TrainingTarget, HeadAdaptation], TrainingTask] | None = None
+    check_adaptable: Callable[[Path], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

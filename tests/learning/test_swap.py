@@ -57,6 +57,7 @@ async def outputs(engine: Engine, prompts: list[list[int]], *, swapping: list[st
     return [ids_of(each) for each in await asyncio.gather(*tasks)]
 
 
+@pytest.mark.slow
 def test_heads_swapped_in_while_sequences_run_change_no_token(
     target: Path, head: Path, write_head: Callable[[Path, int], Path], tmp_path: Path
 ) -> None:

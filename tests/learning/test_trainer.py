@@ -16,7 +16,7 @@ from paceline.train.corpus import TrainingSequence
 from paceline.train.loop import TrainingLoop
 from tests.learning.conftest import UNUSED_TOKENS
 
-STEPS = 60
+STEPS = 40
 
 
 def learning_folder(path: Path, target: Path, head: Path, traffic: list[TrainingSequence]) -> LearningFolder:

@@ -32,7 +32,7 @@ PARENT_DEATH_SIGNAL, KILL = 1, 9  # of Linux' prctl
 FEWEST_SEQS, FEWEST_NEW_SEQS, FEWEST_HELD_OUT = 48, 32, 7  # with fewer than 7 pairs no sign test can reach its error
 MAX_SEQ_LEN = 1024
 MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 1 << 20, 1 << 15
-MAX_HELD_OUT = 128
+MAX_HELD_OUT, MAX_MEASURED = 128, 16
 MOST_STEPS = 16  # times the steps of the first attempt
 LEARNING_RATE = 5e-4
 
@@ -130,7 +130,8 @@ class LearningTrainer:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train(self, plan: AttemptPlan) -> None:
-        from paceline.train.corpus import Corpus, CorpusSplit
+        from paceline.learning.ring import latest
+        from paceline.train.corpus import Corpus, CorpusSplit, split
         from paceline.train.loop import LoopOptions, TrainingLoop
 
         attempt = self._folder.attempt
@@ -144,8 +145,10 @@ class LearningTrainer:
             save_every=max(1, min(50, plan.steps // 8)),
             eval_every=10**9,
         )
-        shown = CorpusSplit(train, held_out.pick(_first(held_out, 4)))  # the loop's own measurements are not used
-        TrainingLoop(task, shown, attempt / "training", options).run(resume=True)
+        # The loop keeps the best of its weights by sequences of its own: those held out for the comparison stay unseen.
+        parts = split(train, 0)
+        measured = CorpusSplit(parts.train, latest(parts.held_out, MAX_HELD_OUT_TOKENS, MAX_MEASURED))
+        TrainingLoop(task, measured, attempt / "training", options).run(resume=True)
         self._compare(plan, task, train, held_out)
 
     def _task(self, head: Path, train: Corpus, *, adapt_vocabulary: bool) -> TrainingTask:
@@ -192,12 +195,6 @@ class LearningTrainer:
 def _is_enough(traffic: Traffic, record: TrainerRecord) -> bool:
     enough = len(traffic.train) >= FEWEST_SEQS and len(traffic.held_out) >= FEWEST_HELD_OUT
     return enough and traffic.end - record.end >= FEWEST_NEW_SEQS
-
-
-def _first(corpus: Corpus, count: int) -> Any:
-    import numpy as np
-
-    return np.arange(min(count, len(corpus)))
 
 
 # --- the process ------------------------------------------------------------------------------------------------------

@@ -139,6 +139,30 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnConfig:
+    """Whether the head that drafts learns from the server's traffic."""
+
+    learn: str | None = option(None, "--learn", "DIR", "adapt the head to the traffic, and keep both in this folder")
+    learn_consent: bool = option(
+        False, "--learn-consent", "", "agree that --learn stores prompts and answers as token ids"
+    )
+    learn_ring_mb: int = option(64, "--learn-ring-mb", "N", "size of what --learn stores; the oldest is deleted")
+    learn_device: str | None = option(
+        None, "--learn-device", "D", "where --learn trains; default: the model's device, while no request runs"
+    )
+    learn_steps: int = option(64, "--learn-steps", "N", "training steps before a new head is first compared")
+
+    def __post_init__(self) -> None:
+        if self.learn is not None and not self.learn_consent:
+            raise OptionError(
+                f"--learn stores every prompt and answer as token ids, which can be turned back into text, in "
+                f"{self.learn} (at most {self.learn_ring_mb} MB); add --learn-consent if you and your users agree"
+            )
+        if self.learn_ring_mb < 1 or self.learn_steps < 1:
+            raise OptionError("--learn-ring-mb and --learn-steps must be 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server presents the engine.
 
@@ -195,6 +219,7 @@ class ServerConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     failure: FailurePolicy = field(default_factory=FailurePolicy)
+    learning: LearnConfig = field(default_factory=LearnConfig)
     loras: tuple[str, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
@@ -216,4 +241,4 @@ class ServerConfig:
 
 
 # The order of their flags in --help and in the docs.
-FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy)
+FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy, LearnConfig)

@@ -115,6 +115,14 @@ def test_errors_have_anthropics_shape(server: RunningServer) -> None:
     assert response.status_code == 400 and "reads text" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_conversation_without_messages_is_refused(server: RunningServer, path: str) -> None:
+    response = post(server, path, messages=[])
+    error = response.json()
+    assert response.status_code == 400 and (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"].startswith("messages: "), "in Anthropic's words, it names the field"
+
+
 def test_a_conversation_that_is_too_long_is_said_in_anthropics_words(server: RunningServer) -> None:
     response = post(server, messages=[{"role": "user", "content": "x" * 100}])
     assert response.status_code == 400 and response.json()["error"]["message"].startswith("prompt is too long: ")

@@ -75,6 +75,14 @@ def test_log_probabilities_are_part_of_the_text(client: openai.OpenAI) -> None:
     assert [entry.token for entry in response.output[0].content[0].logprobs] == ["c", "b", "a"]
 
 
+def test_there_are_as_many_alternatives_as_asked_for(tiny_server: RunningServer) -> None:
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 5, "temperature": 1.8}
+    response = create(tiny_server.client(), max_output_tokens=24, extra_body={"seed": 3, "ignore_eos": True}, **fields)
+    entries = response.output[0].content[0].logprobs
+    assert entries and all(len(entry.top_logprobs) == 5 for entry in entries)
+    assert all(entry.logprob in [other.logprob for other in entry.top_logprobs] for entry in entries)
+
+
 def test_fields_of_the_server_reach_the_engine(client: openai.OpenAI, engine: ReversingEngine) -> None:
     create(client, extra_body={"seed": 7, "top_k": 3, "speculative": {"num_draft_tokens": 2}})
     request = engine.requests[-1]

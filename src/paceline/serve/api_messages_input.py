@@ -23,6 +23,7 @@ OWN_FIELDS = frozenset(
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"max": "xhigh"}  # the highest that a chat knows
 UNREAD_BLOCKS = ("redacted_thinking",)  # only its author can read them
+BILLING_HEADER = "x-anthropic-billing-header:"  # begins a block for Anthropic's accounts, new with every request
 
 
 class MessageParam(LenientModel):
@@ -58,7 +59,8 @@ class MessagesRequest(CountTokensRequest):
 
 def prompt_document(body: CountTokensRequest) -> Json:
     """What the chat template reads: messages, tools and the choice of one."""
-    system = [{"role": "system", "content": text_of(body.system, "system")}] if body.system else []
+    text = _system_text(body.system)
+    system = [{"role": "system", "content": text}] if text else []
     messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
     document = given(model=body.model, tools=tools or None, thinking=body.thinking)
@@ -79,6 +81,14 @@ def chat_document(body: MessagesRequest) -> Json:
     if body.stream:
         document |= {"stream": True, "stream_options": {"include_usage": True}}
     return document
+
+
+def _system_text(system: str | list[Json] | None) -> str:
+    """The system prompt. A block that differs with every request would keep the rest off the prefix cache."""
+    if not isinstance(system, list):
+        return system or ""
+    texts = [part_text(block, "system") for block in system]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
 
 # --- content blocks ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A session as Claude Code holds it, through the anthropic client: its system blocks, tools, betas, turns and streams."""
+"""A session as Claude Code holds it, through the anthropic client: system blocks, tools, betas, turns and streams."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_session_reads_searches_and_answers(session: Session, engine: Scripted
         call("Grep", pattern="def f") + call("mcp__tracker__get_issue", id="17"),
         "<think>\nDone.\n</think>\n\nIt is a function.",
     ]
-    session.say({"type": "text", "text": "<system-reminder>\nBe brief.\n</system-reminder>"}, {"type": "text", "text": "?"})
+    session.say({"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"}, {"type": "text", "text": "?"})
     first = session.answer()
     assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
     assert first.stop_reason == "tool_use" and first.content[-1].input == {"file_path": "/src/café/a.py"}

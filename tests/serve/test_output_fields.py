@@ -40,6 +40,7 @@ def test_the_sampled_token_is_always_among_the_alternatives(tiny_server: Running
     assert len(logprobs.tokens) == 40
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
         assert top[token] == logprob and max(1, count) <= len(top) <= count + 1
+        assert next(iter(top)) == token, "it is the first"
     if count:
         options = {"logprobs": True, "top_logprobs": count, **params}
         for entry in chat(tiny_server, {"ignore_eos": True}, **options).choices[0].logprobs.content:

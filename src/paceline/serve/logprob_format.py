@@ -44,13 +44,15 @@ class TokenFormatter:
         return [None, *(self._prompt_entry(entry, top) for entry in entries)]
 
     def _alternatives(self, shown: ShownToken, entry: TokenLogprob, as_ids: bool) -> Json:
-        """Log-probabilities by spelling. Tokens that are spelled alike are told apart by their ids."""
-        own, by_spelling = id_spelling(shown.token) if as_ids else shown.text, Json()
-        for token, logprob in with_own(entry):
-            spelling = own if token == shown.token else self._spelling(token, as_ids)
-            if token != shown.token and (spelling == own or spelling in by_spelling):
-                spelling = id_spelling(token)
-            by_spelling[spelling] = finite(logprob)
+        """Log-probabilities by spelling, the token itself first, as vLLM has them.
+
+        Tokens that are spelled alike are told apart by their ids.
+        """
+        by_spelling = {id_spelling(shown.token) if as_ids else shown.text: finite(entry.logprob)}
+        for token, logprob in entry.top:
+            if token != shown.token:
+                spelling = self._spelling(token, as_ids)
+                by_spelling[id_spelling(token) if spelling in by_spelling else spelling] = finite(logprob)
         return by_spelling
 
     def _spelling(self, token: int, as_ids: bool) -> str:

@@ -42,6 +42,13 @@ def test_what_a_server_refuses_is_not_shown_and_never_ok(tmp_path: Path) -> None
     assert set(statuses(report)) == {"not shown"}
 
 
+def test_a_server_that_answers_nothing_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(lambda body: None) as url:
+        assert main(["doctor", url, "--quick"]) == 2
+    printed = capsys.readouterr().err
+    assert "takes neither chat completions nor completions (it answered 400: " in printed and "not here" in printed
+
+
 def test_a_server_with_the_bare_api_is_examined_as_far_as_it_goes(tmp_path: Path) -> None:
     with scripted_server(plain) as url:
         report = doctor(url, tmp_path, "--scenarios", "prefix-cache,streaming,concurrency")

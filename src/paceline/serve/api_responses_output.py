@@ -93,7 +93,8 @@ class RawMessages:
             self.token_ids += choice.get("token_ids") or ()
 
     def fields(self) -> Json:
-        return {"input_messages": [self._message(list(self.prompt_ids))], "output_messages": [self._message(self.token_ids)]}
+        read, written = self._message(list(self.prompt_ids)), self._message(self.token_ids)
+        return {"input_messages": [read], "output_messages": [written]}
 
     def _message(self, token_ids: list[int]) -> Json:
         return {"type": "raw_message_tokens", "message": self.decode(token_ids), "tokens": token_ids}

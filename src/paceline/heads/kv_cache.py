@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,13 @@ FIRST_CAPACITY = 256
 class KeyBuffers:
     """Buffers [rows, num_kv_heads, capacity, head_dim] that grow by doubling. Callers know which columns are valid."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
-        """like: any tensor of the head; buffers take its device and dtype."""
-        self._like, self._sizes = like, (num_kv_heads, head_dim)
+    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor, value_dim: int | None = None) -> None:
+        """like: any tensor of the head; buffers take its device and dtype. value_dim: of values; None: as of keys."""
+        self._like, self._num_kv_heads = like, num_kv_heads
         self._rows, self._capacity = 0, FIRST_CAPACITY
         self._free: list[int] = []
         self.version = 0  # rises whenever the buffers move
-        self._keys, self._values = self._zeros(1), self._zeros(1)
+        self._keys, self._values = self._zeros(1, head_dim), self._zeros(1, value_dim or head_dim)
 
     @property
     def num_rows(self) -> int:
@@ -43,19 +45,34 @@ class KeyBuffers:
         self.reserve(max(columns) + num_columns)
         return PlacedKeys(self._keys, self._values, rows, columns, num_columns)
 
+    def layers(self, rows: list[int], columns: list[int], num_columns: int, num_kv_heads: int) -> list[PlacedKeys]:
+        """A store for each layer, where the heads of all layers lie side by side, num_kv_heads of each."""
+        self.reserve(max(columns) + num_columns)
+        parts = zip(self._keys.split(num_kv_heads, dim=1), self._values.split(num_kv_heads, dim=1))
+        return [PlacedKeys(keys, values, rows, columns, num_columns) for keys, values in parts]
+
+    def indexed_layers(self, rows: Tensor, columns: Tensor, seen: int, num_kv_heads: int) -> list[IndexedKeys]:
+        """The same with rows and columns on the device."""
+        parts = zip(self._keys.split(num_kv_heads, dim=1), self._values.split(num_kv_heads, dim=1))
+        return [IndexedKeys(keys, values, rows, columns, seen) for keys, values in parts]
+
     def indexed(self, rows: Tensor, columns: Tensor, seen: int) -> IndexedKeys:
         """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
         return IndexedKeys(self._keys, self._values, rows, columns, seen)
+
+    def row(self, row: int) -> KeyValues:
+        """Views of all columns of a row, each [num_kv_heads, capacity, head_dim]."""
+        return KeyValues(self._keys[row], self._values[row])
 
     def written(self, row: int, columns: int) -> KeyValues:
         """Views of the first columns of a row, each [num_kv_heads, columns, head_dim]."""
         return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])
 
-    def write(self, row: int, entries: KeyValues) -> None:
-        """Write entries into the first columns of a row."""
-        columns = entries.keys.shape[1]
-        self.reserve(columns)
-        self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
+    def write(self, row: int, entries: KeyValues, first: int = 0) -> None:
+        """Write entries into the columns of a row from `first` on."""
+        end = first + entries.keys.shape[1]
+        self.reserve(end)
+        self._keys[row, :, first:end], self._values[row, :, first:end] = entries.keys, entries.values
 
     def reserve(self, capacity: int, rows: int = 1) -> None:
         """Memory for this many columns in every row in use, and for at least this many rows."""
@@ -68,13 +85,12 @@ class KeyBuffers:
         self._values = self._enlarged(self._values, self._keys.shape[0])
 
     def _enlarged(self, old: Tensor, rows: int) -> Tensor:
-        new = self._zeros(rows)
+        new = self._zeros(rows, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
-    def _zeros(self, rows: int) -> Tensor:
-        num_kv_heads, head_dim = self._sizes
-        shape = (rows, num_kv_heads, self._capacity, head_dim)
+    def _zeros(self, rows: int, head_dim: int) -> Tensor:
+        shape = (rows, self._num_kv_heads, self._capacity, head_dim)
         return torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
 
 
@@ -91,6 +107,12 @@ class PlacedKeys:
             self._rows = torch.tensor(rows, device=keys.device)
             first = torch.tensor(columns, device=keys.device)
             self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
+
+    def part(self, heads: slice) -> PlacedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
@@ -110,6 +132,12 @@ class IndexedKeys:
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
         """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def part(self, heads: slice) -> IndexedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))

@@ -258,6 +258,17 @@ def test_blocks_of_earlier_turns_become_chat_messages() -> None:
     assert failure["content"] == "Error: no such city" and question == {"role": "user", "content": "And now?"}
 
 
+def test_turns_of_the_assistant_that_follow_one_another_are_one(tiny_server: RunningServer) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    turns = [{"role": "assistant", "content": "I look."}, {"role": "assistant", "content": [call]}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "rain"}]}
+    _, turn, answer = request_of(messages=[*BODY["messages"], *turns, result])["messages"]
+    assert turn["content"] == "I look." and len(turn["tool_calls"]) == 1 and answer["role"] == "tool"
+    texts = [{"role": "assistant", "content": text} for text in ("to be", "or not")]
+    assert request_of(messages=[*BODY["messages"], *texts])["messages"][-1]["content"] == "to be\n\nor not"
+    assert post(tiny_server, messages=[*BODY["messages"], *texts]).status_code == 200, "the answer goes on from both"
+
+
 def test_tools_and_their_choice_take_the_chat_spelling() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = {"name": "weather", "description": "of a city", "input_schema": schema}

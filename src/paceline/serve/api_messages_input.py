@@ -61,7 +61,7 @@ def prompt_document(body: CountTokensRequest) -> Json:
     """What the chat template reads: messages, tools and the choice of one."""
     text = _system_text(body.system)
     system = [{"role": "system", "content": text}] if text else []
-    messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
+    messages = _combined([message for index, turn in enumerate(body.messages) for message in _messages(turn, index)])
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
     document = given(model=body.model, tools=tools or None, thinking=body.thinking)
     document |= _tool_choice(body.tool_choice or {}) | {"messages": [*system, *messages]}
@@ -101,6 +101,25 @@ def _messages(turn: MessageParam, index: int) -> list[Json]:
     if turn.role == "assistant":
         return [_assistant(turn.content, f"messages.{index}.content")]
     return _user(turn.role, turn.content, f"messages.{index}.content")
+
+
+def _combined(messages: list[Json]) -> list[Json]:
+    """Turns of the assistant that follow one another are one, as Anthropic's API has it."""
+    combined: list[Json] = []
+    for message in messages:
+        if combined and combined[-1]["role"] == message["role"] == "assistant":
+            combined[-1] = _joined(combined[-1], message)
+        else:
+            combined.append(message)
+    return combined
+
+
+def _joined(first: Json, second: Json) -> Json:
+    message = {**first, "content": "\n\n".join(text for text in (first["content"], second["content"]) if text)}
+    for name, empty in (("tool_calls", []), ("reasoning_content", "")):
+        if name in first or name in second:
+            message[name] = first.get(name, empty) + second.get(name, empty)
+    return message
 
 
 def _user(role: str, blocks: list[Json], param: str) -> list[Json]:

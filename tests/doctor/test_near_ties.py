@@ -48,6 +48,16 @@ def test_so_many_differences_are_plausible_only_with_near_ties_to_differ_at() ->
     assert binomial_tail(3, 3, 0.5) == pytest.approx(1 / 8)
 
 
+def test_a_token_without_alternatives_does_not_tell_a_near_tie() -> None:
+    """llama.cpp gives accepted draft tokens the log-probability 0 and nothing beside them."""
+    bare = TokenChoice(b"cd", 0.0, {})
+    reference = answer(token("ab", ab=-0.1), bare)
+    place = parting(Answer("abce"), reference, reference)
+    assert place.gap is None and not place.is_known
+    listed = answer(token("ab", ab=-0.1), token("cd", cd=-0.1, xy=-3.0))
+    assert parting(Answer("abce"), listed, listed).is_known, "the other way is not among the alternatives"
+
+
 def test_drift_is_the_largest_change_of_a_likely_token() -> None:
     first = [token("a", a=-0.1, b=-3.0), token("c", c=-0.2, d=-9.0)]
     second = [token("a", a=-0.1, b=-3.4), token("c", c=-0.2, d=-7.0)]

@@ -157,9 +157,9 @@ def _medusa(target: TableRunner) -> Drafter:
         return Medusa(MedusaHeads(MedusaConfig(3, 1, size, size, size)).requires_grad_(False), target)
 
 
-def _dflash(variant: str) -> MakeDrafter:
+def _dflash(variant: str, **options: Any) -> MakeDrafter:
     """A random head."""
-    return lambda target: DFlash(toy_head(variant, seed=7, vocab_size=target.info.vocab_size), target)
+    return lambda target: DFlash(toy_head(variant, seed=7, vocab_size=target.info.vocab_size), target, **options)
 
 
 def _layerskip_adapted(target: TableRunner) -> Drafter:
@@ -207,7 +207,12 @@ VARIANTS: dict[str, dict[str, MakeDrafter]] = {
         "parallel": _peagle,
     },
     "mtp": {"": lambda target: Mtp(toy_mtp_head(vocab_size=target.info.vocab_size), target)},
-    "dflash": {variant: _dflash(variant) for variant in ("dflash", "dflash2", "dspark", "jetspec")},
+    "dflash": {
+        "1": _dflash("dflash"),
+        "2": _dflash("dflash2"),
+        "dspark": _dflash("dspark"),
+        "jetspec-tree": _dflash("jetspec", nodes=3, branches=2),
+    },
     "auto": {"": _auto},
     "router": {
         "": lambda target: DrafterRouter({"suffix": Suffix(), "draft_model": _draft_model(target)}, "draft_model")

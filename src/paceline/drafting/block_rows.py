@@ -28,6 +28,19 @@ class GreedyBlock:
     confidence: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedRows:
+    """The likeliest tokens of every depth after each token that may come before, the likeliest first.
+
+    scores, places  [sequences, depth, tokens before, ranks]: log-probability, and place among the depth's tokens
+    tokens          int64 [sequences, depth, places], ids of the target
+    """
+
+    scores: Tensor
+    places: Tensor
+    tokens: Tensor
+
+
 class BlockRows:
     """The rows of one block for every sequence: each depth is predicted without the tokens before it."""
 
@@ -48,6 +61,15 @@ class BlockRows:
         best = self.unary.max(dim=-1)
         confidence = torch.exp(best.values.float() - self.unary.float().logsumexp(dim=-1))
         return GreedyBlock(self.head.to_target_ids(best.indices), confidence)
+
+
+    def ranked(self, branches: int) -> RankedRows:
+        """Without the tokens before: every token of a depth has the same alternatives behind it."""
+        best = torch.log_softmax(self.unary.float(), dim=-1).topk(min(branches, self.unary.shape[-1]), dim=-1)
+        ranks = best.indices.shape[-1]
+        places = torch.arange(ranks, device=best.indices.device).expand(*best.indices.shape[:2], ranks, ranks)
+        scores = best.values[:, :, None].expand(-1, -1, ranks, -1)
+        return RankedRows(scores, places, self.head.to_target_ids(best.indices))
 
 
 class SelectedRows(BlockRows):
@@ -72,7 +94,7 @@ class SelectedRows(BlockRows):
         places = [best.indices]
         confidences = [torch.exp(best.values - scores.logsumexp(dim=-1, keepdim=True))]
         if self.depth > 1:
-            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., depth - 1, before, after]
+            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., before, after]
             after = pairs.max(dim=-1)
             confidence = torch.exp(after.values - pairs.logsumexp(dim=-1))
             for depth in range(self.depth - 1):
@@ -80,6 +102,12 @@ class SelectedRows(BlockRows):
                 places.append(after.indices[:, depth].gather(1, places[-1]))
         tokens = self.candidate_tokens.gather(2, torch.stack(places, dim=1))[..., 0]
         return GreedyBlock(tokens, torch.cat(confidences, dim=1))
+
+    def ranked(self, branches: int) -> RankedRows:
+        first = self._scores(slice(0, 1), self.anchors[:, None, None]).expand(-1, -1, self.candidates.ids.shape[-1], -1)
+        pairs = torch.cat([first, self._scores(slice(1, None), self.candidate_tokens[:, :-1])], dim=1)
+        best = torch.log_softmax(pairs.float(), dim=-1).topk(min(branches, pairs.shape[-1]), dim=-1)
+        return RankedRows(best.values, best.indices, self.candidate_tokens)
 
     def _scores(self, depths: slice, predecessors: Tensor) -> Tensor:
         """Scores [sequences, depths, predecessors, top_k]"""

@@ -74,6 +74,11 @@ class KeyBuffers:
         self.reserve(end)
         self._keys[row, :, first:end], self._values[row, :, first:end] = entries.keys, entries.values
 
+    def put(self, rows: Tensor, columns: Tensor, entries: KeyValues) -> None:
+        """Write entries [sequences, num_kv_heads, n, head_dim] at columns [sequences, n]; reserve them before."""
+        self._keys[rows[:, None], :, columns] = entries.keys.transpose(1, 2)
+        self._values[rows[:, None], :, columns] = entries.values.transpose(1, 2)
+
     def reserve(self, capacity: int, rows: int = 1) -> None:
         """Memory for this many columns in every row in use, and for at least this many rows."""
         present, needed = self._keys.shape[0], max(self._rows, rows)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.config import NONE, EngineConfig, ModelConfig
-from paceline.core.cost_model import CostModel
+from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
@@ -101,6 +101,9 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     if config.per_request:
         drafter = _router(config, context, drafter)
         methods = tuple(drafter.drafters)
+    value = draft_length.draft_value()
+    if value is not None:
+        drafter.use_value(value)
     parts = EngineParts(target, drafter, draft_length, Verifier(), prefix_cache)
     engine = LocalEngine(parts, tokenizer, config, methods)
     _rehearse(engine, plan)
@@ -338,7 +341,8 @@ def starting_costs(config: EngineConfig, target: Runner, drafter: Drafter) -> Co
     if isinstance(tuned, CostModel):
         return tuned
     if isinstance(tuned, TunedProfile) and tuned.pass_seconds:
-        return CostModel.known(tuned.pass_seconds, tuned.draft_seconds, pass_grain(target.info))
+        grain = pass_grain(target.info, CostCurve(tuned.pass_seconds))
+        return CostModel.known(tuned.pass_seconds, tuned.draft_seconds, grain)
     return measure_costs(target, drafter.draft_runner)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from scipy.stats import chi2
 
-from paceline.core.draft_length import FixedDraftLength
+from paceline.core.draft_length import DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
@@ -89,16 +89,27 @@ def no_draft(target: TableRunner) -> Drafter:
     return NoDraft()
 
 
-def measured(rule: str, make_drafter: MakeDrafter, samples: int, sampling: SamplingParams | None = None) -> Outcome:
-    """Generate with 3, 0 and 2 draft tokens a step in one batch, and compare every three tokens with their law."""
+def measured(
+    rule: str,
+    make_drafter: MakeDrafter,
+    samples: int,
+    sampling: SamplingParams | None = None,
+    policy: DraftLengthPolicy | None = None,
+) -> Outcome:
+    """Generate with 3, 0 and 2 draft tokens a step in one batch, and compare every three tokens with their law.
+
+    policy: decides in place of the 3 and the 2.
+    """
     target, sampling = toy_target(), sampling or SamplingParams(temperature=1.0)
-    engine = toy_engine(
-        target, make_drafter(target), FixedDraftLength(3), max_num_seqs=BATCH_SIZE, prefix_cache_tokens=0
-    )
+    drafter, draft_length = make_drafter(target), policy or FixedDraftLength(3)
+    value = draft_length.draft_value()
+    if value is not None:
+        drafter.use_value(value)
+    engine = toy_engine(target, drafter, draft_length, max_num_seqs=BATCH_SIZE, prefix_cache_tokens=0)
     counts: Counts = Counter()
     total = SpecStats()
     while counts.total() < samples:
-        seqs = [_sequence(sampling, index, counts.total() + index, rule) for index in range(BATCH_SIZE)]
+        seqs = [_sequence(sampling, index, counts.total() + index, rule, policy is None) for index in range(BATCH_SIZE)]
         with torch.inference_mode():
             engine.run(seqs)
         for seq in seqs:
@@ -107,11 +118,11 @@ def measured(rule: str, make_drafter: MakeDrafter, samples: int, sampling: Sampl
     return _compare(counts, target, sampling, total)
 
 
-def _sequence(sampling: SamplingParams, index: int, seed: int, rule: str) -> Sequence:
+def _sequence(sampling: SamplingParams, index: int, seed: int, rule: str, is_fixed: bool) -> Sequence:
     num_draft_tokens = DRAFT_LENGTHS[index % len(DRAFT_LENGTHS)]
     new_tokens = NEW_TOKENS if num_draft_tokens else NEW_TOKENS_PLAIN
-    own = replace(sampling, seed=seed)
-    return sequence(PROMPT, new_tokens, own, rule=rule, num_draft_tokens=num_draft_tokens)
+    own, k = replace(sampling, seed=seed), num_draft_tokens if is_fixed or not num_draft_tokens else None
+    return sequence(PROMPT, new_tokens, own, rule=rule, num_draft_tokens=k)
 
 
 def _pieces(seq: Sequence, order: int) -> list[tuple[Tokens, Tokens]]:

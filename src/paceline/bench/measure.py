@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
-from paceline.core.draft_tree import depths
+from paceline.core.draft_tree import DraftTree, depths
+from paceline.core.draft_value import DraftValue
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats, SpecStats
@@ -41,6 +42,12 @@ class StepLog:
 
     def plan(self, seqs: list[Sequence]) -> list[int]:
         return self.policy.plan(seqs)
+
+    def draft_value(self) -> DraftValue | None:
+        return self.policy.draft_value()
+
+    def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
+        return self.policy.cut(seqs, trees)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         self.policy.observe(seqs, results, timing)

@@ -1,23 +1,28 @@
 """How many tokens to draft next.
 
-A draft-length policy sees only what has already happened: the k of a step never depends on the draft tokens of that
-step. That is what keeps the output exact (tests/core/test_draft_length.py has the counterexample that breaks it).
+A draft-length policy sees only what has already happened: whether a draft token is sent never depends on what was drawn
+for it, or after it. That is what keeps the output exact (tests/core/test_draft_length.py has the counterexample that
+breaks it).
 
 fixed      the same k every step
 adaptive   the k that has paid best lately, from acceptance by position and the cost of a pass by width.
            With measured costs this is also the never-lose rule: k falls to 0 where drafting does not pay, and a probe
            now and then, paid from a small share of the time, finds out whether it pays again.
+           Drafts that state their confidence are cut to what pays after they were made (selective.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.config import checked_k
+from paceline.core.acceptance import PositionRates, expected_tokens
 from paceline.core.cost_model import CostModel, StepTiming
-from paceline.core.draft_tree import depths
+from paceline.core.draft_tree import DraftTree, depths
+from paceline.core.draft_value import PREDICTION, DraftValue, kind_of
 from paceline.core.probing import ProbeSchedule
+from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
@@ -27,6 +32,14 @@ class DraftLengthPolicy(Protocol):
 
     def plan(self, seqs: list[Sequence]) -> list[int]:
         """k for each sequence of the next step."""
+
+    def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
+        """What is sent of the drafts that were made for the last plan."""
+        return trees
+
+    def draft_value(self) -> DraftValue | None:
+        """What drafts are worth, for drafters that choose among several or stop by it; None: it does not measure."""
+        return None
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         """What the step accepted, and what it cost."""
@@ -44,7 +57,7 @@ def within_room(seq: Sequence, k: int) -> int:
     return max(0, min(limit, seq.remaining_tokens - 1))
 
 
-class FixedDraftLength:
+class FixedDraftLength(DraftLengthPolicy):
     """The same k every step."""
 
     def __init__(self, k: int) -> None:
@@ -63,60 +76,9 @@ class FixedDraftLength:
         pass
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
-
-
-class PositionRates:
-    """How often a draft token at each depth is accepted, given that all before it are. Old steps fade."""
-
-    def __init__(self, fade: float = 0.95, prior: float = 0.6, weight: float = 2.0) -> None:
-        self.fade = fade
-        self._prior, self._weight = prior, weight
-        self._verified: list[float] = []
-        self._accepted: list[float] = []
-
-    def observe(self, reach: int, accepted: int) -> None:
-        """A step drafted `reach` depths and `accepted` of them were accepted."""
-        verified = min(reach, accepted + 1)  # the rejected depth was verified; those after it were not
-        missing = [0.0] * (verified - len(self._verified))
-        self._verified += missing
-        self._accepted += missing
-        # A depth that was not verified fades as well: it leans on its neighbour again, and is drafted again some day.
-        for depth in range(len(self._verified)):
-            self._verified[depth] = self._verified[depth] * self.fade + (1.0 if depth < verified else 0.0)
-            self._accepted[depth] = self._accepted[depth] * self.fade + (1.0 if depth < accepted else 0.0)
-
-    def rates(self, size: int, priors: list[float] | None = None) -> list[float]:
-        """The rate at each of `size` depths. With few samples it leans on its prior, or on the depth before."""
-        rates: list[float] = []
-        rate = self._prior
-        for depth in range(size):
-            prior = rate if priors is None else priors[depth]
-            if depth < len(self._verified):
-                rate = (self._accepted[depth] + self._weight * prior) / (self._verified[depth] + self._weight)
-            else:
-                rate = prior
-            rates.append(rate)
-        return rates
-
-    def expected_tokens(self, k: int) -> float:
-        """Tokens a step of k draft tokens emits."""
-        return expected_tokens(self.rates(k))
-
-
-def expected_tokens(rates: list[float]) -> float:
-    """Tokens of a step, by the rates of its depths: 1 + a_1 + a_1·a_2 + …"""
-    total, product = 1.0, 1.0
-    for rate in rates:
-        product *= rate
-        total += product
-    return total
-
-
 # --- adaptive ---------------------------------------------------------------------------------------------------------
 
 
-PREDICTION = "prediction"
 PREDICTION_PRIOR, PRIOR = 0.9, 0.55  # acceptance before any observation: of a client's prediction, of other drafts
 
 
@@ -125,7 +87,7 @@ class _SequenceState:
     """What the policy knows of one sequence."""
 
     rates: PositionRates
-    kind: str  # how it is drafted for; see `_kind`
+    kind: str  # how it is drafted for; see `kind_of`
     num_read: int  # tokens that the drafter had read when it last drafted, or when the sequence began
     num_draft_tokens: int = 0  # in this step
     num_unread: int = 0  # tokens that the drafter had to read first in this step
@@ -166,7 +128,7 @@ class _Candidates:
         return len(self.indices)
 
 
-class AdaptiveDraftLength:
+class AdaptiveDraftLength(DraftLengthPolicy):
     """The k that maximises tokens per second for the whole batch, from what was observed.
 
     Draft tokens are given out one at a time, each to the sequence where it brings the most expected tokens, as long as
@@ -185,6 +147,7 @@ class AdaptiveDraftLength:
 
     def __init__(self, costs: CostModel | None = None, max_draft_tokens: int = 16) -> None:
         self.costs = costs or CostModel()
+        self._selective = SelectiveDrafts(DraftValue(self.costs))
         self.max_draft_tokens = checked_k(max_draft_tokens)
         self._overall: dict[str, PositionRates] = {}  # of all sequences of a kind
         self._states: dict[int, _SequenceState] = {}
@@ -218,8 +181,8 @@ class AdaptiveDraftLength:
         return all(seq.params.num_draft_tokens is None for seq in seqs)
 
     def _choose(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int]) -> list[int]:
-        indices = [index for index, seq in enumerate(seqs) if seq.params.num_draft_tokens is None]
         ks = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
+        indices = self._ask(seqs, states, limits, ks)
         self._is_probe, self._resting = False, frozenset()
         if not any(limits[index] for index in indices):
             return ks
@@ -237,6 +200,26 @@ class AdaptiveDraftLength:
         if not pays:
             self._probe_or_rest(seqs, best, candidates, ks)
         return ks
+
+    def _ask(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int], ks: list[int]) -> list[int]:
+        """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
+        indices: list[int] = []
+        plain = self.costs.plain_pass(len(seqs))
+        for index, (seq, state) in enumerate(zip(seqs, states)):
+            if seq.params.num_draft_tokens is not None:
+                continue
+            if not self._selective.covers(seq):
+                indices.append(index)
+            elif limits[index]:
+                unread = len(seq.ids) - state.num_read
+                ks[index] = self._selective.ask(seq, limits[index], unread if unread > self.FEW_UNREAD else 0, plain)
+        return indices
+
+    def draft_value(self) -> DraftValue:
+        return self._selective.value
+
+    def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
+        return self._selective.cut(seqs, trees, [self._state(seq).num_draft_tokens for seq in seqs])
 
     def _pays(self, gain: float, best: _Choice, candidates: _Candidates) -> bool:
         """Whether drafting beats plain decoding, and soon earns what the drafter must read first."""
@@ -321,12 +304,18 @@ class AdaptiveDraftLength:
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         """A step in which anything was compiled or captured teaches acceptance and no cost."""
         states = [self._state(seq) for seq in seqs]
-        if timing.num_draft_tokens:
+        caught_up = self._caught_up(states)
+        num_selected = self._selective.observe(seqs, results, timing, caught_up=caught_up > 0)
+        if timing.num_draft_tokens or num_selected:
             for seq, state, result in zip(seqs, states, results):
                 self._observe_result(seq, state, result)
-        if timing.clean:
+        if not timing.clean:
+            return
+        if num_selected < len(seqs):
             self._settle(states, timing, sum(len(result.emitted) for result in results))
-            self.costs.observe(timing, caught_up=self._caught_up(states))
+        # What drafts cost that are cut afterwards does not follow from what is sent of them: selective.py learns it.
+        known = timing if caught_up or not num_selected else replace(timing, num_draft_tokens=0)
+        self.costs.observe(known, caught_up=caught_up)
 
     def _caught_up(self, states: list[_SequenceState]) -> int:
         return sum(state.num_unread for state in states if state.num_unread > self.FEW_UNREAD)
@@ -335,7 +324,7 @@ class AdaptiveDraftLength:
         if state.num_draft_tokens:
             state.num_read = len(seq.ids)
         count = result.tree.num_draft_tokens
-        if not count:
+        if not count or self._selective.covers(seq):
             return
         self._probe_nodes += (result.tree.probes - self._probe_nodes) * (0.1 if self._probe_nodes else 1.0)
         reach = max(depths(result.tree.parents[:count])) + 1
@@ -373,7 +362,7 @@ class AdaptiveDraftLength:
         state = self._states.get(seq.seq_id)
         if state is None:
             rates = PositionRates(fade=0.97, weight=6.0)
-            state = self._states[seq.seq_id] = _SequenceState(rates, _kind(seq), seq.num_cached_tokens)
+            state = self._states[seq.seq_id] = _SequenceState(rates, kind_of(seq), seq.num_cached_tokens)
         return state
 
     def _rates_of(self, kind: str) -> PositionRates:
@@ -383,8 +372,3 @@ class AdaptiveDraftLength:
             prior = PREDICTION_PRIOR if kind == PREDICTION else PRIOR
             rates = self._overall[kind] = PositionRates(fade=0.995, prior=prior, weight=3.0)
         return rates
-
-
-def _kind(seq: Sequence) -> str:
-    """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
-    return seq.params.method or (PREDICTION if seq.params.prediction else "")

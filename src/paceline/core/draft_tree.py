@@ -25,12 +25,17 @@ class DraftTree:
     parents  the node before each node; -1 is the sequence itself
     probs    [nodes, vocab] the distribution each node was drawn from; None: the tokens were chosen, q is one-hot
     probes   this many of the last nodes are read in the pass and cannot be accepted (lookahead)
+    confidence  the drafter's own estimate that each node is accepted, given that its path is; None: it has none.
+                That of a drawn node may depend on the nodes before it and never on what was drawn for it
+    source   the drafter that made it, where several take turns
     """
 
     tokens: Tensor
     parents: list[int]
     probs: Tensor | None = None
     probes: int = 0
+    confidence: list[float] | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, Tensor):
@@ -44,6 +49,8 @@ class DraftTree:
                 raise OptionError(f"node {node} has parent {parent}; a parent comes before its children")
         if self.probs is not None and self.probs.shape[0] != len(self.parents):
             raise OptionError(f"a tree needs one distribution a node: {self.probs.shape[0]} for {len(self.parents)}")
+        if self.confidence is not None and len(self.confidence) != len(self.parents):
+            raise OptionError(f"a tree needs one confidence a node: {len(self.confidence)} for {len(self.parents)}")
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -66,10 +73,12 @@ def empty() -> DraftTree:
     return _EMPTY
 
 
-def chain(tokens: Tensor | Sequence[int], probs: Tensor | None = None) -> DraftTree:
+def chain(
+    tokens: Tensor | Sequence[int], probs: Tensor | None = None, confidence: list[float] | None = None
+) -> DraftTree:
     """Draft tokens one after another."""
     ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
-    return DraftTree(ids, list(range(-1, ids.shape[0] - 1)), probs)
+    return DraftTree(ids, list(range(-1, ids.shape[0] - 1)), probs, confidence=confidence)
 
 
 def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
@@ -93,6 +102,22 @@ def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
                 parents.append(node)
             node = child
     return DraftTree(torch.tensor(tokens, dtype=torch.int64), parents)
+
+
+def select(tree: DraftTree, nodes: list[int]) -> DraftTree:
+    """The tree of these nodes alone, in their order. Every node comes with its parent."""
+    if len(nodes) == len(tree):
+        return tree
+    if not nodes:
+        return empty()
+    number = {ROOT: ROOT} | {node: index for index, node in enumerate(nodes)}
+    return DraftTree(
+        tree.tokens[: len(nodes)] if nodes[-1] == len(nodes) - 1 else tree.tokens[nodes],
+        [number[tree.parents[node]] for node in nodes],
+        None if tree.probs is None else tree.probs[nodes],
+        confidence=None if tree.confidence is None else [tree.confidence[node] for node in nodes],
+        source=tree.source,
+    )
 
 
 _CHAIN = list(range(-1, 4096))

@@ -15,12 +15,14 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import (
     Capability,
     DraftInput,
     DraftOutput,
+    LayerKeys,
     ModelInfo,
     ModelOutput,
     Request,
@@ -76,6 +78,10 @@ class ModelStates(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
         raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def shared_keys(self, seq_cache: SequenceCache) -> Mapping[str, LayerKeys]:
+        """What is stored of a sequence by the last layer of each kind of attention (Capability.SHARED_KEYS)."""
+        raise _missing(self.info, Capability.SHARED_KEYS)
 
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
         """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).
@@ -174,6 +180,13 @@ class Drafter(Protocol):
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """As of a runner; what drafts a few tokens more or less is also met when the loop is rehearsed."""
         return []
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        """What drafts are worth, for a drafter that chooses among several or stops by it. source: its own name there.
+
+        Called once, before the first sequence, where the draft-length policy decides how much of a draft is sent.
+        """
+        return None
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         """A sequence starts. `prompt` is the target's output for the tokens it has just read, all but the last one."""

@@ -1,11 +1,12 @@
-"""Several drafters for one sequence, and in every step the one with the most tokens per second.
+"""Several drafters for one sequence, and in every step the one that saves the most time.
 
-A lookup in the sequence's own past (suffix) is free and sometimes gains many tokens; a head or draft model gains a few
-nearly always and takes time. So before a step the lookup forecasts how many of its draft tokens are accepted, the
-others have a record of theirs, and both are divided by the seconds their steps take.
+Lookups (the sequence's own past, a client's prediction) take next to no time and sometimes gain many tokens; a head or
+a draft model gains a few nearly always and takes time. So in every step the lookups draft, and what their draft tokens
+are worth is known before they are verified (core/draft_value.py); what the others save is known from their record. The
+best of all is sent. One that has not been used for long is tried again now and then, within a small share of the time.
 
-The choice depends on the past alone: the tokens of the sequence, what was accepted, how long it took. No draft token is
-looked at before choosing, so the output is exactly the target's whichever drafter is chosen.
+The choice depends on the past, and of this step on drafts that are chosen, not drawn: they are functions of the past.
+So the output is exactly the target's whichever drafter is chosen.
 """
 
 from __future__ import annotations
@@ -13,192 +14,236 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from paceline.core import draft_tree
+from paceline.core.cost_model import CostModel, StepTiming
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue
+from paceline.core.probing import ProbeSchedule
 from paceline.core.protocols import Drafter
+from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 from paceline.drafting.head_folder import shipped_head_folder
-from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, options_of
+from paceline.drafting.prediction import Prediction
+from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, head_names, options_of
 from paceline.drafting.suffix import Suffix
-from paceline.drafting.suffix_automaton import Forecast
 from paceline.errors import OptionError
 
-DECAY = 0.9  # weight of the past against one more step
-FIRST_ESTIMATE = 2.0  # accepted tokens per step a drafter is assumed to have before its first step
-RETRY_STEPS = 32  # after which a drafter that was not chosen is tried again: sequences change
-LOOKUP = "lookup"
-
-
-class ForecastingDrafter(Drafter, Protocol):
-    """A drafter that knows, without drawing anything, how many of its draft tokens it expects to be accepted."""
-
-    def forecast(self, seq: Sequence, num_draft_tokens: int) -> Forecast: ...
+MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
+READING_WEIGHT = 0.3
+FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
+MIN_REST = 16  # steps after which what a drafter gains is in doubt
+FEW_UNREAD = 16  # tokens that a drafter reads in passing
 
 
 @dataclass(slots=True)
-class MovingAverage:
-    """An exponential moving average. The first sample replaces the initial estimate."""
+class _Turns:
+    """When a drafter that takes time has its turn, and what it takes to begin again after a rest.
 
-    value: float
-    initial: bool = True
+    read     of each sequence: its length when this drafter last drafted for it
+    reading  seconds that it needs beyond a draft where it has much to read first
+    probed   the sequence that it drafts for in this step although another drafter seems better
+    forgone  seconds that the other one would have saved there
+    won      seconds that its own draft is expected to save there, less those it took
+    """
 
-    def add(self, sample: float) -> None:
-        self.value = sample if self.initial else DECAY * self.value + (1 - DECAY) * sample
-        self.initial = False
+    schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
+    read: dict[int, int] = field(default_factory=dict)
+    reading: float = 0.0
+    probed: int | None = None
+    forgone: float = 0.0
+    won: float = 0.0
+    seconds: float | None = None  # that it drafted in this step; None: it had no turn
 
-
-@dataclass(slots=True)
-class ForecastCalibration:
-    """Accepted to expected draft tokens of the lookup, recently. Without new samples it returns to 1."""
-
-    accepted: float = 0.0
-    expected: float = 0.0
-
-    def add(self, accepted: float, expected: float) -> None:
-        self.accepted = DECAY * self.accepted + accepted
-        self.expected = DECAY * self.expected + expected
-
-    @property
-    def ratio(self) -> float:
-        return (1 + self.accepted) / (1 + self.expected)
-
-
-@dataclass(slots=True)
-class _DrafterRecord:
-    """What the drafters have achieved for one sequence."""
-
-    accepted: dict[str, MovingAverage]  # draft tokens per step
-    calibration: ForecastCalibration = field(default_factory=ForecastCalibration)
-    idle_steps: dict[str, int] = field(default_factory=dict)  # since each drafter was last chosen
-    chosen: str = LOOKUP
-    expected: float = 0.0  # accepted tokens of the lookup in this step
+    def cost_of_reading(self, seq: Sequence) -> float:
+        return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
 
 
 class AutoDrafter(Drafter):
     """Chooses a drafter per sequence and step.
 
-    lookup  drafts from the sequence itself
-    others  draft with a model or a head, by name
+    lookups  draft from what is there already, in next to no time; by name
+    others   draft with a model or a head, by name
     """
 
     def __init__(
-        self, lookup: ForecastingDrafter, others: Mapping[str, Drafter], clock: Callable[[], float] = time.perf_counter
+        self,
+        lookups: Mapping[str, Drafter],
+        others: Mapping[str, Drafter],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if LOOKUP in others:
-            raise OptionError(f"a drafter beside the lookup cannot be called {LOOKUP!r}")
-        self.lookup, self.others = lookup, dict(others)
-        self._drafters: tuple[Drafter, ...] = (lookup, *self.others.values())
-        self.needs = frozenset().union(*(drafter.needs for drafter in self._drafters))
+        if not lookups or set(lookups) & set(others):
+            raise OptionError("auto needs at least one lookup, and every drafter a name of its own")
+        self.lookups, self.others = dict(lookups), dict(others)
+        self._drafters: dict[str, Drafter] = {**lookups, **others}
+        self.needs = frozenset().union(*(drafter.needs for drafter in self._drafters.values()))
         self.draft_runner = next((drafter.draft_runner for drafter in self.others.values()), None)
         self._clock = clock
-        self._records: dict[int, _DrafterRecord] = {}
-        self._draft_seconds = {name: MovingAverage(0.0) for name in (LOOKUP, *self.others)}
-        self._pass_seconds = {name: MovingAverage(0.0) for name in (LOOKUP, *self.others)}
-        self._proposed_at = 0.0
+        self._turns = {name: _Turns() for name in self.others}
+        self._meter: SelectiveDrafts | None = SelectiveDrafts(DraftValue(CostModel()))  # None: the policy measures
+        self._value = self._meter.value
+        self._began = self._proposed = 0.0  # when the draft of this step began, and when it was ready
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        self._value, self._meter = value, None
+        for name, drafter in self._drafters.items():
+            drafter.use_value(value, name)
+
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        self._record(seq)
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.begin(seq, prompt)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        start = self._clock()
-        forecasts = [self.lookup.forecast(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
-        trees = [forecast.tree for forecast in forecasts]
-        self._draft_seconds[LOOKUP].add(self._clock() - start)
-        for seq, k, forecast in zip(seqs, num_draft_tokens, forecasts):
-            self._choose(self._record(seq), k, forecast.expected)
+        self._began = self._clock()
+        trees = self._look_up(seqs, num_draft_tokens)
+        for turns in self._turns.values():
+            turns.probed = turns.seconds = None
+        chosen = [self._choose(seq, tree) if k else None for seq, k, tree in zip(seqs, num_draft_tokens, trees)]
         for name in self.others:
-            self._draft_with(name, seqs, num_draft_tokens, trees)
-        self._proposed_at = self._clock()
+            if name in chosen:
+                limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, chosen)]
+                self._draft_with(name, seqs, limits, trees)
+        if self._meter is not None:
+            self._meter.cut(seqs, trees, num_draft_tokens)  # noted, and sent whole
+        self._proposed = self._clock()
         return trees
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        seconds = self._clock() - self._proposed_at
-        for name in {self._record(seq).chosen for seq, result in zip(seqs, results) if result.tree.num_draft_tokens}:
-            self._pass_seconds[name].add(seconds)
-        for seq, result in zip(seqs, results):
-            self._learn(self._record(seq), result)
-        for drafter in self._drafters:
+        if self._meter is not None:
+            self._measure(self._meter, seqs, results)
+        self._settle(seqs)
+        for drafter in self._drafters.values():
             drafter.observe(seqs, results)
 
     def end(self, seq: Sequence) -> None:
-        self._records.pop(seq.seq_id, None)
-        for drafter in self._drafters:
+        for turns in self._turns.values():
+            turns.read.pop(seq.seq_id, None)
+        for drafter in self._drafters.values():
             drafter.end(seq)
+
+    # --- lookups ------------------------------------------------------------------------------------------------------
+
+    def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        drafts: list[list[DraftTree]] = [[] for _ in seqs]
+        for name, lookup in self.lookups.items():
+            for own, tree in zip(drafts, lookup.propose(seqs, num_draft_tokens)):
+                if len(tree):
+                    own.append(replace(tree, source=name))
+        return [self._best(seq, own) for seq, own in zip(seqs, drafts)]
+
+    def _best(self, seq: Sequence, drafts: list[DraftTree]) -> DraftTree:
+        if len(drafts) <= 1:
+            return drafts[0] if drafts else draft_tree.empty()
+        return max(drafts, key=lambda tree: self._value.gain(seq, tree))
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
-    def _record(self, seq: Sequence) -> _DrafterRecord:
-        record = self._records.get(seq.seq_id)
-        if record is None:
-            # The records of other sequences are not used: the choice would depend on the batch.
-            estimates = {name: MovingAverage(FIRST_ESTIMATE) for name in self.others}
-            record = self._records[seq.seq_id] = _DrafterRecord(estimates)
-        return record
+    def _choose(self, seq: Sequence, tree: DraftTree) -> str | None:
+        """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
+        if not self.others:
+            return None
+        best, gain = None, self._value.gain(seq, tree) if len(tree) else 0.0
+        for name, turns in self._turns.items():
+            own = self._value.usual_gain(self._value.record(seq, name))
+            if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
+                best, gain = name, own
+        return self._due(seq, best, gain) or best
 
-    def _choose(self, record: _DrafterRecord, num_draft_tokens: int, expected: float) -> None:
-        """Choose the drafter of the next step from the tokens and the record before it."""
-        rates = {LOOKUP: (1 + record.calibration.ratio * expected) / self._seconds(LOOKUP)}
-        for name, accepted in record.accepted.items():
-            rates[name] = (1 + min(accepted.value, num_draft_tokens)) / self._seconds(name)
-        best = max(rates, key=rates.__getitem__)
-        for name in self.others:
-            idle = record.idle_steps.get(name, 0) + (num_draft_tokens > 0)
-            record.idle_steps[name] = 0 if name == best else idle
-            if record.idle_steps[name] >= RETRY_STEPS and best == LOOKUP:
-                best, record.idle_steps[name] = name, 0
-        record.chosen, record.expected = best, expected
+    def _due(self, seq: Sequence, best: str | None, gain: float) -> str | None:
+        """A drafter whose probe is due: it drafts although another one seems better. One sequence at a time."""
+        plain = self._value.costs.plain_pass(1)
+        for name, turns in self._turns.items():
+            if name == best or turns.probed is not None:
+                continue
+            turns.schedule.open(plain, 0.0)
+            record = self._value.record(seq, name)
+            if record.num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST:
+                continue  # what it gains is known
+            lost = max(0.0, gain - self._value.usual_gain(record))
+            turns.schedule.reading = turns.cost_of_reading(seq)
+            turns.schedule.cost = lost + turns.schedule.reading
+            if turns.schedule.is_due(turns.schedule.cost, plain, sure=record.num_drafts > 1):
+                turns.probed, turns.forgone = seq.seq_id, gain
+                return name
+        return None
 
-    def _seconds(self, name: str) -> float:
-        """The time of a step of this drafter; a pass not timed yet is assumed to take as long as the lookup's."""
-        target_pass = self._pass_seconds[name]
-        if target_pass.initial:
-            target_pass = self._pass_seconds[LOOKUP]
-        return self._draft_seconds[name].value + target_pass.value or 1.0
+    def _draft_with(self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree]) -> None:
+        """Let one drafter draft for the sequences that chose it, where it can."""
+        turns, began = self._turns[name], self._clock()
+        lengths = [self._length(name, seq, limit) if limit else 0 for seq, limit in zip(seqs, limits)]
+        drafts = self._drafters[name].propose(seqs, lengths)
+        turns.seconds = self._clock() - began
+        for index, (seq, tree) in enumerate(zip(seqs, drafts)):
+            if lengths[index] and len(tree):
+                self._note_reading(turns, name, seq, tree)
+                trees[index] = replace(tree, source=name)
+        self._weigh(turns, seqs, trees)
 
-    def _draft_with(self, name: str, seqs: list[Sequence], num_draft_tokens: list[int], trees: list[DraftTree]) -> None:
-        """Let one drafter draft for the sequences that chose it. It gets all of them, to stay in step with them."""
-        chosen = [self._record(seq).chosen == name for seq in seqs]
-        lengths = [k if own else 0 for k, own in zip(num_draft_tokens, chosen)]
-        start = self._clock()
-        drafts = self.others[name].propose(seqs, lengths)
-        if any(lengths):
-            self._draft_seconds[name].add(self._clock() - start)
-        for index, own in enumerate(chosen):
-            if own:
-                trees[index] = drafts[index]
+    def _weigh(self, turns: _Turns, seqs: list[Sequence], trees: list[DraftTree]) -> None:
+        """What the probe of this step wins, if there is one."""
+        saved = next((self._value.gain(seq, tree) for seq, tree in zip(seqs, trees) if seq.seq_id == turns.probed), 0.0)
+        turns.won = saved - turns.forgone - (turns.seconds or 0.0)
 
-    def _learn(self, record: _DrafterRecord, result: StepResult) -> None:
-        if record.chosen == LOOKUP:
-            record.calibration.add(result.accepted, record.expected)
-            return
-        record.calibration.add(0.0, 0.0)
-        if result.tree.num_draft_tokens:
-            record.accepted[record.chosen].add(result.accepted)
+    def _length(self, name: str, seq: Sequence, limit: int) -> int:
+        """Where confidences tell how much is sent, all there is room for; else what has paid best by depth."""
+        record = self._value.record(seq, name)
+        return limit if record.states_confidence else self._value.best_length(seq, name, limit)
+
+    def _note_reading(self, turns: _Turns, name: str, seq: Sequence, tree: DraftTree) -> None:
+        if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD and turns.seconds is not None:
+            usual = self._value.record(seq, name).draft.at(tree.num_draft_tokens)
+            turns.reading += READING_WEIGHT * (max(0.0, turns.seconds - usual) - turns.reading)
+        turns.read[seq.seq_id] = len(seq.ids)
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def _settle(self, seqs: list[Sequence]) -> None:
+        """Charge probes with what they took and did not save."""
+        plain = self._value.costs.plain_pass(max(1, len(seqs)))
+        for turns in self._turns.values():
+            if turns.seconds is None:
+                turns.schedule.passed(plain, plain)
+                continue
+            won = max(turns.won, -MAX_LOSS * plain)
+            turns.schedule.drafted(won, plain, probe=turns.probed is not None)
+            turns.forgone = 0.0
+
+    def _measure(self, meter: SelectiveDrafts, seqs: list[Sequence], results: list[StepResult]) -> None:
+        """Without a policy that measures, this drafter's own clock does."""
+        trees = [result.tree for result in results]
+        timing = StepTiming(
+            self._proposed - self._began,
+            self._clock() - self._proposed,
+            len(seqs) + sum(map(len, trees)),
+            max((tree.num_draft_tokens for tree in trees), default=0),
+            len(seqs),
+            sum(tree.num_draft_tokens > 0 for tree in trees),
+        )
+        meter.observe(seqs, results, timing, caught_up=False)
+        self._value.costs.observe(replace(timing, num_draft_tokens=0))
 
 
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
 def build(context: DrafterContext) -> AutoDrafter:
-    """Suffix lookup, and beside it the draft model if one is named, or else the head that comes with paceline."""
+    """Lookups, and beside them the draft model if one is named, or else the heads that come with paceline."""
     without_options = replace(context, options={})
     others: dict[str, Drafter] = {}
     if context.draft_model is not None:
         others["draft_model"] = build_drafter("draft_model", without_options)
-    elif shipped_head_folder("eagle", context.target) is not None:
-        others["eagle"] = build_drafter("eagle", without_options)
-    return AutoDrafter(Suffix(**context.options), others)
+    else:
+        shipped = [method for method in head_names() if shipped_head_folder(method, context.target) is not None]
+        others |= {method: build_drafter(method, without_options) for method in shipped}
+    return AutoDrafter({"suffix": Suffix(**context.options), "prediction": Prediction()}, others)
 
 
 SPEC = DrafterSpec(
     name="auto",
-    summary="suffix lookup beside a draft model or head; each step uses the one with the most tokens per second",
+    summary="lookups beside a draft model or head; each step uses the one that saves the most time",
     weights=WeightsNeeded.NONE,
     build=build,
     options=options_of(Suffix),

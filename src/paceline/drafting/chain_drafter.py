@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.core.draft_tree import ROOT, DraftTree, chain
+from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
@@ -17,6 +19,9 @@ class ChainDrafter(Drafter):
         self.drafter = drafter
         self.needs = drafter.needs - {Capability.TREE}
         self.draft_runner = drafter.draft_runner
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        self.drafter.use_value(value, source)
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self.drafter.begin(seq, prompt)
@@ -47,4 +52,6 @@ def first_path(tree: DraftTree) -> DraftTree:
         if tree.parents[node] == parent:
             nodes.append(node)
             parent = node
-    return chain(tree.tokens[nodes], None if tree.probs is None else tree.probs[nodes])
+    confidence = None if tree.confidence is None else [tree.confidence[node] for node in nodes]
+    path = chain(tree.tokens[nodes], None if tree.probs is None else tree.probs[nodes], confidence)
+    return replace(path, source=tree.source) if tree.source else path

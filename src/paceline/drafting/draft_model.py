@@ -18,9 +18,11 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import DraftInput, Row, SequenceCache, StepResult, WarmupPlan
+from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_kv import DraftKV, step_tokens
 from paceline.drafting.draft_sampling import (
     SampledDraft,
@@ -29,6 +31,7 @@ from paceline.drafting.draft_sampling import (
     first_tokens,
     loop_uniforms,
     predrawn,
+    state_confidences,
 )
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded
 from paceline.errors import OutOfMemory, PairError
@@ -49,6 +52,11 @@ class DraftModel(Drafter):
         self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
         self._drafted_from: dict[int, int] = {}  # the length of each sequence when its draft tokens were made
+        self._stop: ChainStop | None = None
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        """Where the host waits for nothing, confidences are free: chains stop where they no longer pay."""
+        self._stop = None if supports_graphs(self.runner.info.device) else ChainStop(value, source)
 
     def with_runner(self, wrap: Callable[[Runner], Runner]) -> DraftModel:
         """The same drafter without its sequences, over a wrapped runner, which may have another vocabulary."""
@@ -137,9 +145,13 @@ class DraftModel(Drafter):
         self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft]
     ) -> list[DraftTree]:
         for depth in range(max(num_draft_tokens)):
-            active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
+            active = [index for index, k in enumerate(num_draft_tokens) if depth < k and not drafts[index].stopped]
+            if not active:
+                break
             rows = [self._row(seqs[index], drafts[index]) for index in active]
             logits = self._over_target_vocab(self.runner.forward(rows, last_only=True).logits)
+            if self._stop is not None:
+                state_confidences([seqs[i] for i in active], logits, [drafts[i] for i in active], self._stop)
             best = logits.argmax(dim=-1, keepdim=True)
             choose([seqs[i] for i in active], best, logits.__getitem__, [drafts[i] for i in active])
         return [draft.chain(seq) for draft, seq in zip(drafts, seqs)]

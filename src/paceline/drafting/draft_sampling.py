@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import ChainStop
 from paceline.core.sampling import distribution
 from paceline.core.sequence import Sequence, group_by_sampling
 from paceline.core.types import DraftOutput
@@ -33,6 +34,8 @@ class SampledDraft:
     tokens: list[Tensor] = field(default_factory=list)  # each int64 [1], on the device of the drafter
     probs: list[Tensor] = field(default_factory=list)  # each [vocab]
     uniforms: Tensor | None = None  # float64 [steps]
+    confidence: list[float] | None = None  # of each token, stated before it is drawn; None: not wanted
+    stopped: bool = False  # no further token is likely to pay
 
     def next_uniform(self, seq: Sequence) -> Tensor:
         """The number the next token is drawn with. float64 [1]"""
@@ -44,7 +47,23 @@ class SampledDraft:
         if not self.tokens:
             return draft_tree.empty()
         probs = torch.stack(self.probs) if self.probs and not seq.sampling.greedy else None
-        return draft_tree.chain(torch.cat(self.tokens), probs)
+        return draft_tree.chain(torch.cat(self.tokens), probs, self.confidence)
+
+
+def state_confidences(seqs: list[Sequence], logits: Tensor, drafts: SequenceOf[SampledDraft], stop: ChainStop) -> None:
+    """Of the next token of every sequence: the probability of the likeliest one. Before any of them is drawn.
+
+    logits  [sequences, draft vocabulary]
+    """
+    for seq, draft, confidence in zip(seqs, drafts, likeliest(logits)):
+        draft.confidence = [*(draft.confidence or ()), confidence]
+        draft.stopped = not stop.goes_on(seq, draft.confidence)
+
+
+def likeliest(logits: Tensor) -> list[float]:
+    """The probability of the likeliest token of every row."""
+    probabilities: list[float] = (logits.amax(dim=-1).float() - logits.float().logsumexp(dim=-1)).exp().tolist()
+    return probabilities
 
 
 def choose(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
@@ -31,6 +32,7 @@ from paceline.drafting.draft_sampling import (
     first_tokens,
     loop_uniforms,
     predrawn,
+    state_confidences,
 )
 from paceline.drafting.eagle_graph import ChainInput, EagleGraphs, widened
 from paceline.drafting.eagle_parallel import ParallelDrafting
@@ -85,6 +87,11 @@ class Eagle(Drafter):
         # Where launches dominate the cost, a whole chain is one graph. On a CPU only the work counts; eager has less.
         captures = supports_graphs(self._device) and head.can_capture
         self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if captures else None
+        self._stop: ChainStop | None = None
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        """Where the host waits for nothing, confidences are free: chains stop where they no longer pay."""
+        self._stop = None if supports_graphs(self._device) else ChainStop(value, source)
 
     # --- states of the target -----------------------------------------------------------------------------------------
 
@@ -214,7 +221,7 @@ class Eagle(Drafter):
         active, out = list(range(len(states))), _outputs(states)
         for depth in range(max(num_draft_tokens)):
             self._choose([states[i].seq for i in active], out, [drafts[i] for i in active])
-            rows = [row for row, i in enumerate(active) if depth + 1 < num_draft_tokens[i]]
+            rows = [row for row, i in enumerate(active) if depth + 1 < num_draft_tokens[i] and not drafts[i].stopped]
             if not rows:
                 break
             if len(rows) < len(active):
@@ -239,6 +246,8 @@ class Eagle(Drafter):
     def _choose(self, seqs: list[Sequence], out: Tensor, drafts: list[SampledDraft]) -> None:
         """The next draft token of each sequence, from the head's output at its last position. [sequences, hidden]"""
         logits = self._head.logits(out)
+        if self._stop is not None:
+            state_confidences(seqs, logits, drafts, self._stop)
         best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
         choose(seqs, best, partial(self._over_target_vocab, logits), drafts)
 

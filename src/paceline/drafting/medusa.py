@@ -9,6 +9,7 @@ sampling stays exact.
 from __future__ import annotations
 
 import heapq
+import math
 
 import torch
 from torch import Tensor
@@ -93,7 +94,8 @@ def likeliest_tree(scores: list[list[float]], tokens: Tensor, limit: int) -> Dra
             heapq.heappush(waiting, (parent_cost - scores[head][rank + 1], parent, head, rank + 1, parent_cost))
         if head + 1 < len(scores):
             heapq.heappush(waiting, (cost - scores[head + 1][0], node, head + 1, 0, cost))
-    return DraftTree(tokens[heads, ranks], parents)
+    confidence = [math.exp(scores[head][rank]) for head, rank in zip(heads, ranks)]
+    return DraftTree(tokens[heads, ranks], parents, confidence=confidence)
 
 
 def _check_pair(heads: MedusaHeads, target: Runner) -> None:

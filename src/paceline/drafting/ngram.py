@@ -17,6 +17,7 @@ from paceline.core.types import RowOutput
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError
 
+MAX_MATCH = 48  # tokens of a match that count for its confidence
 MAX_ENDS = 8  # ends of each n-gram that are kept; older ones are dropped
 
 
@@ -55,13 +56,19 @@ class Ngram(Drafter):
         self._catch_up(index, seq.ids)
         length = num_draft_tokens if self.branches == 1 else max(1, -(-num_draft_tokens * 2 // (self.branches + 1)))
         paths: list[list[int]] = []
+        starts: list[int] = []
         for start in self._matches(index, seq.ids):
             path = seq.ids[start : start + length]
             if path not in paths:
                 paths.append(path)
+                starts.append(start)
             if len(paths) == self.branches:
                 break
-        return draft_tree.merge(paths, num_draft_tokens)
+        if not paths:
+            return draft_tree.empty()
+        if self.branches > 1:
+            return draft_tree.merge(paths, num_draft_tokens)
+        return draft_tree.chain(paths[0], confidence=_confidence(seq.ids, starts[0], len(paths[0])))
 
     def _matches(self, index: _NgramIndex, ids: list[int]) -> Iterator[int]:
         """Where the continuation of each earlier occurrence of the last tokens starts."""
@@ -79,6 +86,14 @@ class Ngram(Drafter):
                 ends.append(end)
                 del ends[:-MAX_ENDS]
         index.num_indexed = len(ids)
+
+
+def _confidence(ids: list[int], start: int, count: int) -> list[float]:
+    """Of the tokens from `start` on: the longer they and what is before them agree with the end, the surer."""
+    matched = 0
+    while matched < MAX_MATCH and matched < start and ids[start - 1 - matched] == ids[-1 - matched]:
+        matched += 1
+    return [1.0 - 1.0 / (1.0 + matched + depth) for depth in range(count)]
 
 
 def build(context: DrafterContext) -> Ngram:

@@ -32,6 +32,14 @@ def prediction_count(seq: Sequence) -> PredictionCount:
     return PredictionCount(seq.stats.accepted, seq.stats.drafted - seq.stats.accepted)
 
 
+START_FOLLOWED = 8  # a client that sends a prediction has reason to expect that it holds
+
+
+def _confidence(followed: int) -> float:
+    """The longer an output has followed a prediction, the surer it goes on."""
+    return 1.0 - 1.0 / (2.0 + followed)
+
+
 @dataclass(slots=True)
 class _PredictionState:
     """The position of a sequence in its prediction."""
@@ -41,6 +49,7 @@ class _PredictionState:
     position: int | None = 0  # of the next token expected; None: the output has departed from the prediction
     last_position: int = 0  # the last one before a departure
     num_compared: int = 0  # tokens of the output
+    followed: int = START_FOLLOWED  # tokens of the output in a row that were the prediction's
 
 
 class Prediction(Drafter):
@@ -72,7 +81,9 @@ class Prediction(Drafter):
         self._follow(state, seq.generated)
         if state.position is None:
             return draft_tree.empty()
-        return draft_tree.chain(state.prediction[state.position : state.position + num_draft_tokens])
+        tokens = state.prediction[state.position : state.position + num_draft_tokens]
+        confidence = [_confidence(state.followed + depth) for depth in range(len(tokens))]
+        return draft_tree.chain(tokens, confidence=confidence)
 
     def _follow(self, state: _PredictionState, output: list[int]) -> None:
         """Advance along the prediction with the new tokens of the output; search again where they depart from it."""
@@ -80,8 +91,9 @@ class Prediction(Drafter):
             if state.position is not None and state.prediction[state.position : state.position + 1] == [token]:
                 state.position += 1
                 state.last_position = state.position
+                state.followed += 1
             else:
-                state.position = None
+                state.position, state.followed = None, 0
         state.num_compared = len(output)
         if state.position is None:
             state.position = self._search(state, output)

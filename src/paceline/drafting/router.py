@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import PREDICTION, DraftValue
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 from paceline.errors import OptionError
 
-PREDICTION = "prediction"
+__all__ = ["PREDICTION", "DrafterRouter"]
 
 
 class DrafterRouter(Drafter):
@@ -36,6 +37,10 @@ class DrafterRouter(Drafter):
         if seq.params.method not in self.drafters:
             raise OptionError(f"method {seq.params.method!r} is not offered here; there is {', '.join(self.drafters)}")
         return seq.params.method
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        for drafter in self.drafters.values():
+            drafter.use_value(value, source)
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self.drafters[self.method_of(seq)].begin(seq, prompt)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput
@@ -23,6 +24,7 @@ from paceline.drafting.suffix_automaton import Context, Forecast, SuffixAutomato
 from paceline.errors import OptionError
 
 MEGABYTE = 1 << 20
+WORTH_TRYING = 0.5  # of the probability that a draft token needs to be sent: counts may understate it
 LOOKBACK = 64  # tokens of a sequence that locate it in an automaton it has not used before
 
 
@@ -83,6 +85,10 @@ class Suffix(Drafter):
         self.least = least
         self._store = OutputStore(int(remember * MEGABYTE)) if remember else None
         self._states: dict[int, _SuffixState] = {}
+        self._value: DraftValue | None = None
+
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        self._value = value
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self._states[seq.seq_id] = _SuffixState()
@@ -101,9 +107,10 @@ class Suffix(Drafter):
         state = self._states.setdefault(seq.seq_id, _SuffixState())
         for token in seq.ids[state.own.num_read :]:
             state.own.append(token)
-        forecasts = [state.own.forecast(state.own.repeated(), num_draft_tokens, self.least)]
+        least = self.least if self._value is None else max(self.least, WORTH_TRYING * self._value.least_survival())
+        forecasts = [state.own.forecast(state.own.repeated(), num_draft_tokens, least)]
         for position in self._positions(state, seq.ids):
-            forecasts.append(position.automaton.forecast(position.context, num_draft_tokens, self.least))
+            forecasts.append(position.automaton.forecast(position.context, num_draft_tokens, least))
         return max(forecasts, key=lambda forecast: forecast.expected)
 
     def _positions(self, state: _SuffixState, ids: list[int]) -> list[_StorePosition]:

@@ -112,16 +112,20 @@ class SuffixAutomaton:
         """The likeliest continuations of a context, likeliest nodes first: at most `limit`, none below `least`."""
         tokens: list[int] = []
         parents: list[int] = []
-        expected = 0.0
+        probabilities: list[float] = []
         candidates: list[_Candidate] = []
         self._push(candidates, context, 1.0, ROOT, least)
         while candidates and len(tokens) < limit:
             best = heappop(candidates)
-            expected += best.probability
+            probabilities.append(best.probability)
             tokens.append(best.successor.token)
             parents.append(best.parent)
             self._push(candidates, best.successor.context, best.probability, len(tokens) - 1, least)
-        return Forecast(DraftTree(torch.tensor(tokens, dtype=torch.int64), parents), expected)
+        confidence = [
+            own / (1.0 if parent == ROOT else probabilities[parent]) for own, parent in zip(probabilities, parents)
+        ]
+        tree = DraftTree(torch.tensor(tokens, dtype=torch.int64), parents, confidence=confidence)
+        return Forecast(tree, sum(probabilities))
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 

@@ -203,6 +203,7 @@ class LocalEngine:
     def _propose(self, batch: StepBatch) -> _Drafts:
         started = time.perf_counter()
         trees = self._drafter.propose(batch.seqs, batch.num_draft_tokens)
+        trees = self._draft_length.cut(batch.seqs, trees)
         return _Drafts(trees, time.perf_counter() - started)
 
     def _forward(self, seqs: list[Sequence], trees: list[DraftTree]) -> tuple[ModelOutput, list[DraftTree]]:

@@ -14,9 +14,10 @@ from paceline.core.protocols import Preparation, Runner
 from paceline.core.types import ModelInfo, Row, SequenceCache
 from paceline.errors import OutOfMemory
 
-WIDTHS = (1, 2, 4, 8, 16, 24)
+WIDTHS = (1, 2, 3, 4, 6, 8, 9, 16, 24)
 EVERY_WIDTH = (*range(1, 18), 24)  # where kernels have no known grain, steps in the cost may be anywhere
-CPU_GRAIN = 8  # rows that CPU kernels take at a time: the ninth is a step up, the tenth is not
+CPU_GRAIN = 8  # rows that many CPU kernels take at a time: the ninth is a step up, the tenth is not
+FLAT = 0.85  # of a pass over 16 tokens that one over 9 takes at least, where kernels take eight at a time
 CONTEXT = 48  # tokens in the sequence cache while measuring, where the model reads so many
 REPEATS = 2
 CATCH_UP_SIZES = (64, 512)  # tokens that a draft model reads at once, to measure how quick it is
@@ -110,9 +111,9 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured while they run; until then they count as free.
     """
-    grain = pass_grain(target.info)
-    widths = WIDTHS if grain > 1 else EVERY_WIDTH
-    costs = CostModel(measure_pass(target, widths) if verify is None else verify.copy(), grain=grain)
+    widths = WIDTHS if target.info.device == "cpu" else EVERY_WIDTH
+    curve = measure_pass(target, widths) if verify is None else verify.copy()
+    costs = CostModel(curve, grain=pass_grain(target.info, curve))
     if draft is not None:
         seconds = measure_pass(draft, widths=(1,)).at(1)
         costs.draft = draft_curve({1: seconds, 8: 8 * seconds})
@@ -167,9 +168,11 @@ def run_preparations(preparations: list[Preparation], label: str) -> None:
             return
 
 
-def pass_grain(info: ModelInfo) -> int:
-    """Tokens that a pass takes at a time. Captured passes on a GPU are padded too, but there width is nearly free."""
-    return CPU_GRAIN if info.device == "cpu" else 1
+def pass_grain(info: ModelInfo, curve: CostCurve) -> int:
+    """Tokens that a pass takes at a time, by what it was measured to take: some kernels of a CPU take eight rows at a
+    time, others each row by itself. Captured passes on a GPU are padded too, but there width is nearly free."""
+    is_grained = info.device == "cpu" and curve.at(CPU_GRAIN + 1) >= FLAT * curve.at(2 * CPU_GRAIN)
+    return CPU_GRAIN if is_grained else 1
 
 
 def synchronize(device: str) -> None:

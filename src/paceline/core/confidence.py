@@ -1,0 +1,81 @@
+"""How often draft tokens of a given confidence are accepted, learned from the steps that run.
+
+A drafter states a confidence for each draft token: the probability of its best token, a match length turned into a
+number, the output of a confidence head. What it means is measured: a table of a few bins holds how often draft tokens
+of that confidence were accepted, given that all before them were. Until there are counts a confidence is believed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.84, 0.9, 0.95, 0.98)
+NUM_BINS = len(EDGES) + 1
+CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0)))
+PRIOR_WEIGHT = 4.0  # draft tokens that the prior counts for
+FADE = 0.998  # of a bin's counts, by each draft token that falls into it
+
+
+@dataclass(slots=True)
+class ConfidenceTable:
+    """Confidence -> acceptance, never falling: where counts say otherwise, neighbouring bins are pooled.
+
+    prior  the table that bins without counts lean on; None: the confidence itself
+    """
+
+    prior: ConfidenceTable | None = None
+    fade: float = FADE
+    weight: float = PRIOR_WEIGHT
+    _verified: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
+    _accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
+    _rates: tuple[float, ...] | None = None  # of all bins, while no count has changed
+
+    def observe(self, confidence: float, accepted: bool) -> None:
+        """A draft token of this confidence was verified, all before it accepted."""
+        index = bin_of(confidence)
+        self._verified[index] = self._verified[index] * self.fade + 1.0
+        self._accepted[index] = self._accepted[index] * self.fade + accepted
+        self._rates = None
+        if self.prior is not None:
+            self.prior.observe(confidence, accepted)
+
+    def rate(self, confidence: float) -> float:
+        """The share of draft tokens of this confidence that are accepted."""
+        index = bin_of(confidence)
+        if self.prior is not None:  # few counts of one sequence: pooling them would only add noise
+            return self._shrunk(index, self.prior.rate(confidence))
+        if self._rates is None:
+            self._rates = self._pooled()
+        return self._rates[index]
+
+    def _shrunk(self, index: int, prior: float) -> float:
+        return (self._accepted[index] + self.weight * prior) / (self._verified[index] + self.weight)
+
+    def _pooled(self) -> tuple[float, ...]:
+        """Rates of all bins by pool-adjacent-violators."""
+        pools: list[_Pool] = []
+        for index, centre in enumerate(CENTRES):
+            pools.append(_Pool(self._shrunk(index, centre), self._verified[index] + self.weight, 1))
+            while len(pools) > 1 and pools[-2].rate > pools[-1].rate:
+                last = pools.pop()
+                pools[-1] = pools[-1].joined(last)
+        return tuple(pool.rate for pool in pools for _ in range(pool.bins))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Neighbouring bins with one rate."""
+
+    rate: float
+    weight: float
+    bins: int
+
+    def joined(self, other: _Pool) -> _Pool:
+        weight = self.weight + other.weight
+        rate = (self.rate * self.weight + other.rate * other.weight) / weight
+        return _Pool(rate, weight, self.bins + other.bins)
+
+
+def bin_of(confidence: float) -> int:
+    return bisect_right(EDGES, confidence)

@@ -1,0 +1,264 @@
+"""What a draft is worth: the seconds it saves against a plain step, and how much of it to send.
+
+A token is worth the seconds that a token has taken lately. A draft token brings that with the probability that it and
+all before it are accepted (confidence.py), and costs what it adds to the pass. Draft tokens are sent in falling order
+of that probability as long as each is worth more than it costs.
+
+Whether a draft token is sent depends on what was known before it was drawn: the confidences up to its own, which a
+drafter states before it draws, and never on those after it. That keeps the output exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.acceptance import PositionRates
+from paceline.core.confidence import ConfidenceTable
+from paceline.core.cost_model import BatchCostModel, CostCurve, CostModel, StepTiming, draft_curve
+from paceline.core.draft_tree import ROOT, DraftTree, depths, select
+from paceline.core.sequence import Sequence
+from paceline.core.types import StepResult
+
+PREDICTION = "prediction"
+FADE = 0.98  # of what earlier steps gained, by each further step
+DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
+MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
+AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
+MAX_SPEEDUP = 32.0
+LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
+
+
+def kind_of(seq: Sequence) -> str:
+    """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
+    return seq.params.method or (PREDICTION if seq.params.prediction else "")
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """What is known of the drafts of one source.
+
+    table  acceptance by confidence, of drafts that state one
+    rates  acceptance by depth, of the others
+    draft  seconds of making a draft, by its draft tokens
+    tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
+    states_confidence  its drafts do
+    """
+
+    table: ConfidenceTable = field(default_factory=ConfidenceTable)
+    rates: PositionRates = field(default_factory=lambda: PositionRates(fade=0.98, weight=3.0))
+    draft: CostCurve = field(default_factory=draft_curve)
+    tokens: float = 0.0
+    cost: float = 0.0
+    num_drafts: int = 0
+    states_confidence: bool = False
+
+    def drafted(self, tokens: float, cost: float) -> None:
+        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
+        self.num_drafts += 1
+        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
+        self.tokens += weight * (tokens - self.tokens)
+        self.cost += weight * (cost - self.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A draft token that may be sent."""
+
+    survival: float  # the probability that it and all before it are accepted
+    index: int  # of its sequence
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class CutDrafts:
+    """The trees of a batch as they are sent, the tokens that each is expected to bring, and its seconds in the pass."""
+
+    trees: list[DraftTree]
+    tokens: list[float]
+    added: list[float]
+
+
+class DraftValue:
+    """Weighs drafts by their confidence, calibrated, and by the cost of the pass that verifies them."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+        self._records: dict[tuple[str, str], SourceRecord] = {}
+        self._tokens = self._seconds = 1.0  # of recent steps, of one sequence; the seconds in plain steps
+
+    # --- what is known ------------------------------------------------------------------------------------------------
+
+    def record(self, seq: Sequence, source: str = "") -> SourceRecord:
+        key = (kind_of(seq), source)
+        record = self._records.get(key)
+        if record is None:
+            record = self._records[key] = SourceRecord()
+        return record
+
+    def token_seconds(self, num_seqs: int) -> float:
+        """What a token takes in a batch of this size: less than in a plain step where drafts are accepted."""
+        speedup = min(max(1.0, self._tokens / self._seconds), MAX_SPEEDUP)
+        return self.costs.plain_pass(num_seqs) / (num_seqs * speedup)
+
+    def survival(self, seq: Sequence, tree: DraftTree) -> list[float]:
+        """Of every node: the probability that it and all before it are accepted."""
+        record = self.record(seq, tree.source)
+        if tree.confidence is None:
+            return _survival_by_depth(record.rates, tree)
+        survival: list[float] = []
+        for confidence, parent in zip(tree.confidence, tree.parents):
+            survival.append((1.0 if parent == ROOT else survival[parent]) * record.table.rate(confidence))
+        return survival
+
+    # --- before the pass ----------------------------------------------------------------------------------------------
+
+    def least_survival(self) -> float:
+        """No draft token with a lower probability is ever sent to one sequence."""
+        worth = self.token_seconds(1)
+        return _cost_of_next(self.costs.of(1), 1) / worth if worth > 0 else 0.0
+
+    def gain(self, seq: Sequence, tree: DraftTree) -> float:
+        """Seconds that a draft saves its sequence if it is sent as far as it pays; what it took does not count."""
+        drafts = self.cut([seq], [tree])
+        return drafts.tokens[0] * self.token_seconds(1) - drafts.added[0]
+
+    def usual_gain(self, record: SourceRecord, num_seqs: int = 1) -> float:
+        """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
+        return record.tokens * self.token_seconds(num_seqs) - record.cost
+
+    def goes_on(self, seq: Sequence, confidences: list[float], source: str = "") -> bool:
+        """Whether a draft token after these, about as sure as the last, is worth making and sending."""
+        if seq.params.num_draft_tokens is not None:
+            return True  # as many as the client asked for
+        record, survival, count = self.record(seq, source), 1.0, len(confidences)
+        for confidence in (*confidences, confidences[-1]):
+            survival *= record.table.rate(confidence)
+        making = max(0.0, record.draft.at(count + 1) - record.draft.at(count))
+        return _pays(self.costs.of(1), count + 1, survival * self.token_seconds(1) - making)
+
+    def best_length(self, seq: Sequence, source: str, limit: int) -> int:
+        """Draft tokens to ask a source for that states no confidences: the most tokens a second, one at least."""
+        record, costs, tokens = self.record(seq, source), self.costs.of(1), 1.0
+        best, best_rate, survival = 1, 0.0, 1.0
+        for k, rate in enumerate(record.rates.rates(limit), start=1):
+            survival *= rate
+            tokens += survival
+            speed = tokens / max(costs.pass_of(k + 1) + record.draft.at(k), MIN_SECONDS)
+            if speed > best_rate:
+                best, best_rate = k, speed
+        return best
+
+    def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> CutDrafts:
+        """The trees with only those nodes that pay. Trees that must stay whole do."""
+        whole = [not is_cuttable(seq, tree) for seq, tree in zip(seqs, trees)]
+        weights = [self.survival(seq, tree) if len(tree) else [] for seq, tree in zip(seqs, trees)]
+        width = len(seqs) + sum(len(tree) for tree, stays in zip(trees, whole) if stays)
+        sent = self._sent(len(seqs), [[] if stays else own for own, stays in zip(weights, whole)], width)
+        nodes = [list(range(len(tree))) if stays else [] for tree, stays in zip(trees, whole)]
+        for candidate in sent:
+            nodes[candidate.index].append(candidate.node)
+        kept = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
+        tokens = [sum(own[node] for node in sent_nodes if node < len(own)) for own, sent_nodes in zip(weights, nodes)]
+        return CutDrafts(kept, tokens, self._added([len(own) for own in nodes]))
+
+    def _sent(self, num_seqs: int, weights: list[list[float]], width: int) -> list[_Candidate]:
+        """The draft tokens that pay, likeliest first, in a pass that is `width` tokens wide without them.
+
+        Those of a chain come in its order, since none is likelier than the one before it; so whether one is sent does
+        not depend on those after it. A token is worth no more than what this very step takes for one.
+        """
+        candidates = [
+            _Candidate(survival, index, node) for index, own in enumerate(weights) for node, survival in enumerate(own)
+        ]
+        candidates.sort(key=lambda candidate: -candidate.survival)
+        costs, worth, tokens = self.costs.of(num_seqs), self.token_seconds(num_seqs), float(num_seqs)
+        for count, candidate in enumerate(candidates):
+            if candidate.survival < LEAST_SURVIVAL:
+                return candidates[:count]
+            worth = min(worth, costs.pass_of(width + count) / tokens)
+            if not _pays(costs, width + count, candidate.survival * worth):
+                return candidates[:count]
+            tokens += candidate.survival
+        return candidates
+
+    def _added(self, counts: list[int]) -> list[float]:
+        """Of each sequence: its draft tokens' share of what they all add to the pass."""
+        num_seqs, total = len(counts), sum(counts)
+        if not total:
+            return [0.0] * num_seqs
+        costs = self.costs.of(num_seqs)
+        each = (costs.pass_of(num_seqs + total) - costs.pass_of(num_seqs)) / total
+        return [each * count for count in counts]
+
+    # --- after the pass -----------------------------------------------------------------------------------------------
+
+    def learn(self, seq: Sequence, proposed: DraftTree, result: StepResult) -> None:
+        """Calibrate: which draft tokens of a draft, sent or not, the target confirmed."""
+        record, accepted, sent = self.record(seq, proposed.source), len(result.verified.accepted), result.tree
+        if proposed.confidence is None:
+            if sent.num_draft_tokens:
+                record.rates.observe(max(depths(sent.parents[: sent.num_draft_tokens])) + 1, accepted)
+            return
+        table, record.states_confidence = record.table, True
+        if proposed.probs is not None:
+            for depth, confidence in enumerate(proposed.confidence[: min(accepted + 1, len(sent))]):
+                table.observe(confidence, depth < accepted)
+            return
+        # A chosen token is accepted as often as the target draws it itself: one that was not sent teaches as well.
+        tokens, node = proposed.tokens.tolist(), ROOT
+        for token in (*result.verified.tokens, result.verified.next_token):
+            children = [child for child, parent in enumerate(proposed.parents) if parent == node]
+            for child in children:
+                table.observe(proposed.confidence[child], tokens[child] == token)
+            node = next((child for child in children if tokens[child] == token), len(tokens))
+
+    def stepped(self, timing: StepTiming, emitted: int, draft_seconds: float) -> None:
+        """A step took about this long to draft and emitted so many tokens. Costs are the learned ones: no hiccups."""
+        plain = self.costs.plain_pass(timing.num_seqs)
+        if plain > 0:
+            seconds = self.costs.of(timing.num_seqs).pass_of(timing.nodes) + draft_seconds
+            self._tokens = FADE * self._tokens + emitted / timing.num_seqs
+            self._seconds = FADE * self._seconds + seconds / plain
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStop:
+    """Tells a drafter that makes one draft token after another when to stop."""
+
+    value: DraftValue
+    source: str = ""
+
+    def goes_on(self, seq: Sequence, confidences: list[float]) -> bool:
+        return self.value.goes_on(seq, confidences, self.source)
+
+
+def is_cuttable(seq: Sequence, tree: DraftTree) -> bool:
+    """Siblings that were drawn belong together, and a k that the client asked for is kept."""
+    if tree.confidence is None or tree.probes or seq.params.num_draft_tokens is not None:
+        return False
+    return tree.probs is None or tree.is_chain
+
+
+def _survival_by_depth(rates: PositionRates, tree: DraftTree) -> list[float]:
+    """Of the first node of each depth; the others of that depth are alternatives, and count for nothing."""
+    depth_of = depths(tree.parents[: tree.num_draft_tokens])
+    by_depth, survival = rates.rates(max(depth_of, default=-1) + 1), 1.0
+    weights: list[float] = []
+    for node, depth in enumerate(depth_of):
+        first = depth == 0 if node == 0 else depth > max(depth_of[:node])
+        survival *= by_depth[depth] if first else 1.0
+        weights.append(survival if first else 0.0)
+    return weights
+
+
+def _pays(costs: BatchCostModel, width: int, worth: float) -> bool:
+    """Whether one more token in a pass of this width costs less than it is worth, in seconds."""
+    if worth <= 0:
+        return False
+    return costs.pass_of(width + 1) - costs.pass_of(width) < worth or _cost_of_next(costs, width) < worth
+
+
+def _cost_of_next(costs: BatchCostModel, width: int) -> float:
+    """What one more token adds to a pass; where the cost rises in steps, its share of the next ones."""
+    now = costs.pass_of(width)
+    return min((costs.pass_of(width + count) - now) / count for count in AHEAD)

@@ -1,0 +1,136 @@
+"""Drafts that state their confidence, or whose drafter chooses among several: how much of each is sent is decided
+after it was made.
+
+So the drafter is asked for as much as it likes, since a block takes one pass whatever its length and a lookup takes
+none, and what does not pay stays out of the target's pass. Whether to ask at all follows from what asking has gained
+lately, less the time that making drafts took. Where it loses, probes within a small share of the time go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paceline.core.cost_model import StepTiming
+from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue, SourceRecord, is_cuttable, kind_of
+from paceline.core.probing import ProbeSchedule
+from paceline.core.sequence import Sequence
+from paceline.core.types import StepResult
+
+HORIZON = 64  # steps within which drafting must earn what the drafter has to read first
+MAX_LOSS = 2.0  # plain steps that one draft may count to have lost
+PLAIN_EVERY = 64  # steps with draft tokens after which a plain one keeps its cost up to date
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Sequences that are drafted for in one way."""
+
+    total: SourceRecord = field(default_factory=SourceRecord)  # of its drafts, whatever their source
+    schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
+    is_probe: bool = False
+    won: float = 0.0  # seconds, in the last step that asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A draft that was made in this step; empty where the drafter had none."""
+
+    tree: DraftTree
+    tokens: float  # that it is expected to bring
+    added: float  # seconds, to the pass
+
+
+class SelectiveDrafts:
+    """Asks for drafts of the kinds that state confidences, cuts them, and learns what they are worth."""
+
+    def __init__(self, value: DraftValue) -> None:
+        self.value = value
+        self._kinds: dict[str, _Kind] = {}
+        self._asked: dict[int, _Asked] = {}  # by sequence, in the step that is under way
+        self._wide_steps = 0  # since a plain one
+
+    def covers(self, seq: Sequence) -> bool:
+        """Whether drafts for this sequence are known to state their confidence."""
+        return kind_of(seq) in self._kinds
+
+    # --- before a step ------------------------------------------------------------------------------------------------
+
+    def ask(self, seq: Sequence, limit: int, unread: int, plain: float) -> int:
+        """Draft tokens to ask for: all there is room for, or none. plain: seconds of a plain step."""
+        if self._wide_steps >= PLAIN_EVERY:
+            return 0
+        kind, reading = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread)
+        kind.schedule.open(plain, reading)
+        kind.is_probe = False
+        gain = self.value.usual_gain(kind.total)
+        if gain >= reading / HORIZON:
+            return limit
+        kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
+        if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.total.num_drafts > 1):
+            return 0
+        kind.is_probe = True
+        return limit
+
+    def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
+        """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
+        self._asked.clear()
+        for seq, tree in zip(seqs, trees):
+            if is_cuttable(seq, tree) or tree.source:
+                self._kinds.setdefault(kind_of(seq), _Kind())
+        asked = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] and self.covers(seq)]
+        if not asked:
+            return trees
+        drafts = self.value.cut(seqs, trees)
+        for index in asked:
+            self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.tokens[index], drafts.added[index])
+        return drafts.trees
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: bool) -> int:
+        """Learn from a step; returns how many sequences were asked for. caught_up: drafters had much to read first, so
+        that the time of their drafts is unusual."""
+        asked = [seq for seq in seqs if seq.seq_id in self._asked]
+        share = timing.draft_seconds / len(asked) if asked else 0.0
+        drafting = 0.0
+        for seq, result in zip(seqs, results):
+            own = self._asked.get(seq.seq_id)
+            if own is not None:
+                self.value.learn(seq, own.tree, result)
+                known = share if timing.clean and not caught_up else None
+                drafting += self._observe_draft(seq, own, known, timing.num_seqs)
+        self._asked.clear()
+        if asked or self._kinds:
+            self._observe_step(seqs, asked, timing, sum(len(result.emitted) for result in results), drafting)
+        return len(asked)
+
+    def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None, num_seqs: int) -> float:
+        """Returns the seconds that such a draft usually takes."""
+        record, count = self.value.record(seq, own.tree.source), own.tree.num_draft_tokens
+        if seconds is None:
+            return record.draft.at(count)
+        record.draft.add(count, seconds)
+        making = record.draft.at(count)
+        saved = own.tokens * self.value.token_seconds(num_seqs)
+        cost = min(own.added + making, saved + MAX_LOSS * self.value.costs.plain_pass(1))
+        kind = self._kinds[kind_of(seq)]
+        kind.won += saved - cost
+        for known in (record, kind.total):
+            known.drafted(own.tokens, cost)
+        return making
+
+    def _observe_step(
+        self, seqs: list[Sequence], asked: list[Sequence], timing: StepTiming, emitted: int, drafting: float
+    ) -> None:
+        plain = self.value.costs.plain_pass(timing.num_seqs)
+        self._wide_steps = self._wide_steps + 1 if timing.nodes > timing.num_seqs else 0
+        self.value.stepped(timing, emitted, drafting)
+        asked_kinds = {kind_of(seq) for seq in asked}
+        for name in {kind_of(seq) for seq in seqs} & self._kinds.keys():
+            kind = self._kinds[name]
+            if name in asked_kinds:
+                kind.schedule.drafted(kind.won, plain, probe=kind.is_probe)
+                kind.won = 0.0
+            else:
+                kind.schedule.passed(min(timing.seconds, 2 * plain), plain)

@@ -1,0 +1,100 @@
+"""What draft tokens are worth, and which of them are sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.core.cost_model import CostCurve, CostModel, StepTiming
+from paceline.core.draft_tree import DraftTree, chain, select
+from paceline.core.draft_value import DraftValue
+from paceline.core.sequence import Sequence
+from paceline.core.types import RowOutput, StepResult, VerifyResult
+from tests.support.build import sequence
+
+NO_OUTPUT = RowOutput(torch.empty(0, 0))
+
+
+def value_of(slope: float, base: float = 1.0) -> DraftValue:
+    return DraftValue(CostModel(CostCurve({width: base + slope * (width - 1) for width in range(1, 20)})))
+
+
+def sent(value: DraftValue, tree: DraftTree, seq: Sequence | None = None) -> list[int]:
+    return value.cut([seq or sequence([1], 100)], [tree]).trees[0].tokens.tolist()
+
+
+def test_a_draft_is_sent_as_far_as_its_tokens_are_worth_more_than_they_cost() -> None:
+    """One more token costs half a step: it is sent while it is accepted more often than that."""
+    tree = chain([5, 6, 7, 8], confidence=[0.91, 0.81, 0.81, 0.99])  # survival .93, .75, .61, .60 by the bins' centres
+    assert sent(value_of(0.001), tree) == [5, 6, 7, 8]
+    assert sent(value_of(0.6), tree) == [5, 6]
+    assert sent(value_of(1.0), tree) == []
+
+
+def test_a_step_in_the_cost_is_spread_over_the_tokens_behind_it() -> None:
+    """Width 2 costs half a step more and widths up to 9 cost no more than that: all or nothing, and all pays."""
+    value = DraftValue(CostModel(CostCurve({1: 1.0, **dict.fromkeys(range(2, 10), 1.5), 10: 9.0})))
+    assert sent(value, chain([1, 2, 3], confidence=[0.45, 0.99, 0.99])) == [1, 2, 3]
+
+
+def test_a_tree_keeps_the_parents_of_what_is_sent() -> None:
+    tree = DraftTree(torch.tensor([1, 2, 3, 4]), [-1, -1, 1, 0], confidence=[0.25, 0.75, 0.91, 0.91])
+    kept = value_of(0.5).cut([sequence([1], 100)], [tree]).trees[0]
+    assert kept.tokens.tolist() == [2, 3] and kept.parents == [-1, 0] and kept.confidence == [0.75, 0.91]
+
+
+def test_the_surer_sequence_of_a_batch_gets_the_room() -> None:
+    value = value_of(0.3, base=4.0)
+    seqs = [sequence([1], 100), sequence([1], 100)]
+    trees = [chain([1, 2], confidence=[0.91, 0.91]), chain([3, 4], confidence=[0.11, 0.91])]
+    assert [tree.tokens.tolist() for tree in value.cut(seqs, trees).trees] == [[1, 2], []]
+
+
+def test_what_may_not_be_cut_stays_whole() -> None:
+    """Drawn siblings, drafts without a confidence, and the k that a client asked for."""
+    probs = torch.full((2, 2), 0.5)
+    value, unsure = value_of(5.0), [0.01, 0.01]
+    assert sent(value, DraftTree(torch.tensor([0, 1]), [-1, -1], probs, confidence=unsure)) == [0, 1]
+    assert sent(value, chain([0, 1])) == [0, 1]
+    assert sent(value, chain([0, 1], confidence=unsure), sequence([1], 100, num_draft_tokens=2)) == [0, 1]
+    assert sent(value, chain([0, 1], probs, unsure)) == []
+
+
+def test_a_token_that_was_not_sent_teaches_what_its_confidence_means() -> None:
+    """The target's own next token shows whether the first draft token that was held back was right."""
+    value, seq = value_of(2.0), sequence([1], 1000)
+    tree = chain([5, 6], confidence=[0.55, 0.55])
+    assert sent(value, tree) == []
+    for _ in range(30):
+        value.learn(seq, tree, StepResult(chain([]), VerifyResult([], 5, []), NO_OUTPUT, [5]))
+    assert value.record(seq).table.rate(0.55) > 0.8
+
+
+def test_a_token_that_was_drawn_and_not_sent_teaches_nothing() -> None:
+    value, seq, probs = value_of(2.0), sequence([1], 1000), torch.full((2, 9), 1 / 9)
+    tree = chain([5, 6], probs, [0.55, 0.55])
+    value.learn(seq, tree, StepResult(select(tree, [0]), VerifyResult([0], 6, [5]), NO_OUTPUT, [5, 6]))
+    assert value.record(seq).table.rate(0.55) == pytest.approx((0.55 * 4 + 1) / 5)
+
+
+def test_a_chain_goes_on_while_the_next_token_is_worth_making() -> None:
+    value, seq = value_of(0.2), sequence([1], 100)
+    value.record(seq).draft.add(1, 0.1)
+    assert value.goes_on(seq, [0.91]) and not value.goes_on(seq, [0.45])
+    assert not value.goes_on(seq, [0.91] * 20), "survival falls with every token"
+    assert value.goes_on(sequence([1], 100, num_draft_tokens=8), [0.01]), "as many as the client asked for"
+
+
+def test_where_drafts_are_accepted_a_token_is_worth_less_time() -> None:
+    value = value_of(0.1)
+    assert value.token_seconds(1) == 1.0
+    for _ in range(200):
+        value.stepped(StepTiming(0.0, 1.3, 4, 3, 1), emitted=4, draft_seconds=0.0)
+    assert value.token_seconds(1) == pytest.approx(1.3 / 4, rel=0.02)
+
+
+def test_a_source_without_confidences_has_a_best_length_by_depth() -> None:
+    value, seq, tree = value_of(0.1), sequence([1], 1000), chain([5, 6, 7, 8])
+    for _ in range(60):
+        value.learn(seq, tree, StepResult(tree, VerifyResult([0, 1], 3, [5, 6]), NO_OUTPUT, [5, 6, 3]))
+    assert value.best_length(seq, "", 8) == 2

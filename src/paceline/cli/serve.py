@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import Field, dataclass, fields, replace
 from functools import partial
@@ -75,6 +76,8 @@ def main(args: argparse.Namespace) -> int:
     for launch in launches:
         chat_template("", launch.server)  # a wrong name or file is an error before the model is loaded
     config = launches[0].server
+    if config.network.has_short_key:
+        print("paceline: a short API key can be guessed; `openssl rand -hex 24` makes a good one", file=sys.stderr)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
         app = open_app(launches)
         configure_logging(config.log_level)

@@ -14,7 +14,7 @@ from paceline.errors import OptionError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
-MIN_API_KEY_LENGTH = 8
+SHORT_API_KEY = 8  # characters; fewer are guessed
 MAX_PORT = 65535
 ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -55,15 +55,18 @@ class NetworkConfig:
             raise OptionError(f"--root-path is a path such as /llm, not {self.root_path!r}")
         if not 0 <= self.port <= MAX_PORT:
             raise OptionError(f"--port must be 0 to {MAX_PORT}, not {self.port}")
-        if any(len(key) < MIN_API_KEY_LENGTH for key in self.api_keys):
-            raise OptionError(
-                f"an API key has at least {MIN_API_KEY_LENGTH} characters; `openssl rand -hex 24` makes a good one"
-            )
+        if not all(key.strip() for key in self.api_keys):
+            raise OptionError("an API key is empty; `openssl rand -hex 24` makes a good one")
         if not (self.is_loopback or self.api_keys or self.no_api_key):
             raise OptionError(
                 f"anyone could use a server on {self.host}: set an API key (--api-key, --api-key-file or "
                 f"{API_KEYS_VARIABLE}), or pass --no-api-key"
             )
+
+    @property
+    def has_short_key(self) -> bool:
+        """Whether a key is so short that it can be guessed; it works all the same, as in other servers."""
+        return any(len(key) < SHORT_API_KEY for key in self.api_keys)
 
     @property
     def is_loopback(self) -> bool:

@@ -57,7 +57,7 @@ def shared_fields(named: Checkpoint) -> dict[str, Any]:
         "num_kv_heads": k_rows // head_dim,
         "head_dim": head_dim,
         "rope_theta": number(config, "rope_theta", number(rope, "rope_theta", 10000.0)),
-        "rope_scaling": _scaling(config, rope),
+        "rope_scaling": rope_scaling_of(config, rope),
         "max_seq_len": int(number(config, "max_position_embeddings", 2048)),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
         "fc_bias": "fc.bias" in tensors,
@@ -67,7 +67,7 @@ def shared_fields(named: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _scaling(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
+def rope_scaling_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
     scaling = config.get("rope_scaling") or rope
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return None if kind == "default" else dict(scaling)

@@ -46,6 +46,7 @@ class HeadSpec:
 MODULES: dict[str, str] = {
     "exit_adapter": "paceline.heads.exit_adapter",
     "medusa": "paceline.heads.medusa",
+    "dflash": "paceline.heads.dflash_files",
     "eagle3": "paceline.heads.eagle3",
     "eagle1": "paceline.heads.eagle1",
 }

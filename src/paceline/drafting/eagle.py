@@ -11,6 +11,7 @@ tree    (nodes = n)  the likeliest nodes of every depth are expanded, the likeli
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 
 import torch
@@ -36,8 +37,7 @@ from paceline.drafting.eagle_tree import TreeDrafting
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError
-from paceline.heads.eagle import EagleHead
-from paceline.heads.kv_cache import KeyBuffers
+from paceline.heads.eagle import ChainHead, EagleHead
 from paceline.heads.registry import load_head
 from paceline.heads.rounded import round_linears
 from paceline.kv.prefix_cache import PrefixCache
@@ -48,9 +48,11 @@ MAX_BATCHED_ROWS = 16  # states of one sequence that are read together with othe
 class Eagle(Drafter):
     """Drafts with an EAGLE-1/2 or EAGLE-3 head."""
 
+    owner = "eagle"  # in the prefix cache: heads of different kinds do not share entries
+
     def __init__(
         self,
-        head: EagleHead,
+        head: ChainHead,
         target: Runner,
         *,
         nodes: int = 0,
@@ -69,13 +71,14 @@ class Eagle(Drafter):
         target.expose(hidden=not layers, features=layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
-        self._device = self._target_ids.device
-        self._buffers = KeyBuffers(head.config.num_kv_heads, head.config.head_dim, head.like)
+        self._device, self._longest = self._target_ids.device, head.max_draft_tokens or sys.maxsize
+        self._buffers = head.key_buffers()
         self._states: dict[int, HeadState] = {}
-        self._prefixes = HeadPrefixes(self._buffers, prefix_cache)
+        self._prefixes = HeadPrefixes(self._buffers, prefix_cache, self.owner)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
         # Where launches dominate the cost, a whole chain is one graph. On a CPU only the work counts; eager has less.
-        self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if supports_graphs(self._device) else None
+        captures = supports_graphs(self._device) and head.can_capture
+        self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if captures else None
 
     # --- states of the target -----------------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class Eagle(Drafter):
         if not active:
             return trees
         states = [self._states[seqs[index].seq_id] for index in active]
-        lengths = [num_draft_tokens[index] for index in active]
+        lengths = [min(num_draft_tokens[index], self._longest) for index in active]
         drafts = self._trees(states, lengths) if self.nodes else self._chains(states, lengths)
         for index, tree in zip(active, drafts):
             trees[index] = tree
@@ -247,7 +250,7 @@ def _padded(rows: Tensor, counts: list[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(torch.split(rows, counts)), batch_first=True)
 
 
-def _check_pair(head: EagleHead, target: Runner) -> None:
+def _check_pair(head: ChainHead, target: Runner) -> None:
     """Raise PairError where a head was trained for another target."""
     config, info = head.config, target.info
     if config.target_hidden_size != info.hidden_size:

@@ -17,7 +17,7 @@ from paceline.core.types import DraftOutput
 from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
-from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle import ChainHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
 ROWS = (8, 16)  # hidden states of the target that a sequence may bring
@@ -97,7 +97,7 @@ class EagleGraphs:
     MAX_SEQS, MAX_STATES = NUM_SEQS[-1], ROWS[-1]
 
     def __init__(
-        self, head: EagleHead, buffers: KeyBuffers, vocab_size: int, pool: GraphPool | None = None
+        self, head: ChainHead, buffers: KeyBuffers, vocab_size: int, pool: GraphPool | None = None
     ) -> None:
         """vocab_size: the target's. pool: captures chains; by default a pool for the device of the head."""
         self._head, self._buffers, self._vocab = head, buffers, vocab_size

@@ -18,7 +18,6 @@ from paceline.heads.attention import KeyValues
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixMatch, common_prefix_length
 
-OWNER = "eagle"  # in the prefix cache
 MAX_CACHED_TOKENS = 8192  # of sequences that are over: tens of megabytes
 
 
@@ -85,16 +84,16 @@ class HeadEntries:
 class HeadPrefixes:
     """Reuses entries of sequences that are over, from the prefix cache, and of those that are running."""
 
-    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None = None) -> None:
-        """prefix_cache: None for a private one."""
-        self._buffers = buffers
+    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str) -> None:
+        """prefix_cache: None for a private one. owner: of the entries there."""
+        self._buffers, self._owner = buffers, owner
         self._cache = PrefixCache() if prefix_cache is None else prefix_cache
-        self._cache.limit(OWNER, MAX_CACHED_TOKENS)
+        self._cache.limit(self._owner, MAX_CACHED_TOKENS)
 
     def reuse(self, state: HeadState, running: Iterable[HeadState]) -> None:
         """Start a sequence, whose prefix the target has read before, with the most entries any sequence has for it."""
         ids = state.seq.ids
-        match = self._cache.longest(OWNER, ids)
+        match = self._cache.longest(self._owner, ids)
         candidates = [] if match is None else [_usable(match)]
         for other in running:
             candidates.append(self._entries(other).usable(common_prefix_length(other.seq.ids, ids)))
@@ -116,10 +115,10 @@ class HeadPrefixes:
         if not state.length or len(tokens) < self._cache.block_size:
             return
         entries = self._entries(state).clone()
-        match = self._cache.longest(OWNER, tokens)
+        match = self._cache.longest(self._owner, tokens)
         if match is not None and match.lost == 0 and match.entry.payload.shift >= entries.shift:
             self._cache.remove(match.entry)
-        self._cache.add(PrefixEntry(OWNER, tokens, entries, _release_nothing))
+        self._cache.add(PrefixEntry(self._owner, tokens, entries, _release_nothing))
 
     def _entries(self, state: HeadState) -> HeadEntries:
         return HeadEntries(state.start, self._buffers.written(state.row, state.length))

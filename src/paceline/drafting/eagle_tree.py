@@ -16,7 +16,7 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.device.properties import on_host
 from paceline.drafting.eagle_state import HeadState
-from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle import ChainHead
 from paceline.heads.kv_cache import KeyBuffers
 
 
@@ -68,7 +68,7 @@ class _Frontier:
 class TreeDrafting:
     """Grows trees with one head. The KV of nodes lies behind the entries of their sequence and is overwritten."""
 
-    def __init__(self, head: EagleHead, buffers: KeyBuffers, branches: int, depth: int) -> None:
+    def __init__(self, head: ChainHead, buffers: KeyBuffers, branches: int, depth: int) -> None:
         self._head, self._buffers, self._branches, self._depth = head, buffers, branches, depth
         self._device = head.like.device
 

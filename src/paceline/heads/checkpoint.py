@@ -145,8 +145,8 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def install(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Load the tensors of a checkpoint into a module.
+def install(module: nn.Module, checkpoint: Checkpoint, *, assign: bool = False) -> None:
+    """Load the tensors of a checkpoint into a module. assign: they become its own, in the dtype they are stored in.
 
     Raises WeightsError naming the missing, surplus or misshapen tensor; the module is then unchanged.
     """
@@ -163,7 +163,10 @@ def install(module: nn.Module, checkpoint: Checkpoint) -> None:
             raise WeightsError(
                 f"{folder}: {checkpoint.file_name(name)} has shape {shape}; the other tensors need {needed}"
             )
-    module.load_state_dict({name: value.to(expected[name].dtype) for name, value in tensors.items()})
+    if assign:
+        module.load_state_dict(tensors, assign=True)
+    else:
+        module.load_state_dict({name: value.to(expected[name].dtype) for name, value in tensors.items()})
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from paceline.core.types import RowOutput
 from paceline.errors import OptionError
 from paceline.heads.attention import Attention, AttentionSettings, KeyStore, RotarySettings
+from paceline.heads.kv_cache import KeyBuffers
 
 Function = Callable[[Tensor], Tensor]
 
@@ -118,24 +119,27 @@ class EagleLayer(nn.Module):
         return out
 
 
-class EagleHead(nn.Module):
-    """An EAGLE head of any kind. `bind_target` comes before drafting or training."""
+class ChainHead(nn.Module):
+    """A head that continues states of its target token by token. `bind_target` comes before drafting or training."""
 
     config: EagleConfig
-    midlayer: EagleLayer
-    fc: nn.Linear
+    can_capture = True  # whether a CUDA graph can hold a pass
+    max_draft_tokens: int | None = None  # that it was trained to draft in a row; None: any number
 
-    def __init__(self, config: EagleConfig, layer: EagleLayer) -> None:
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
         self._target: BoundTarget | None = None
-        self.midlayer = layer
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embeddings else None
 
     @property
     def like(self) -> Tensor:
         """A tensor of the head's device and of the dtype it computes in."""
-        return self.midlayer.post_attention_layernorm.weight
+        raise NotImplementedError
+
+    def key_buffers(self) -> KeyBuffers:
+        """New buffers for the keys and values of its passes."""
+        return KeyBuffers(self.config.num_kv_heads, self.config.head_dim, self.like)
 
     @property
     def target(self) -> BoundTarget:
@@ -205,3 +209,18 @@ class EagleHead(nn.Module):
     def choose_vocabulary(self, target_ids: Tensor) -> None:
         """Restrict the head to these tokens of the target: rising ids, as many as draft_vocab_size."""
         raise OptionError(f"this head predicts {self.config.draft_vocab_size} tokens, not {target_ids.numel()}")
+
+
+class EagleHead(ChainHead):
+    """An EAGLE head of any kind."""
+
+    midlayer: EagleLayer
+    fc: nn.Linear
+
+    def __init__(self, config: EagleConfig, layer: EagleLayer) -> None:
+        super().__init__(config)
+        self.midlayer = layer
+
+    @property
+    def like(self) -> Tensor:
+        return self.midlayer.post_attention_layernorm.weight

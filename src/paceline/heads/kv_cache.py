@@ -13,13 +13,13 @@ FIRST_CAPACITY = 256
 class KeyBuffers:
     """Buffers [rows, num_kv_heads, capacity, head_dim] that grow by doubling. Callers know which columns are valid."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor) -> None:
-        """like: any tensor of the head; buffers take its device and dtype."""
-        self._like, self._sizes = like, (num_kv_heads, head_dim)
+    def __init__(self, num_kv_heads: int, head_dim: int, like: Tensor, value_dim: int | None = None) -> None:
+        """like: any tensor of the head; buffers take its device and dtype. value_dim: of values; None: as of keys."""
+        self._like, self._num_kv_heads = like, num_kv_heads
         self._rows, self._capacity = 0, FIRST_CAPACITY
         self._free: list[int] = []
         self.version = 0  # rises whenever the buffers move
-        self._keys, self._values = self._zeros(1), self._zeros(1)
+        self._keys, self._values = self._zeros(1, head_dim), self._zeros(1, value_dim or head_dim)
 
     @property
     def num_rows(self) -> int:
@@ -68,13 +68,12 @@ class KeyBuffers:
         self._values = self._enlarged(self._values, self._keys.shape[0])
 
     def _enlarged(self, old: Tensor, rows: int) -> Tensor:
-        new = self._zeros(rows)
+        new = self._zeros(rows, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
-    def _zeros(self, rows: int) -> Tensor:
-        num_kv_heads, head_dim = self._sizes
-        shape = (rows, num_kv_heads, self._capacity, head_dim)
+    def _zeros(self, rows: int, head_dim: int) -> Tensor:
+        shape = (rows, self._num_kv_heads, self._capacity, head_dim)
         return torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
 
 

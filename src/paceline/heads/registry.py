@@ -47,6 +47,7 @@ MODULES: dict[str, str] = {
     "exit_adapter": "paceline.heads.exit_adapter",
     "medusa": "paceline.heads.medusa",
     "dflash": "paceline.heads.dflash_files",
+    "mtp": "paceline.heads.mtp",
     "eagle3": "paceline.heads.eagle3",
     "eagle1": "paceline.heads.eagle1",
 }

@@ -26,6 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Parts of a model for other inputs than text, and heads that draft: a causal language model runs without them.
 OTHER_PARTS = re.compile(r"(^|\.)(vision\w*|visual|audio\w*|multi_modal_projector|image_newline|mtp)(\.|$)")
+LISTED_LAYER = re.compile(r"(^|\.)layers\.\d+\.$")
 FILE_ERRORS = (OSError, RuntimeError, ValueError, KeyError, EOFError)
 LIBRARY_ERRORS = ("SafetensorError", "UnpicklingError", "JSONDecodeError", "StrictDataclassClassValidationError")
 
@@ -90,11 +91,19 @@ def _check_tensors(loaded: LoadedModel, name: str) -> None:
     for tensor in sorted(loaded.missing):
         if not tensor.endswith(HARMLESS_SUFFIXES):
             raise WeightsError(f"{name}: the weights lack the tensor {tensor}; the files are not whole")
+    mtp_layers = _mtp_layers(loaded)
     for tensor in sorted(loaded.surplus):
-        if not (tensor.endswith(HARMLESS_SUFFIXES) or OTHER_PARTS.search(tensor)):
+        if not (tensor.endswith(HARMLESS_SUFFIXES) or OTHER_PARTS.search(tensor) or tensor.startswith(mtp_layers)):
             raise WeightsError(f"{name}: the weights hold the tensor {tensor}, which this architecture does not use")
     for tensor, weight in loaded.model.named_parameters():
         finite(weight.detach(), tensor)
+
+
+def _mtp_layers(loaded: LoadedModel) -> tuple[str, ...]:
+    """Prefixes of layers behind the last one that are heads which draft (DeepSeek, GLM): transformers leaves out those
+    of the published sizes only."""
+    marks = (tensor.removesuffix("eh_proj.weight") for tensor in loaded.surplus if tensor.endswith(".eh_proj.weight"))
+    return tuple(prefix for prefix in marks if LISTED_LAYER.search(prefix))
 
 
 def _quantization_method(config: Mapping[str, Any]) -> str:

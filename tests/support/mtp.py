@@ -1,0 +1,128 @@
+"""Tiny checkpoints with an MTP head among their tensors, as the families publish them.
+
+Nothing here goes through paceline's readers or writers: names and shapes are those of the published files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.families import Variant, write_family
+
+HIDDEN, INNER, EXPERT, EXPERTS = 32, 48, 24, 4
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+NOPE, ROPE, VALUE, LATENT = 8, 8, 8, 16
+LAYERS = 2
+DENSE = ("qwen3_5_text",)
+MULTI_LATENT = ("deepseek_v3", "glm4_moe_lite")
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LISTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+FAMILIES = (*QWEN, *LISTED)
+
+
+class _Random:
+    """Random tensors, one after another."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = torch.Generator().manual_seed(seed)
+
+    def matrix(self, *shape: int, scale: float = 0.25) -> Tensor:
+        return torch.randn(*shape, generator=self._rng) * scale
+
+    def norm(self, size: int, centre: float) -> Tensor:
+        return centre + self.matrix(size, scale=0.1)
+
+
+def head_tensors(model_type: str, seed: int = 1) -> dict[str, Tensor]:
+    """The MTP head of a family, under its published names."""
+    random = _Random(seed)
+    if model_type in QWEN:
+        named = {"fc.weight": random.matrix(HIDDEN, 2 * HIDDEN)}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        named |= {f"{name}.weight": random.norm(HIDDEN, 0.0) for name in norms}
+        layer = layer_tensors(model_type, random, 0.0)
+        return {f"mtp.{name}": value for name, value in {**named, **_under("layers.0.", layer)}.items()}
+    named = {"eh_proj.weight": random.matrix(HIDDEN, 2 * HIDDEN)}
+    named |= {f"{name}.weight": random.norm(HIDDEN, 1.0) for name in ("enorm", "hnorm", "shared_head.norm")}
+    copies = {name: random.matrix(264, HIDDEN) for name in ("embed_tokens.weight", "shared_head.head.weight")}
+    return _under(f"model.layers.{LAYERS}.", {**named, **copies, **layer_tensors(model_type, random, 1.0)})
+
+
+def layer_tensors(model_type: str, random: _Random, centre: float) -> dict[str, Tensor]:
+    norms = ("input_layernorm", "post_attention_layernorm")
+    named = {f"{name}.weight": random.norm(HIDDEN, centre) for name in norms}
+    latent = model_type in MULTI_LATENT
+    named |= _under("self_attn.", _latent_attention(random) if latent else _attention(model_type, random, centre))
+    return named | _under("mlp.", _gated(random, INNER) if model_type in DENSE else _experts(model_type, random))
+
+
+def _attention(model_type: str, random: _Random, centre: float) -> dict[str, Tensor]:
+    gates = 2 if model_type in QWEN else 1
+    named = {
+        "q_proj.weight": random.matrix(gates * HEADS * HEAD_DIM, HIDDEN),
+        "k_proj.weight": random.matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        "v_proj.weight": random.matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        "o_proj.weight": random.matrix(HIDDEN, HEADS * HEAD_DIM),
+    }
+    norms = ("q_norm", "k_norm") if model_type in QWEN else ()
+    return named | {f"{name}.weight": random.norm(HEAD_DIM, centre) for name in norms}
+
+
+def _latent_attention(random: _Random) -> dict[str, Tensor]:
+    return {
+        "q_a_proj.weight": random.matrix(LATENT, HIDDEN),
+        "q_a_layernorm.weight": random.norm(LATENT, 1.0),
+        "q_b_proj.weight": random.matrix(HEADS * (NOPE + ROPE), LATENT),
+        "kv_a_proj_with_mqa.weight": random.matrix(LATENT + ROPE, HIDDEN),
+        "kv_a_layernorm.weight": random.norm(LATENT, 1.0),
+        "kv_b_proj.weight": random.matrix(HEADS * (NOPE + VALUE), LATENT),
+        "o_proj.weight": random.matrix(HIDDEN, HEADS * VALUE),
+    }
+
+
+def _experts(model_type: str, random: _Random) -> dict[str, Tensor]:
+    """Experts one by one, the router, and the expert that all tokens share."""
+    named = {"gate.weight": random.matrix(EXPERTS, HIDDEN, scale=1.0)}
+    for index in range(EXPERTS):
+        named |= _under(f"experts.{index}.", _gated(random, EXPERT))
+    if model_type in QWEN:
+        named["shared_expert_gate.weight"] = random.matrix(1, HIDDEN)
+        return named | _under("shared_expert.", _gated(random, EXPERT))
+    named["gate.e_score_correction_bias"] = random.matrix(EXPERTS, scale=0.3)
+    return named | _under("shared_experts.", _gated(random, EXPERT))
+
+
+def _gated(random: _Random, inner: int) -> dict[str, Tensor]:
+    return {
+        "gate_proj.weight": random.matrix(inner, HIDDEN),
+        "up_proj.weight": random.matrix(inner, HIDDEN),
+        "down_proj.weight": random.matrix(HIDDEN, inner),
+    }
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in tensors.items()}
+
+
+def write_target(model_type: str, folder: Path, head: dict[str, Tensor] | None = None) -> Path:
+    """A whole checkpoint: a tiny target of the family, and its head in the same file. head: {} for none."""
+    write_family(Variant(model_type), folder)
+    add_tensors(folder, head_tensors(model_type) if head is None else head)
+    edit_config(folder, num_nextn_predict_layers=1)
+    return folder
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, **tensors}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))

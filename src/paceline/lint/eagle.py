@@ -10,12 +10,21 @@ from torch import Tensor
 from paceline.errors import PairError
 from paceline.heads import eagle3
 from paceline.heads.checkpoint import Checkpoint, number, plain_name
-from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle import ChainHead
+from paceline.heads.eagle1 import BEFORE_FINAL_NORM
 from paceline.heads.eagle3 import usual_feature_layers
 from paceline.lint.reading import TOP, ConfigKey, Reading, config_reading, section_of, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
-from paceline.lint.transformer_readings import RotaryKeys, flipped, layer_readings, norm_readings, rotary_readings
+from paceline.lint.transformer_readings import (
+    flipped,
+    head_dim_readings,
+    layer_readings,
+    norm_readings,
+    rotary_order_readings,
+    theta_readings,
+    vocabulary_readings,
+)
 from paceline.train.task import in_parts
 from paceline.train.training_time_test import reference
 
@@ -32,7 +41,7 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     kind = _eagle3 if eagle3.matches(checkpoint) else _eagle1
     return [
         *kind(checkpoint, facts),
-        *rotary_readings(checkpoint, _rotary_keys(checkpoint), facts),
+        *_rotary_readings(checkpoint, facts),
         *norm_readings(checkpoint),
         *_embedding_readings(checkpoint),
     ]
@@ -45,29 +54,26 @@ def _eagle3(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     flags = [flipped(name, ConfigKey(key, EAGLE_CONFIG), checkpoint) for key, name in FLAGS.items()]
     return [
         *shifts,
-        *([config_reading("the usual layers", FEATURE_LAYERS, list(usual), checkpoint)] if layers != usual else []),
+        *(_usual_layers(checkpoint, usual) if len(layers) == len(usual) and layers != usual else []),
         *flags,
         *_reversed("[hidden; embedding]", "q_proj, k_proj and v_proj", ATTENTION_INPUTS),
-        *_vocabulary_readings(checkpoint),
+        *vocabulary_readings(checkpoint),
     ]
 
 
+def _usual_layers(checkpoint: Checkpoint, usual: tuple[int, ...]) -> list[Reading]:
+    return [config_reading("the usual layers", FEATURE_LAYERS, list(usual), checkpoint)]
+
+
 def _eagle1(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
-    return _reversed("[hidden; embedding]", "fc", ("fc.weight",))
+    before_norm = flipped("states before the final norm {}", ConfigKey(BEFORE_FINAL_NORM), checkpoint)
+    return [before_norm, *_reversed("[hidden; embedding]", "fc", ("fc.weight",))]
 
 
 def _reversed(name: str, names: str, endings: tuple[str, ...]) -> list[Reading]:
     """The two halves of the input in the other order."""
     change = f"exchange the two halves of the columns of {names}"
     return [tensor_reading(name, change, endings, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))]
-
-
-def _vocabulary_readings(checkpoint: Checkpoint) -> list[Reading]:
-    """d2t may hold ids of the target instead of offsets."""
-    if not any(plain_name(name) == "d2t" for name in checkpoint.tensors):
-        return []
-    change = "d2t holds ids of the target; store offsets instead, d2t[i] = id - i"
-    return [tensor_reading("d2t as ids", change, ("d2t",), lambda ids: ids - torch.arange(ids.shape[0]))]
 
 
 def _embedding_readings(checkpoint: Checkpoint) -> list[Reading]:
@@ -81,17 +87,25 @@ def _embedding_readings(checkpoint: Checkpoint) -> list[Reading]:
     return [Reading("the target's embedding", change, without)] if names else []
 
 
-def _rotary_keys(checkpoint: Checkpoint) -> RotaryKeys:
+def _rotary_readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     section = LAYER_CONFIG if section_of(checkpoint.config, LAYER_CONFIG) else TOP
-    rope = f"{section}.rope_parameters" if section else "rope_parameters"
-    theta, head_dim = ConfigKey("rope_theta", (section, rope)), ConfigKey("head_dim", (section,))
-    config = section_of(checkpoint.config, section)
+    theta = ConfigKey("rope_theta", (section, f"{section}.rope_parameters" if section else "rope_parameters"))
+    key = ConfigKey("head_dim", (section,))
+    head_dim = _head_dim(checkpoint, section, key)
+    return [
+        *theta_readings(checkpoint, theta, facts),
+        *head_dim_readings(checkpoint, key, head_dim, facts),
+        *rotary_order_readings(checkpoint, head_dim),
+    ]
+
+
+def _head_dim(checkpoint: Checkpoint, section: str, key: ConfigKey) -> int:
     rows = next(value.shape[0] for name, value in checkpoint.tensors.items() if name.endswith("q_proj.weight"))
-    dim = int(head_dim.value(checkpoint.config, 0)) or rows // int(number(config, "num_attention_heads", 1))
-    return RotaryKeys(theta, head_dim, float(theta.value(checkpoint.config, 10000.0)), dim)
+    heads = int(number(section_of(checkpoint.config, section), "num_attention_heads", 1))
+    return int(key.value(checkpoint.config, 0)) or rows // heads
 
 
-def draft(head: EagleHead, text: StatedText, anchors: Anchors, k: int) -> Tensor:
+def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> Tensor:
     """All steps of the chain at every anchor at once, as in training."""
     teacher = text.teacher
     if head.config.target_hidden_size != teacher.hidden_size:

@@ -39,30 +39,30 @@ class ConfigKey:
     name: str
     sections: tuple[str, ...] = (TOP,)
 
-    def section(self, config: Mapping[str, Any]) -> str:
-        """Where the config has the key, or else where it belongs."""
-        present = (place for place in self.sections if section_of(config, place).get(self.name) is not None)
-        existing = (place for place in self.sections if place == TOP or section_of(config, place))
-        return next(present, next(existing, TOP))
+    def places(self, config: Mapping[str, Any]) -> list[str]:
+        """The sections that have the key, the one that is read first; where none has it, the one it belongs in."""
+        present = [place for place in self.sections if section_of(config, place).get(self.name) is not None]
+        existing = [place for place in self.sections if place == TOP or section_of(config, place)]
+        return present or (existing or [TOP])[:1]
 
     def value(self, config: Mapping[str, Any], default: Any = None) -> Any:
         """What the config says; null counts as nothing."""
-        value = section_of(config, self.section(config)).get(self.name)
+        value = section_of(config, self.places(config)[0]).get(self.name)
         return default if value is None else value
 
     def written(self, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
-        """A copy of the config with this value."""
+        """A copy of the config with this value wherever it has the key: programs read different places."""
         copy = deepcopy(dict(config))
-        section_of(copy, self.section(config))[self.name] = value
+        for place in self.places(config):
+            section_of(copy, place)[self.name] = value
         return copy
 
     def line(self, config: Mapping[str, Any], value: Any) -> str:
         """The change in a user's words."""
-        section = self.section(config)
-        path = f"{section}.{self.name}" if section else self.name
+        paths = [f'"{place}.{self.name}"' if place else f'"{self.name}"' for place in self.places(config)]
         old = self.value(config)
         before = "which is not there now" if old is None else f"not {json.dumps(old)}"
-        return f'config.json: "{path}": {json.dumps(value)}, {before}'
+        return f"config.json: {' and '.join(paths)}: {json.dumps(value)}, {before}"
 
 
 def section_of(config: Mapping[str, Any], section: str) -> Any:

@@ -35,6 +35,8 @@ MODULES: dict[str, str] = {
     "eagle1": "paceline.lint.eagle",
     "eagle3": "paceline.lint.eagle",
     "medusa": "paceline.lint.medusa",
+    "dflash": "paceline.lint.dflash",
+    "mtp": "paceline.lint.mtp",
 }
 _registered: dict[str, HeadLint] = {}
 

@@ -31,7 +31,9 @@ def table_line(tried: TriedReading) -> str:
         return f"{tried.reading.name:{NAME_WIDTH}}does not load: {tried.error}"
     pairs = zip(tried.acceptance.by_position, tried.acceptance.errors)
     columns = "".join(f"{rate:.3f} ± {error:<8.3f}" for rate, error in pairs)
-    difference = f"z = {tried.z:+.1f}" if tried.reading.change else ""
+    places = tried.acceptance.num_anchors
+    compared = f"τ {tried.gain:+.2f}, z = {tried.z:+.1f}, " if tried.reading.change else ""
+    difference = f"{compared}{places} places"
     return f"{tried.reading.name:{NAME_WIDTH}}{columns}{tried.tokens_per_step:<8.2f}{difference}"
 
 
@@ -88,6 +90,7 @@ def _reading(tried: TriedReading) -> dict[str, Any]:
         "acceptance": measured.by_position if measured is not None and loaded else [],
         "standard_error": measured.errors if measured is not None and loaded else [],
         "tokens_per_step": round(tried.tokens_per_step, 4),
+        "gain": round(tried.gain, 4),
         "z": finite(tried.z),
     }
 

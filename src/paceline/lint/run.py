@@ -28,12 +28,14 @@ class TriedReading:
     """A reading on the text.
 
     acceptance  on the whole text, or on the part that showed it to be worse; None: the head does not load like this
-    z           of the paired comparison with the reading it was tried against; positive is better
+    gain        tokens per step more than the reading it was tried against, on the same places of the text
+    z           of that comparison; positive is better
     error       why it does not load
     """
 
     reading: Reading
     acceptance: Acceptance | None
+    gain: float = 0.0
     z: float = 0.0
     error: str = ""
 
@@ -156,7 +158,7 @@ class _Trial:
 
     def _compared(self, reading: Reading, other: Acceptance) -> TriedReading:
         base = Acceptance(self._base.lengths[: other.num_anchors], self._base.k)
-        return TriedReading(reading, other, paired(other, base))
+        return TriedReading(reading, other, other.tokens_per_step - base.tokens_per_step, paired(other, base))
 
 
 def _first_part(text: StatedText) -> StatedText:
@@ -164,4 +166,4 @@ def _first_part(text: StatedText) -> StatedText:
     per_seq = text.anchors(POSITIONS).row.bincount(minlength=len(text.lengths)).cumsum(dim=0)
     needed = max(FEWEST_FIRST_ANCHORS, int(FIRST_SHARE * int(per_seq[-1])))
     num_seqs = int((per_seq < needed).sum()) + 1
-    return text if num_seqs >= len(per_seq) else text.part(num_seqs)
+    return text if num_seqs >= len(per_seq) else text.seqs(list(range(num_seqs)))

@@ -22,7 +22,7 @@ from paceline.train.task import TrainingTarget
 from paceline.train.teacher import Teacher
 
 FEWEST_TOKENS = 256
-TEMPLATE_ANSWERS = 6  # answers that are read once more without the chat template
+TEMPLATE_ANSWERS = 4  # answers that are read once more without the chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ def lint_text(target: TrainingTarget, build: BuildEngine, options: TextOptions, 
 
 def template_note(target: TrainingTarget, files: Checkpoint, text: LintText) -> TemplateNote | None:
     """Whether the head drafts better without the chat template; None where the text has none."""
-    chosen = [answer for answer in text.answers if answer.prompt.chat][:TEMPLATE_ANSWERS]
+    chosen = [index for index, answer in enumerate(text.answers) if answer.prompt.chat][:TEMPLATE_ANSWERS]
     if not chosen or not target.tokenizer.chat_template:
         return None
-    bare = without_template(chosen, Tokenizer(target.tokenizer))
-    templated = acceptance(files, stated(target.teacher, [answer.seq for answer in chosen]))
+    bare = without_template([text.answers[index] for index in chosen], Tokenizer(target.tokenizer))
+    templated = acceptance(files, text.stated.seqs(chosen))
     without = acceptance(files, stated(target.teacher, bare))
     return TemplateNote(templated.by_position[0], without.by_position[0], paired(without, templated))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.hub.model_config import text_config
+from paceline.runners.last_states import LastStates
 from paceline.train.corpus import TrainingSequence
 from paceline.train.task import TrainingTarget, in_parts
 from paceline.train.teacher import Teacher
@@ -44,8 +42,8 @@ class TargetFacts:
         )
 
     def has_layers(self, layers: tuple[int, ...]) -> bool:
-        """Whether states enter all of these layers."""
-        return all(0 <= layer < self.num_layers for layer in layers)
+        """Whether states enter all of these layers, or leave the last one."""
+        return all(0 <= layer <= self.num_layers for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,18 +96,18 @@ class StatedText:
         """What the target predicts for the k tokens after every anchor. int64 [anchors, k]"""
         return torch.stack([anchors.pick(self.best, offset) for offset in range(k)], dim=-1)
 
-    def part(self, num_seqs: int) -> StatedText:
-        """The first sequences alone."""
-        pieces = slice(0, num_seqs)
+    def seqs(self, indices: list[int]) -> StatedText:
+        """Some of the sequences alone, in this order."""
+        rows = torch.tensor(indices, device=self.tokens.device)
         return StatedText(
             self.teacher,
-            self.tokens[pieces],
-            self.lengths[pieces],
-            self.starts[pieces],
-            tuple(states[pieces] for states in self.inputs),
-            self.last[pieces],
-            self.final[pieces],
-            self.best[pieces],
+            self.tokens[rows],
+            self.lengths[rows],
+            self.starts[rows],
+            tuple(states[rows] for states in self.inputs),
+            self.last[rows],
+            self.final[rows],
+            self.best[rows],
         )
 
     @property
@@ -123,8 +121,11 @@ def stated(teacher: Teacher, seqs: list[TrainingSequence]) -> StatedText:
     length = max(len(seq.tokens) for seq in seqs)
     padded = [[*seq.tokens, *[0] * (length - len(seq.tokens))] for seq in seqs]
     tokens = torch.tensor(padded, device=teacher.device)
-    with _recorded_input(_final_norm(teacher.model)) as before_norm:
+    last = LastStates(teacher.model)
+    try:
         states = teacher.states(tokens)
+    finally:
+        last.close()
     best = torch.cat([teacher.logits(part).argmax(dim=-1) for part in in_parts(states.final, ROWS_AT_A_TIME)])
     return StatedText(
         teacher,
@@ -132,27 +133,7 @@ def stated(teacher: Teacher, seqs: list[TrainingSequence]) -> StatedText:
         torch.tensor([len(seq.tokens) for seq in seqs], device=teacher.device),
         torch.tensor([seq.start for seq in seqs], device=teacher.device),
         states.inputs[: teacher.num_layers],
-        before_norm[-1] if before_norm else states.inputs[-1],
+        states.inputs[-1] if last.states is None else last.states,
         states.final,
         best.view(tokens.shape),
     )
-
-
-def _final_norm(model: Any) -> nn.Module | None:
-    """The last norm outside the layers; None where the model has none that can be seen."""
-    norms = [child for name, child in model.base_model.named_children() if "norm" in name or name == "ln_f"]
-    return norms[-1] if norms else None
-
-
-@contextmanager
-def _recorded_input(module: nn.Module | None) -> Iterator[list[Tensor]]:
-    """What enters a module while the block runs."""
-    recorded: list[Tensor] = []
-    if module is None:
-        yield recorded
-        return
-    handle = module.register_forward_pre_hook(lambda _, arguments: recorded.append(arguments[0]))
-    try:
-        yield recorded
-    finally:
-        handle.remove()

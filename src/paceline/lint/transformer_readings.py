@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import torch
 from torch import Tensor
 
-from paceline.heads.checkpoint import Checkpoint
+from paceline.heads.checkpoint import Checkpoint, plain_name
 from paceline.lint.reading import ConfigKey, Reading, choices, config_reading, tensor_reading
 from paceline.lint.target import TargetFacts
 
 USUAL_THETAS = (10_000.0, 1_000_000.0)
 PROJECTIONS = tuple(f"self_attn.{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
+ROTATED = (*PROJECTIONS, "self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryKeys:
-    """Where the config of a kind has its rotary settings, and what the head reads now."""
-
-    theta: ConfigKey
-    head_dim: ConfigKey
-    theta_now: float
-    head_dim_now: int
+def theta_readings(checkpoint: Checkpoint, key: ConfigKey, facts: TargetFacts) -> list[Reading]:
+    """The target's rotary base and the usual ones."""
+    now = float(key.value(checkpoint.config, 10_000.0))
+    return choices("rope theta {:g}", key, (facts.rope_theta, *USUAL_THETAS), checkpoint, now)
 
 
-def rotary_readings(checkpoint: Checkpoint, keys: RotaryKeys, facts: TargetFacts) -> list[Reading]:
-    """The other bases, sizes of heads and orders of the rotated pairs."""
-    dim = keys.head_dim_now
-    dims = [size for size in (facts.head_dim, dim // 2, dim * 2) if _fits(checkpoint, size)]
+def head_dim_readings(checkpoint: Checkpoint, key: ConfigKey, now: int, facts: TargetFacts) -> list[Reading]:
+    """The other sizes of attention heads that fill the rows evenly. now: the size read from the files."""
+    sizes = [size for size in (facts.head_dim, now // 2, now * 2) if _fits(checkpoint, size)]
+    return choices("head_dim {}", key, sizes, checkpoint, now)
+
+
+def rotary_order_readings(checkpoint: Checkpoint, head_dim: int) -> list[Reading]:
+    """Rows whose rotated partners are neighbours instead of half a head apart, and rows that were reordered twice."""
+    if not _fits(checkpoint, head_dim):
+        return []
+    pairs, halves = "pairs (0, 1), (2, 3), …", "halves"
+    change = "reorder the rows of q_proj and k_proj of every head from {} to {}".format
     return [
-        *choices("rope theta {:g}", keys.theta, (facts.rope_theta, *USUAL_THETAS), checkpoint, keys.theta_now),
-        *choices("head_dim {}", keys.head_dim, dims, checkpoint, dim),
         tensor_reading(
-            "rope interleaved",
-            "reorder the rows of q_proj and k_proj of every head from pairs (0, 1), (2, 3), … to halves",
-            PROJECTIONS,
-            lambda rows: halves_of_pairs(rows, dim),
+            "rope interleaved", change(pairs, halves), ROTATED, lambda rows: halves_of_pairs(rows, head_dim)
         ),
         tensor_reading(
-            "rope reordered twice",
-            "reorder the rows of q_proj and k_proj of every head from halves to pairs (0, 1), (2, 3), …",
-            PROJECTIONS,
-            lambda rows: pairs_of_halves(rows, dim),
+            "rope reordered twice", change(halves, pairs), ROTATED, lambda rows: pairs_of_halves(rows, head_dim)
         ),
     ]
 
@@ -106,3 +102,11 @@ def flipped(name: str, key: ConfigKey, checkpoint: Checkpoint, default: bool = F
     """The other value of a switch. name: with one gap for `on` or `off`."""
     value = not bool(key.value(checkpoint.config, default))
     return config_reading(name.format("on" if value else "off"), key, value, checkpoint)
+
+
+def vocabulary_readings(checkpoint: Checkpoint) -> list[Reading]:
+    """d2t may hold ids of the target instead of offsets."""
+    if not any(plain_name(name) == "d2t" for name in checkpoint.tensors):
+        return []
+    change = "d2t holds ids of the target; store offsets instead, d2t[i] = id - i"
+    return [tensor_reading("d2t as ids", change, ("d2t",), lambda ids: ids - torch.arange(ids.shape[0]))]

@@ -43,6 +43,18 @@ def training(text: StatedText) -> StatedText:
     return training_text(text.teacher)
 
 
+@pytest.fixture(scope="module")
+def walk() -> StatedText:
+    """Text whose next letter is nearly always the next of the alphabet, and a target that knows the last one only."""
+    return stated(Teacher(lopsided_llama(remembers=False)), pieces(letters(2, seed=2, stray=0.1)))
+
+
+@pytest.fixture(scope="module")
+def medusa(walk: StatedText, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    training = training_text(walk.teacher, parts=8, stray=0.1)
+    return read_checkpoint(write_medusa(tmp_path_factory.mktemp("medusa") / "heads", training))
+
+
 def changes(result: LintResult) -> list[str]:
     return [change.tried.reading.name for change in result.changes]
 
@@ -69,6 +81,7 @@ def test_states_before_and_after_the_final_norm_are_told_apart(
         assert lint(result.files, text, FACTS).correct
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("planted", "named"), [(1, None), (0, "layers one higher"), (2, "layers one lower")])
 def test_the_layer_that_a_head_was_trained_on_is_found(
     text: StatedText, training: StatedText, tmp_path: Path, planted: int, named: str | None
@@ -83,43 +96,33 @@ def test_the_layer_that_a_head_was_trained_on_is_found(
         assert result.changes[0].probability < 1e-4
 
 
-@pytest.mark.parametrize("layout", ["original", "vllm"])
-def test_medusa_heads_in_the_other_order_are_found(
-    text: StatedText, training: StatedText, tmp_path: Path, layout: str
-) -> None:
-    files = read_checkpoint(write_medusa(tmp_path / "heads", training, layout))
-    assert lint(files, text, FACTS).correct
-    reading = next(entry for entry in lint_of("medusa").readings(files, FACTS) if "other order" in entry.name)
-    planted = reading.edit(files)
-    assert any(not torch.equal(planted.tensors[name], value) for name, value in files.tensors.items())
-    result = lint(planted, text, FACTS)
+def test_medusa_heads_in_the_other_order_are_found(walk: StatedText, medusa: Checkpoint) -> None:
+    assert lint(medusa, walk, FACTS).correct
+    reading = next(entry for entry in lint_of("medusa").readings(medusa, FACTS) if "other order" in entry.name)
+    result = lint(reading.edit(medusa), walk, FACTS)
     assert changes(result) == ["heads in the other order"]
-    assert all(torch.equal(result.files.tensors[name], value) for name, value in files.tensors.items())
+    assert same(result.files, medusa)
 
 
-def test_medusa_heads_that_start_with_the_next_token_are_found(
-    text: StatedText, training: StatedText, tmp_path: Path
-) -> None:
+def test_medusa_heads_that_start_with_the_next_token_are_found(walk: StatedText, medusa: Checkpoint) -> None:
     """A first head that predicts what the target's own head predicts: all others come one place too late."""
-    files = read_checkpoint(write_medusa(tmp_path / "heads", training))
-    own = text.teacher.model.get_output_embeddings().weight.detach()
-    shifted = {
-        f"{int(name[0]) + 1}{name[1:]}": value for name, value in files.tensors.items() if int(name[0]) < 2
+    own = walk.teacher.model.get_output_embeddings().weight.detach()
+    later = {f"{int(name[0]) + 1}{name[1:]}": value for name, value in medusa.tensors.items()}
+    first = {
+        name: torch.zeros_like(value) if "linear" in name else own
+        for name, value in medusa.tensors.items()
+        if name.startswith("0.")
     }
-    first = {name: torch.zeros_like(value) if "linear" in name else own
-             for name, value in files.tensors.items() if name.startswith("0.")}  # fmt: skip
-    result = lint(replace(files, tensors={**shifted, **first}), text, FACTS)
+    result = lint(replace(medusa, tensors={**later, **first}), walk, FACTS)
     assert changes(result) == ["head 0 is the next token's"]
+    assert same(result.files, medusa)
 
 
-def test_the_acceptance_of_a_reading_comes_with_its_binomial_error(
-    text: StatedText, training: StatedText, tmp_path: Path
-) -> None:
-    result = lint(read_checkpoint(write_medusa(tmp_path / "heads", training)), text, FACTS)
-    measured = result.as_given.acceptance
-    assert measured is not None and measured.num_anchors == len(text.anchors(3)) > 900
+def test_the_acceptance_of_a_reading_comes_with_its_binomial_error(walk: StatedText, medusa: Checkpoint) -> None:
+    measured = lint(medusa, walk, FACTS).as_given.acceptance
+    assert measured is not None and measured.num_anchors == len(walk.anchors(3)) > 450
     rate, error = measured.by_position[0], measured.errors[0]
-    assert 0.5 < rate < 0.95 and error == pytest.approx((rate * (1 - rate) / measured.num_anchors) ** 0.5)
+    assert 0.5 < rate < 0.99 and error == pytest.approx((rate * (1 - rate) / measured.num_anchors) ** 0.5)
     assert measured.by_position == sorted(measured.by_position, reverse=True)
 
 

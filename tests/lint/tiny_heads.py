@@ -29,8 +29,11 @@ LENGTH = 256  # of a part of the text with favourite letters of its own
 STRAY = 0.4  # share of the letters that are favourites and not the next of the alphabet
 
 
-def lopsided_llama() -> Any:
-    """Its state is the embedding of the last token and means over all before it: a linear map continues it."""
+def lopsided_llama(remembers: bool = True) -> Any:
+    """Its state is the embedding of the last token and means over all before it: a linear map continues it.
+
+    remembers: without the means, the state is the last token alone
+    """
     model = tiny_llama(5, num_hidden_layers=3, initializer_range=0.3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -38,19 +41,20 @@ def lopsided_llama() -> Any:
             layer.mlp.down_proj.weight.zero_()
             layer.self_attn.q_proj.weight.zero_()
         model.model.layers[0].self_attn.o_proj.weight.mul_(3.0)
-        model.model.layers[2].self_attn.o_proj.weight.zero_()
+        for layer in model.model.layers[2 if remembers else 0 :]:
+            layer.self_attn.o_proj.weight.zero_()
         model.model.norm.weight.copy_(torch.randn(32, generator=generator).mul(1.2).exp())
     return model
 
 
-def letters(parts: int, seed: int) -> str:
+def letters(parts: int, seed: int, stray: float = STRAY) -> str:
     """Walks through the alphabet that stray to a few letters, others in every part of the text."""
     rng = random.Random(seed)
     text, place = "", 0
     for _ in range(parts):
         favourites = rng.sample(range(len(LETTERS)), 3)
         for _ in range(LENGTH):
-            place = rng.choice(favourites) if rng.random() < STRAY else (place + 1) % len(LETTERS)
+            place = rng.choice(favourites) if rng.random() < stray else (place + 1) % len(LETTERS)
             text += LETTERS[place]
     return text
 
@@ -60,8 +64,8 @@ def pieces(text: str) -> list[TrainingSequence]:
     return [TrainingSequence(tokens[start : start + LENGTH], 1) for start in range(0, len(tokens), LENGTH)]
 
 
-def training_text(teacher: Teacher) -> StatedText:
-    return stated(teacher, pieces(letters(64, seed=1)))
+def training_text(teacher: Teacher, parts: int = 48, stray: float = STRAY) -> StatedText:
+    return stated(teacher, pieces(letters(parts, seed=1, stray=stray)))
 
 
 def solved(inputs: Tensor, outputs: Tensor) -> Tensor:

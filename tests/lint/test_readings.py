@@ -140,7 +140,7 @@ def test_a_head_that_no_reading_can_load_is_an_error(text: StatedText, training:
 
 
 def test_a_kind_without_readings_is_named() -> None:
-    with pytest.raises(OptionError, match="kind exit_adapter have no readings to try; check takes .* eagle3"):
+    with pytest.raises(OptionError, match=r"kind exit_adapter have no readings to try; check takes .* eagle3"):
         lint_of("exit_adapter")
     assert all(kind in lint_of(kind).kinds for kind in MODULES)
 

@@ -64,7 +64,7 @@ def pieces(text: str) -> list[TrainingSequence]:
     return [TrainingSequence(tokens[start : start + LENGTH], 1) for start in range(0, len(tokens), LENGTH)]
 
 
-def training_text(teacher: Teacher, parts: int = 48, stray: float = STRAY) -> StatedText:
+def training_text(teacher: Teacher, parts: int = 24, stray: float = STRAY) -> StatedText:
     return stated(teacher, pieces(letters(parts, seed=1, stray=stray)))
 
 
@@ -124,7 +124,7 @@ def write_mtp(folder: Path, model: Any, text: StatedText, before_norm: bool) -> 
     """An MTP head beside the config of its target, under Qwen's names."""
     embeddings = text.teacher.embed(text.tokens)
     joined = torch.cat([rms(embeddings[:, 1:]), rms(read_states(text, before_norm)[:, :-1])], dim=-1)
-    layer = {name: value for name, value in model.model.layers[0].state_dict().items()}
+    layer = dict(model.model.layers[0].state_dict())
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         layer[name] = torch.zeros_like(layer[name])
     ones = torch.ones(32)

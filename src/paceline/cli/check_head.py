@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli import loading
 from paceline.cli.terminal import note, quiet_transformers
+from paceline.errors import OptionError
 
 if TYPE_CHECKING:
     from paceline.heads.checkpoint import Checkpoint
+    from paceline.lint.endpoint import ServerComparison
     from paceline.lint.report import TemplateNote
     from paceline.lint.run import LintResult
     from paceline.lint.session import LintText
@@ -29,6 +31,8 @@ def check_head(args: argparse.Namespace) -> int:
     from paceline.lint.session import TextOptions
 
     quiet_transformers()
+    if args.url and args.text:
+        raise OptionError("--url compares answers to the same prompts: leave out --text")
     options = TextOptions(args.tokens, args.text, args.seed)
     checkpoint = read_checkpoint(head_folder(args.head, args.model))
     kind_of(checkpoint)  # a head without readings is refused before the target writes anything
@@ -55,8 +59,16 @@ class _Report:
         text = lint_text(target, build_engine, self._options, note)
         result = self._lint(target, text)
         template = template_note(target, result.files, text)
-        self._finish(result, template)
-        return 0 if result.correct else ANOTHER_READING
+        server = self._server(text, result) if self._args.url else None
+        self._finish(result, template, server)
+        return 0 if result.correct and not (server and server.lower) else ANOTHER_READING
+
+    def _server(self, text: LintText, result: LintResult) -> ServerComparison:
+        from paceline.build import open_engine
+        from paceline.lint.endpoint import compare_server
+
+        note(f"{self._args.url} answers the same prompts")
+        return compare_server(self._args.url, self._args.model, text.answers, text.stated, result, open_engine)
 
     def _lint(self, target: TrainingTarget, text: LintText) -> LintResult:
         from paceline.lint.report import table_head, table_line
@@ -69,17 +81,18 @@ class _Report:
         facts = TargetFacts.of(target)
         return lint(self._checkpoint, text.stated, facts, lambda tried: self._print(table_line(tried)))
 
-    def _finish(self, result: LintResult, template: TemplateNote | None) -> None:
+    def _finish(self, result: LintResult, template: TemplateNote | None, server: ServerComparison | None) -> None:
         from paceline.lint.files import write_copy
         from paceline.lint.report import document, result_lines
 
-        for line in result_lines(result, template):
+        for line in [*result_lines(result, template), *([server.line()] if server else [])]:
             self._print(line)
         fixed = self._args.fix if self._args.fix and not result.correct else None
         if fixed:
             write_copy(self._checkpoint, result.files, Path(fixed))
         if self._args.json:
-            print(json.dumps({"head": str(self._checkpoint.folder), "fixed": fixed, **document(result, template)}))
+            about = {"head": str(self._checkpoint.folder), "fixed": fixed, "server": server and server.as_dict()}
+            print(json.dumps({**about, **document(result, template)}))
         elif not result.correct:
             self._print(f"fix      {'written to ' + fixed if fixed else 'add --fix OUT to write a corrected copy'}")
 

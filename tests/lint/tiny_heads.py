@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
@@ -100,6 +101,34 @@ def write_eagle3(folder: Path, text: StatedText, layer: int = 1) -> Path:
         head.norm.weight.copy_(text.teacher.model.model.norm.weight)
         head.lm_head.weight.copy_(text.teacher.model.get_output_embeddings().weight)
     save_head(head, folder)
+    return folder
+
+
+def write_dflash(folder: Path, text: StatedText, layer: int = 1, mask: int = 200, layout: str = "original") -> Path:
+    """A block drafter whose row 1 sees the anchor with one attention head and the state before it with the other:
+    queries are constants that the rotation turns by one place and by two."""
+    head = DFlashHead(DFlashConfig(32, 64, 1, 2, 2, 32, 259, 259, 32, (layer,), 4, mask, attention_bias=True))
+    embed, model = text.teacher.embed, text.teacher.model
+    joined = torch.cat([rms(embed(text.tokens[:, 1:])), rms(text.features((layer,))[:, :-1])], dim=-1)
+    masked = embed(torch.tensor([mask]))
+    block = head.layers[0]
+    attention = block.self_attn
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            projection.weight.zero_()
+            projection.bias.zero_()
+        attention.k_proj.bias.fill_(1.0)
+        ones = torch.ones(1, 2, 1, 32)
+        turned = [head.rotary(ones[:, :1], torch.tensor([[-places]])).flatten() for places in (1, 2)]
+        attention.q_proj.bias.copy_(torch.cat(turned))
+        attention.q_norm.weight.fill_(8.0)
+        attention.k_norm.weight.fill_(8.0)
+        attention.v_proj.weight.copy_(torch.eye(32).repeat(2, 1))
+        attention.o_proj.weight.copy_(solved(joined, rms(text.last[:, 1:]) - masked))
+        block.mlp.down_proj.weight.zero_()
+        head.fc.weight.copy_(torch.eye(32))
+        head.norm.weight.copy_(model.model.norm.weight)
+    save_head(head, folder, layout=layout)
     return folder
 
 

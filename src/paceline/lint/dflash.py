@@ -26,7 +26,7 @@ from paceline.lint.transformer_readings import (
 
 DFLASH_CONFIG, LAYER_CONFIG = "dflash_config", "transformer_layer_config"
 NESTED = (DFLASH_CONFIG, TOP)
-ANCHORS_AT_A_TIME = 64
+ROWS_AT_A_TIME = 1024  # of blocks, which attend to each other's columns under a mask
 
 
 def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
@@ -106,9 +106,9 @@ def draft(head: DFlashHead, text: StatedText, anchors: Anchors, k: int) -> Tenso
     head.bind_target(teacher.embed, teacher.logits)
     context = head.context(text.features(config.feature_layers))
     count = min(k, config.max_draft_tokens)
-    drafts = []
+    drafts, at_once = [], max(1, ROWS_AT_A_TIME // config.block_size)
     for row in range(text.tokens.shape[0]):
-        for columns in torch.split(anchors.column[anchors.row == row], ANCHORS_AT_A_TIME):
+        for columns in torch.split(anchors.column[anchors.row == row], at_once):
             states = _block_states(head, context[row : row + 1], text.tokens[row], columns)
             drafts.append(_drafts(head, states, text.tokens[row], columns, count))
     return functional.pad(torch.cat(drafts), (0, k - count), value=-1)

@@ -24,218 +24,33 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PLAIN, DRAFT, AUTO = "plain", "draft", "auto"
-LOCAL = "local"
-HF, LLAMA_CPP = "hf", "llama_cpp"
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, it knows only its own folder
+from benchmarks.fresh_process import (
+    AUTO,
+    DRAFT,
+    HF,
+    HF_DTYPES,
+    LLAMA_CPP,
+    LOCAL,
+    PLAIN,
+    FreshResult,
+    Job,
+    in_fresh_process,
+)
+
 PEER_PACKAGES = {HF: "transformers", LLAMA_CPP: "xllamacpp"}
 DEFAULT_ROWS = "plain,ngram:5,auto"
-HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 COLUMNS = ("row", "batch", "first, tokens/s", "warm, tokens/s", "first / warm", "× plain, first", "× plain, warm", "τ",
            "equal", "ready, s")  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one process does."""
-
-    name: str
-    batch: int
-    prompts: list[str]
-    model: str
-    kind: str = "paceline"
-    draft: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    method: str | None = None
-    num_draft_tokens: int | str = AUTO
-    max_new_tokens: int = 128
-    raw: bool = False
-    gguf: str | None = None
-    engine: str = LOCAL
-    python: str | None = None
-
-
-@dataclass(slots=True)
-class Pass:
-    """All prompts once. outputs: token ids, or texts where a peer gives no ids."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    steps: int = 0
-    accepted: int = 0
-    outputs: list[Any] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FreshResult:
-    """What one process measured, or why it failed."""
-
-    job: Job
-    first: Pass = field(default_factory=Pass)
-    warm: Pass = field(default_factory=Pass)
-    ready: float = 0.0
-    error: str | None = None
-
-    @property
-    def tau(self) -> float | None:
-        steps = self.first.steps + self.warm.steps
-        return 1 + (self.first.accepted + self.warm.accepted) / steps if steps else None
-
-
-# --- one process ------------------------------------------------------------------------------------------------------
-
-GenerateBatch = Callable[[list[str], Pass], None]  # adds the outputs and counts of one batch
-
-
-def run_job(job: Job, started: float) -> FreshResult:
-    """In the fresh process: load, then all prompts twice. started: when the process was started."""
-    generate = {"paceline": open_paceline, HF: open_hf, LLAMA_CPP: open_llama_cpp}[job.kind](job)
-    ready = time.time() - started
-    return FreshResult(job, measured(job, generate), measured(job, generate), ready)
-
-
-def measured(job: Job, generate: GenerateBatch) -> Pass:
-    result = Pass()
-    for start in range(0, len(job.prompts), job.batch):
-        began = time.perf_counter()
-        generate(job.prompts[start : start + job.batch], result)
-        result.seconds += time.perf_counter() - began
-    return result
-
-
-def open_paceline(job: Job) -> GenerateBatch:
-    from paceline import SpeculativeDecoder
-
-    decoder = SpeculativeDecoder(job.model, **decoder_options(job))
-    as_chat = not job.raw and bool(getattr(decoder.tokenizer.hf_tokenizer, "chat_template", None))
-
-    def generate(prompts: list[str], result: Pass) -> None:
-        asked = [[{"role": "user", "content": prompt}] if as_chat else prompt for prompt in prompts]
-        for answer in decoder.generate(asked, max_new_tokens=job.max_new_tokens, temperature=0.0):
-            result.tokens += len(answer.token_ids)
-            result.steps += answer.stats.steps
-            result.accepted += answer.stats.accepted
-            result.outputs.append(answer.token_ids)
-
-    return generate
-
-
-def decoder_options(job: Job) -> dict[str, Any]:
-    """No prefix cache: the second time a prompt is read as the first time."""
-    options: dict[str, Any] = {"prefix_cache_tokens": 0, "max_num_seqs": job.batch, "num_draft_tokens": 0}
-    if job.method is not None:
-        options |= {"method": job.method, "num_draft_tokens": job.num_draft_tokens, "draft_model": job.draft}
-    options |= {"dtype": job.dtype, "device": job.device, "engine": job.engine}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def open_hf(job: Job) -> GenerateBatch:
-    """transformers' own generate, one sequence at a time: its assisted generation takes no batch."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from paceline.hub import locate
-
-    dtype = getattr(torch, HF_DTYPES[job.dtype or "fp32"])
-    device = job.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    def load(name: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(locate(name).folder, dtype=dtype).to(device).eval()
-
-    tokenizer = AutoTokenizer.from_pretrained(locate(job.model).folder)
-    model, options = load(job.model), {}
-    if job.method == DRAFT:
-        options = {"assistant_model": load(str(job.draft))}
-    elif job.method is not None:
-        options = {"prompt_lookup_num_tokens": job.num_draft_tokens}
-    as_chat = not job.raw and bool(tokenizer.chat_template)
-
-    def generate(prompts: list[str], result: Pass) -> None:
-        for prompt in prompts:
-            ids = _hf_ids(tokenizer, prompt, as_chat).to(device)
-            limits = {"max_new_tokens": job.max_new_tokens, "do_sample": False, "pad_token_id": 0}
-            with torch.inference_mode():
-                output = model.generate(ids, attention_mask=torch.ones_like(ids), **limits, **options)
-            generated = output[0, ids.shape[1] :].tolist()
-            result.tokens += len(generated)
-            result.outputs.append(generated)
-
-    return generate
-
-
-def _hf_ids(tokenizer: Any, prompt: str, as_chat: bool) -> Any:
-    if not as_chat:
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    messages = [{"role": "user", "content": prompt}]
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-
-
-def open_llama_cpp(job: Job) -> GenerateBatch:
-    """llama.cpp through xllamacpp, one sequence at a time; its texts are those of another weight format."""
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(job.gguf)
-    params.n_ctx, params.n_parallel, params.cache_ram_mib = 4096, 1, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-    server = xllamacpp.Server(params)
-
-    def generate(prompts: list[str], result: Pass) -> None:
-        for prompt in prompts:
-            body = {"max_tokens": job.max_new_tokens, "temperature": 0.0, "cache_prompt": False}
-            ask = server.handle_completions if job.raw else server.handle_chat_completions
-            body |= {"prompt": prompt} if job.raw else {"messages": [{"role": "user", "content": prompt}]}
-            answer = ask(body)
-            if "usage" not in answer:
-                raise RuntimeError(f"llama.cpp answered {answer}")
-            result.tokens += answer["usage"]["completion_tokens"]
-            result.outputs.append(str(answer["choices"][0]))
-
-    return generate
-
-
-# --- many processes ---------------------------------------------------------------------------------------------------
-
-
-def in_fresh_process(job: Job) -> FreshResult:
-    """Run one job in a process of its own; a failure becomes a row that says so."""
-    print(f"{job.name}, batch {job.batch} …", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
-        job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
-        command = [job.python or sys.executable, __file__, "--child", str(job_file), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not out.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return FreshResult(job, error=lines[-1] if lines else f"exit status {done.returncode}")
-        document = json.loads(out.read_text())
-    result = FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
-    # Said at once: whatever ends a long run later does not take this figure with it.
-    print(f"  first {result.first.rate:.1f}, warm {result.warm.rate:.1f} tokens/s", file=sys.stderr, flush=True)
-    return result
-
-
-def child(job_file: str, out: str) -> int:
-    document = json.loads(Path(job_file).read_text())
-    result = run_job(Job(**document["job"]), document["started"])
-    Path(out).write_text(json.dumps(asdict(result)))
-    return 0
+# --- which rows -------------------------------------------------------------------------------------------------------
 
 
 def jobs_of(args: argparse.Namespace, prompts: list[str], batch: int) -> list[Job]:
@@ -497,6 +312,4 @@ def write_json(path: Path, rows: list[ComparedRow]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(child(*sys.argv[2:4]))
     sys.exit(main())

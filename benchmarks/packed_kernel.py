@@ -113,7 +113,7 @@ def copies(make: Callable[[], Linear]) -> list[Linear]:
     first = make()
     if COMPILE_ONLY in os.environ:
         return [first]
-    return [first] + [make() for _ in range(min(48, int(CACHE_BYTES // first.nbytes)))]
+    return [first] + [make() for _ in range(min(48, max(1, int(CACHE_BYTES // first.nbytes))))]
 
 
 def epilogue_of(shape: Shape, rows: int) -> Epilogue:

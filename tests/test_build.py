@@ -88,5 +88,6 @@ def test_nothing_is_captured_inside_a_sequence(num_draft_tokens: int | str, tmp_
     with SpeculativeDecoder(folder, device="cuda", **options) as decoder:
         before = num_one_off_works()
         for length in (1, 10, 100):
-            decoder.generate("abc " * length, max_new_tokens=60)
+            for temperature in (0.0, 0.9):
+                decoder.generate("abc " * length, max_new_tokens=60, temperature=temperature)
         assert num_one_off_works() == before

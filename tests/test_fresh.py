@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fresh import (
-    COLUMNS,
-    ComparedRow,
-    FreshResult,
-    Job,
-    Pass,
-    jobs_of,
-    main,
-    parse,
-    row_options,
-    run_job,
-    table,
-)
+from benchmarks.fresh import COLUMNS, ComparedRow, jobs_of, main, parse, row_options, table
+from benchmarks.fresh_process import FreshResult, Job, Pass, run_job
 from tests.support.foreign_engine import OPENED, register_foreign
 
 

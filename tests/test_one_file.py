@@ -217,7 +217,7 @@ def test_a_weight_format_is_one_file(toy_format: None, tiny_folder: Path, capsys
 # --- names are written down once --------------------------------------------------------------------------------------
 
 # Words that are also English, or name a thing beside the method.
-AMBIGUOUS = ("none", "auto", "prediction", "draft_model", "suffix", "eagle", "medusa", "layerskip")
+AMBIGUOUS = ("none", "auto", "prediction", "draft_model", "suffix", "eagle", "dflash", "medusa", "mtp", "layerskip")
 
 
 def translates(path: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.tuned import TunedProfile, write_profile
+from tests.support.mtp import write_target
 from tests.support.tiny import write_tiny_model
 
 DTYPE_FLAGS = {"default": (), "int4": ("--dtype", "int4")}
@@ -236,3 +237,16 @@ def test_a_chat_model_that_gets_a_raw_prompt_says_so(run_command: Any, tmp_path:
     folder = write_tiny_model(tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
     assert "--chat" not in run_command("generate", "-m", str(folder), "--max-new-tokens", "4", "abc").err
+
+
+@pytest.mark.slow
+def test_mtp_drafts_with_the_head_in_the_checkpoint(run_command: Any, tmp_path: Path) -> None:
+    """No --draft-model: the head is among the target's own tensors. Without one the command says so and stops."""
+    folder = str(write_target("qwen3_next", tmp_path / "whole"))
+    flags = ("generate", "-m", folder, "--json", "--max-new-tokens", "12", "--method")
+    drafted, plain = (run_command(*flags, *more, "abcabc").json() for more in (("mtp", "-k", "2"), ("none",)))
+    assert drafted["token_ids"] == plain["token_ids"] and drafted["method"] == "mtp" and drafted["drafted"] > 0
+    without = str(write_target("qwen3_next", tmp_path / "bare", {}))
+    bare = run_command("generate", "-m", without, "--method", "mtp", "abc")
+    assert bare.status != 0 and "has no MTP head" in bare.err and "Traceback" not in bare.err
+    assert len(bare.err.strip().splitlines()) == 1

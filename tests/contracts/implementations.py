@@ -15,11 +15,13 @@ from transformers import PreTrainedTokenizerFast
 from paceline.core.protocols import Drafter
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.cross_vocab import CrossVocab
+from paceline.drafting.dflash import DFlash
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.lookahead import Lookahead
 from paceline.drafting.medusa import Medusa
+from paceline.drafting.mtp import Mtp
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.registry import build_drafter, names
 from paceline.drafting.router import DrafterRouter
@@ -29,15 +31,18 @@ from paceline.heads.eagle1 import Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
+from paceline.heads.peagle import PEagleConfig, PEagleHead
 from paceline.hub.convert import convert_gguf
 from paceline.models import registry
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.huggingface_probe import open_hugging_face
 from paceline.runners.native import NativeRunner, stored_dtype
 from paceline.runners.table import TableRunner
+from tests.support.dflash import toy_head
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
 from tests.support.gguf import write_gguf
+from tests.support.mtp_heads import toy_mtp_head
 from tests.support.tiny import tiny_llama
 
 MakeRunner = Callable[[], Any]  # a runner that can be looked into, too (Runner)
@@ -131,6 +136,12 @@ def _eagle3(target: TableRunner, **options: Any) -> Drafter:
     return _eagle(lambda: Eagle3Head(Eagle3Config(size, 8, 2, 1, 2, size, size - 2, size)), target, **options)
 
 
+def _peagle(target: TableRunner) -> Drafter:
+    size = target.info.vocab_size
+    config = PEagleConfig(size, 8, 2, 1, 2, size, size - 2, size, num_layers=2, mask_token_id=1)
+    return _eagle(lambda: PEagleHead(config), target)
+
+
 def _eagle(make_head: Callable[[], EagleHead], target: TableRunner, **options: Any) -> Drafter:
     """A random head."""
     with torch.random.fork_rng():
@@ -144,6 +155,11 @@ def _medusa(target: TableRunner) -> Drafter:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return Medusa(MedusaHeads(MedusaConfig(3, 1, size, size, size)).requires_grad_(False), target)
+
+
+def _dflash(variant: str, **options: Any) -> MakeDrafter:
+    """A random head."""
+    return lambda target: DFlash(toy_head(variant, seed=7, vocab_size=target.info.vocab_size), target, **options)
 
 
 def _layerskip_adapted(target: TableRunner) -> Drafter:
@@ -188,6 +204,14 @@ VARIANTS: dict[str, dict[str, MakeDrafter]] = {
         "1-tree": lambda target: _eagle1(target, nodes=3, branches=2),
         "3": _eagle3,
         "3-tree": lambda target: _eagle3(target, nodes=3, branches=2),
+        "parallel": _peagle,
+    },
+    "mtp": {"": lambda target: Mtp(toy_mtp_head(vocab_size=target.info.vocab_size), target)},
+    "dflash": {
+        "1": _dflash("dflash"),
+        "2": _dflash("dflash2"),
+        "dspark": _dflash("dspark"),
+        "jetspec-tree": _dflash("jetspec", nodes=3, branches=2),
     },
     "auto": {"": _auto},
     "router": {

@@ -199,7 +199,7 @@ def reference_rows(head: EagleHead, states: Tensor, ids: list[int], path: list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["eagle1", "eagle3", "speculators"])
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3", "eagle3.1", "speculators"])
 @torch.inference_mode()
 def test_cached_chains_are_what_a_fresh_computation_says(
     layout: str, target: HuggingFaceRunner, tmp_path: Path

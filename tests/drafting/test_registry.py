@@ -33,8 +33,8 @@ from tests.support.drafter_exactness import assert_unchanged, context_for, toy
 
 def test_methods_are_listed_by_what_they_need() -> None:
     assert names_needing(WeightsNeeded.MODEL) == ("draft_model", "cross_vocab")
-    assert names_needing(WeightsNeeded.HEAD) == ("medusa", "eagle")
-    assert head_names() == ("layerskip", "medusa", "eagle")
+    assert names_needing(WeightsNeeded.HEAD) == ("medusa", "eagle", "dflash", "mtp")
+    assert head_names() == ("layerskip", "medusa", "eagle", "dflash", "mtp")
     assert per_request_names() == ("none", "ngram", "suffix", "lookahead", "prediction")
 
 

@@ -69,6 +69,12 @@ def eagle3(prefix: str = "midlayer.") -> dict[str, Tensor]:
     }
 
 
+def eagle31() -> dict[str, Tensor]:
+    """With a norm for each of the three states, as SpecForge writes EAGLE-3.1."""
+    norms = {f"fc_norm.{index}.weight": torch.full((WIDTH,), 0.8 + 0.2 * index) for index in range(3)}
+    return {**eagle3(), **norms}
+
+
 def medusa(heads: int = 3) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for head in range(heads):
@@ -95,6 +101,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Eagle3LlamaForCausalLM"],
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True},
     },
+    "eagle3.1": {
+        **llama_fields(),
+        "draft_vocab_size": REDUCED,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "fc_norm": True,
+        "norm_output": True,
+    },
     "speculators": {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3Speculator"],
@@ -112,6 +125,7 @@ TENSORS = {
     "eagle1": eagle1,
     "eagle3": eagle3,
     "specforge": eagle3,
+    "eagle3.1": eagle31,
     "speculators": lambda: eagle3("layers.0."),
     "medusa": medusa,
     "medusa_vllm": medusa_vllm,

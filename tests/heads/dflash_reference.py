@@ -1,4 +1,4 @@
-"""A DFlash head written down plainly in float64: one block, no batch, no cache, loops over heads and rows.
+"""A DFlash head written down plainly in float64: one block, no batch, no cache, head by head.
 
 It reads tensors by their published names and shares no code with paceline.
 """
@@ -40,22 +40,20 @@ def random_head(seed: int = 0, **changes: Any) -> DFlashHead:
 def tensors_of(head: DFlashHead) -> Tensors:
     tensors = {name: value.double() for name, value in head.state_dict().items()}
     every = torch.arange(head.config.vocab_size)
-    return {**tensors, "target.embed": head.target.embed(every).double()}
+    output = head.target.lm_head(torch.eye(head.config.hidden_size, dtype=head.like.dtype)).T
+    return {**tensors, "target.embed": head.target.embed(every).double(), "target.lm_head": output.double()}
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def rotated(vector: Tensor, position: int, theta: float) -> Tensor:
-    half = vector.shape[0] // 2
-    output = vector.clone()
-    for i in range(half):
-        angle = position * theta ** (-i / half)
-        a, b = vector[i], vector[i + half]
-        output[i] = a * math.cos(angle) - b * math.sin(angle)
-        output[i + half] = b * math.cos(angle) + a * math.sin(angle)
-    return output
+def rotated(vectors: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """vectors [n, head_dim]"""
+    half = vectors.shape[1] // 2
+    angles = positions[:, None] * theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    a, b = vectors[:, :half], vectors[:, half:]
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=1)
 
 
 def convolved(x: Tensor, deltas: Tensor, base: Tensor, group_size: int) -> Tensor:
@@ -75,26 +73,25 @@ def attention(t: Tensors, prefix: str, config: DFlashConfig, layer: int, context
     vectors = torch.cat([context, x])
     keys, values = vectors @ t[f"{prefix}k_proj.weight"].T, vectors @ t[f"{prefix}v_proj.weight"].T
     queries = x @ t[f"{prefix}q_proj.weight"].T
+    columns, rows = torch.arange(vectors.shape[0]), torch.arange(count, vectors.shape[0])
     seen = config.visibility(layer)
+    hidden = torch.zeros(rows.shape[0], columns.shape[0], dtype=torch.bool)
+    for row, place in enumerate(rows.tolist()):
+        for column in columns.tolist():
+            far = bool(seen.window) and abs(column - place) >= seen.window
+            hidden[row, column] = far or (seen.causal and column > place)
     mixed = torch.zeros(x.shape[0], config.num_heads * size, dtype=torch.float64)
     for head in range(config.num_heads):
-        kv = head // (config.num_heads // config.num_kv_heads)
-        for row in range(x.shape[0]):
-            place = count + row
-            query = rms(queries[row, head * size :][:size], t[f"{prefix}q_norm.weight"], config.rms_norm_eps)
-            query = rotated(query, place, config.rope_theta)
-            columns, scores = [], []
-            for column in range(vectors.shape[0]):
-                if (seen.causal and column > place) or (seen.window and abs(column - place) >= seen.window):
-                    continue
-                key = rms(keys[column, kv * size :][:size], t[f"{prefix}k_norm.weight"], config.rms_norm_eps)
-                columns.append(column)
-                scores.append(query @ rotated(key, column, config.rope_theta) / math.sqrt(size))
-            if config.attention_sinks:
-                scores.append(t[f"{prefix}attention_sink_bias"][head])
-            weights = torch.softmax(torch.stack(scores), dim=0)
-            for weight, column in zip(weights, columns):
-                mixed[row, head * size : (head + 1) * size] += weight * values[column, kv * size : (kv + 1) * size]
+        own, kv = slice(head * size, (head + 1) * size), head // (config.num_heads // config.num_kv_heads)
+        shared = slice(kv * size, (kv + 1) * size)
+        query = rms(queries[:, own], t[f"{prefix}q_norm.weight"], config.rms_norm_eps)
+        key = rms(keys[:, shared], t[f"{prefix}k_norm.weight"], config.rms_norm_eps)
+        query, key = rotated(query, rows, config.rope_theta), rotated(key, columns, config.rope_theta)
+        scores = (query @ key.T / math.sqrt(size)).masked_fill(hidden, -math.inf)
+        if config.attention_sinks:
+            sink = t[f"{prefix}attention_sink_bias"][head].expand(rows.shape[0], 1)
+            scores = torch.cat([scores, sink], dim=1)
+        mixed[:, own] = torch.softmax(scores, dim=1)[:, : columns.shape[0]] @ values[:, shared]
     return mixed @ t[f"{prefix}o_proj.weight"].T
 
 
@@ -131,7 +128,7 @@ def block_states(t: Tensors, config: DFlashConfig, features: Tensor, anchor: int
 
 
 def block_logits(t: Tensors, config: DFlashConfig, states: Tensor) -> Tensor:
-    output = t["lm_head.weight"] if "lm_head.weight" in t else t["target.embed"]
+    output = t.get("lm_head.weight", t["target.lm_head"])
     logits = states @ output.T * config.output_multiplier
     cap = config.logit_softcap
     return cap * torch.tanh(logits / cap) if cap else logits

@@ -114,6 +114,14 @@ def test_buffers_keep_sequences_of_different_lengths_apart() -> None:
         assert torch.allclose(out[place, 0], alone[0, -1], atol=1e-5)
 
 
+def test_frequencies_stay_exact_in_half_precision() -> None:
+    """Trained in float32, rounded frequencies would turn far keys by another angle."""
+    head, exact = bound(ONE).to(dtype=torch.bfloat16), bound(ONE)
+    table = head.midlayer.self_attn.rotary.frequencies
+    assert head.fc.weight.dtype == torch.bfloat16
+    assert table.dtype == torch.float32 and torch.equal(table, exact.midlayer.self_attn.rotary.frequencies)
+
+
 def test_a_freed_row_is_used_again() -> None:
     buffers = KeyBuffers(1, 2, torch.zeros(1))
     rows = [buffers.take() for _ in range(3)]

@@ -23,7 +23,7 @@ from paceline.heads.registry import HeadSpec, load_head, register, save_head
 from tests.heads import checkpoints
 from tests.heads.checkpoints import REDUCED, VOCABULARY, WIDTH, write
 
-EAGLES = ("eagle1", "eagle3", "specforge", "speculators")
+EAGLES = ("eagle1", "eagle3", "specforge", "eagle3.1", "speculators")
 MEDUSAS = ("medusa", "medusa_vllm")
 
 
@@ -38,10 +38,17 @@ def test_published_eagle_heads_load(layout: str, tmp_path: Path) -> None:
     if isinstance(head, Eagle3Head):
         assert head.config.norm_before_residual == (layout == "speculators")
         assert head.config.feature_layers == ((0, 1, 2) if layout in ("specforge", "speculators") else ())
-    prefix = "midlayer." if layout in ("eagle3", "specforge") else "layers.0."
+        assert (head.config.fc_norm, head.config.norm_output) == ((layout == "eagle3.1"),) * 2
+    prefix = "midlayer." if layout in ("eagle3", "specforge", "eagle3.1") else "layers.0."
     published = checkpoints.TENSORS[layout]()
     assert torch.equal(head.midlayer.self_attn.v_proj.weight, published[f"{prefix}self_attn.v_proj.weight"])
     assert torch.equal(head.fc.weight, published["fc.weight"])
+
+
+def test_norms_that_the_config_names_and_the_file_lacks_are_named(tmp_path: Path) -> None:
+    """A head of EAGLE-3.1 without its norms would run, and draft badly."""
+    with pytest.raises(WeightsError, match=r"fc_norm\.0\.weight, fc_norm\.1\.weight, fc_norm\.2\.weight are missing"):
+        load_head(write(tmp_path, "eagle3.1", checkpoints.eagle3()), Eagle3Head)
 
 
 def test_offsets_map_the_reduced_vocabulary(tmp_path: Path) -> None:

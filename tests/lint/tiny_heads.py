@@ -30,10 +30,10 @@ LENGTH = 256  # of a part of the text with favourite letters of its own
 STRAY = 0.4  # share of the letters that are favourites and not the next of the alphabet
 
 
-def lopsided_llama(remembers: bool = True) -> Any:
+def lopsided_llama(remembers: bool = True, strength: float = 3.0) -> Any:
     """Its state is the embedding of the last token and means over all before it: a linear map continues it.
 
-    remembers: without the means, the state is the last token alone
+    remembers: without the means, the state is the last token alone; strength: of the first mean
     """
     model = tiny_llama(5, num_hidden_layers=3, initializer_range=0.3)
     generator = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def lopsided_llama(remembers: bool = True) -> Any:
         for layer in model.model.layers:
             layer.mlp.down_proj.weight.zero_()
             layer.self_attn.q_proj.weight.zero_()
-        model.model.layers[0].self_attn.o_proj.weight.mul_(3.0)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(strength)
         for layer in model.model.layers[2 if remembers else 0 :]:
             layer.self_attn.o_proj.weight.zero_()
         model.model.norm.weight.copy_(torch.randn(32, generator=generator).mul(1.2).exp())

@@ -54,6 +54,15 @@ def head_tensors(model_type: str, seed: int = 1) -> dict[str, Tensor]:
     return _under(f"model.layers.{LAYERS}.", {**named, **copies, **layer_tensors(model_type, random, 1.0)})
 
 
+def random_tensors(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Matrices, and vectors around one."""
+    random = _Random(3)
+    return {
+        prefix + name: random.norm(*shape, 1.0) if len(shape) == 1 else random.matrix(*shape)
+        for name, shape in shapes.items()
+    }
+
+
 def layer_tensors(model_type: str, random: _Random, centre: float) -> dict[str, Tensor]:
     norms = ("input_layernorm", "post_attention_layernorm")
     named = {f"{name}.weight": random.norm(HIDDEN, centre) for name in norms}

@@ -1,7 +1,9 @@
 """Train a drafter for your model: overnight, without a data set.
 
     paceline train eagle MODEL --out head                     an EAGLE-3 head; the target generates its own data
-    paceline train eagle MODEL --out head --data my.jsonl     on conversations, texts or questions of your own
+    paceline train dflash2 MODEL --out head                   a DFlash 2 head: a whole block in one pass
+    paceline train eagle MODEL --out head --from my.jsonl     on conversations, texts or questions of your own
+    paceline train eagle MODEL --out new --continue-from head adapt a head to a fine-tune, or to a domain
     paceline train eagle --out head --resume                  continue an interrupted training
     paceline train eagle --help                               the settings of one kind
     torchrun --nproc-per-node 4 -m paceline train eagle …     on several GPUs
@@ -86,9 +88,8 @@ def _add_flags(group: argparse._ArgumentGroup, options: type, names: set[str]) -
     for flag in flags_of(options):
         if flag.name not in names:
             names.add(flag.name)
-            group.add_argument(
-                flag.option, type=flag.kind, metavar=flag.metavar, default=argparse.SUPPRESS, help=flag.help
-            )
+            shown: dict[str, Any] = {"metavar": flag.metavar, "help": flag.help, "dest": flag.name}
+            group.add_argument(*flag.spellings, type=flag.kind, default=argparse.SUPPRESS, **shown)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -224,7 +225,7 @@ def held_out_line(measurement: HeldOutMeasurement) -> str:
 def as_json(result: TrainingResult) -> dict[str, Any]:
     """What --json prints."""
     history, options = result.history, result.options
-    before, after = history.measurements[0], history.measurements[-1]
+    before, after = history.measurements[0], history.best
     return {
         "kind": options.kind,
         "model": options.run.model,
@@ -238,6 +239,7 @@ def as_json(result: TrainingResult) -> dict[str, Any]:
         "first_loss": history.losses[0] if history.losses else None,
         "last_loss": history.losses[-1] if history.losses else None,
         "tokens_per_step_untrained": before.tokens_per_step,
+        "best_step": after.step,
         "tokens_per_step": after.tokens_per_step,
         "acceptance_by_position": after.by_position,
         "files": result.files,
@@ -246,7 +248,7 @@ def as_json(result: TrainingResult) -> dict[str, Any]:
 
 def _print(result: TrainingResult) -> None:
     history = result.history
-    before, after = history.measurements[0], history.measurements[-1]
+    before, after = history.measurements[0], history.best
     print(
         f"{history.step} steps, {history.tokens} tokens, {clock(history.seconds)}; {held_out_line(after)}, "
         f"{before.tokens_per_step:.2f} before"

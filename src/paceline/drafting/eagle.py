@@ -6,6 +6,7 @@ known next token. The head reads those it has not read yet; from there it contin
 these rows is overwritten by the next states of the target.
 
 chain   (nodes = 0)  one draft token after another; a sampled sequence draws from the real q over the whole vocabulary
+        a P-EAGLE head makes all of them in one pass (eagle_parallel.py)
 tree    (nodes = n)  the likeliest nodes of every depth are expanded, the likeliest of all are kept (eagle_tree.py)
 """
 
@@ -32,6 +33,7 @@ from paceline.drafting.draft_sampling import (
     predrawn,
 )
 from paceline.drafting.eagle_graph import ChainInput, EagleGraphs, widened
+from paceline.drafting.eagle_parallel import ParallelDrafting
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.eagle_tree import TreeDrafting
 from paceline.drafting.head_folder import checked_target, head_folder
@@ -64,6 +66,8 @@ class Eagle(Drafter):
         """nodes: of a tree, at most (num_draft_tokens may be fewer); 0 drafts chains. depth: of a tree, at most."""
         if nodes < 0 or branches < 1 or depth < 1:
             raise OptionError("eagle needs nodes of 0 or more, and branches and depth of 1 or more")
+        if nodes and head.mask_token_id is not None:
+            raise OptionError("a P-EAGLE head drafts chains in one pass; leave nodes at 0")
         _check_pair(head, target)
         self.needs = frozenset({Capability.HIDDEN_STATES, Capability.TREE} if nodes else {Capability.HIDDEN_STATES})
         self.nodes = nodes
@@ -71,11 +75,13 @@ class Eagle(Drafter):
         target.expose(hidden=not layers, features=layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
-        self._device, self._longest = self._target_ids.device, head.max_draft_tokens or sys.maxsize
+        self._device = self._target_ids.device
         self._buffers = head.key_buffers()
         self._states: dict[int, HeadState] = {}
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache, self.owner)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
+        mask_token_id = head.mask_token_id
+        self._parallel = None if mask_token_id is None else ParallelDrafting(head, mask_token_id, self._chain_pass)
         # Where launches dominate the cost, a whole chain is one graph. On a CPU only the work counts; eager has less.
         captures = supports_graphs(self._device) and head.can_capture
         self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if captures else None
@@ -123,7 +129,8 @@ class Eagle(Drafter):
         if not active:
             return trees
         states = [self._states[seqs[index].seq_id] for index in active]
-        lengths = [min(num_draft_tokens[index], self._longest) for index in active]
+        longest = self._head.max_draft_tokens or sys.maxsize
+        lengths = [min(num_draft_tokens[index], longest) for index in active]
         drafts = self._trees(states, lengths) if self.nodes else self._chains(states, lengths)
         for index, tree in zip(active, drafts):
             trees[index] = tree
@@ -138,6 +145,8 @@ class Eagle(Drafter):
         return self._tree_drafting.trees(states, _outputs(states), [min(k, self.nodes) for k in num_draft_tokens])
 
     def _chains(self, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
+        if self._parallel is not None:
+            return self._in_one_pass(self._parallel, states, num_draft_tokens)
         if self.graphs is not None and self._fits_graph(self.graphs, states):
             return self._with_graph(self.graphs, states, num_draft_tokens)
         self._catch_up(states)
@@ -214,6 +223,19 @@ class Eagle(Drafter):
             out = self._chain_pass([states[i] for i in active], depth, tokens, out[:, None])[:, 0]
         return [draft.chain(state.seq) for draft, state in zip(drafts, states)]
 
+    def _in_one_pass(
+        self, parallel: ParallelDrafting, states: list[HeadState], num_draft_tokens: list[int]
+    ) -> list[DraftTree]:
+        for state in states:
+            if state.num_pending > MAX_BATCHED_ROWS:  # a prompt is read alone, unpadded; its last state with the masks
+                self._read([state], but=1)
+        outputs, drafts = parallel.outputs(states, num_draft_tokens), [SampledDraft() for _ in states]
+        for depth in range(max(num_draft_tokens)):
+            active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
+            out = torch.stack([outputs[index][depth] for index in active])
+            self._choose([states[index].seq for index in active], out, [drafts[index] for index in active])
+        return [draft.chain(state.seq) for draft, state in zip(drafts, states)]
+
     def _choose(self, seqs: list[Sequence], out: Tensor, drafts: list[SampledDraft]) -> None:
         """The next draft token of each sequence, from the head's output at its last position. [sequences, hidden]"""
         logits = self._head.logits(out)
@@ -281,11 +303,11 @@ def build(context: DrafterContext) -> Eagle:
 
 SPEC = DrafterSpec(
     name="eagle",
-    summary="an EAGLE-1/2 or EAGLE-3 head continues the target's hidden states, as chains or trees",
+    summary="an EAGLE-1/2, EAGLE-3 or P-EAGLE head continues the target's hidden states, as chains or trees",
     weights=WeightsNeeded.HEAD,
     build=build,
     options=options_of(Eagle),
     reference="EAGLE, https://arxiv.org/abs/2401.15077; EAGLE-2, https://arxiv.org/abs/2406.16858; "
-    "EAGLE-3, https://arxiv.org/abs/2503.01840",
+    "EAGLE-3, https://arxiv.org/abs/2503.01840; P-EAGLE, https://arxiv.org/abs/2602.01469",
     head_kind="eagle3",
 )

@@ -65,28 +65,29 @@ class HeadState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadEntries:
-    """KV entries of one sequence. Entry i depends on states up to position i + shift and on the token after it, so any
-    sequence with the same tokens up to that one can use it."""
+    """KV entries of one sequence. Entry i depends on states up to position i + shift and on `ahead` tokens after it, so
+    any sequence with the same tokens up to the last of them can use it."""
 
     shift: int
     kv: KeyValues  # each [num_kv_heads, entries, head_dim]
+    ahead: int = 1
 
     def usable(self, num_shared_tokens: int) -> KeyValues:
         """The first entries, which another sequence can use that shares this many first tokens."""
-        count = max(0, min(self.kv.keys.shape[1], num_shared_tokens - 1 - self.shift))
+        count = max(0, min(self.kv.keys.shape[1], num_shared_tokens - self.ahead - self.shift))
         return KeyValues(self.kv.keys[:, :count], self.kv.values[:, :count])
 
     def clone(self) -> HeadEntries:
         """The same in memory of its own: the row of the buffers is reused."""
-        return HeadEntries(self.shift, KeyValues(self.kv.keys.clone(), self.kv.values.clone()))
+        return HeadEntries(self.shift, KeyValues(self.kv.keys.clone(), self.kv.values.clone()), self.ahead)
 
 
 class HeadPrefixes:
     """Reuses entries of sequences that are over, from the prefix cache, and of those that are running."""
 
-    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str) -> None:
-        """prefix_cache: None for a private one. owner: of the entries there."""
-        self._buffers, self._owner = buffers, owner
+    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str, ahead: int = 1) -> None:
+        """prefix_cache: None for a private one. owner: of the entries there. ahead: tokens an entry reads ahead."""
+        self._buffers, self._owner, self._ahead = buffers, owner, ahead
         self._cache = PrefixCache() if prefix_cache is None else prefix_cache
         self._cache.limit(self._owner, MAX_CACHED_TOKENS)
 
@@ -94,9 +95,10 @@ class HeadPrefixes:
         """Start a sequence, whose prefix the target has read before, with the most entries any sequence has for it."""
         ids = state.seq.ids
         match = self._cache.longest(self._owner, ids)
-        candidates = [] if match is None else [_usable(match)]
+        most = state.start + self._ahead  # the states from there on come with the sequence
+        candidates = [] if match is None else [_usable(match, most)]
         for other in running:
-            candidates.append(self._entries(other).usable(common_prefix_length(other.seq.ids, ids)))
+            candidates.append(self._entries(other).usable(min(most, common_prefix_length(other.seq.ids, ids))))
         best = max(candidates, key=_count, default=None)  # of equals the first, which is the cached one
         if best is None or not _count(best):
             return
@@ -121,12 +123,12 @@ class HeadPrefixes:
         self._cache.add(PrefixEntry(self._owner, tokens, entries, _release_nothing))
 
     def _entries(self, state: HeadState) -> HeadEntries:
-        return HeadEntries(state.start, self._buffers.written(state.row, state.length))
+        return HeadEntries(state.start, self._buffers.written(state.row, state.length), self._ahead)
 
 
-def _usable(match: PrefixMatch) -> KeyValues:
+def _usable(match: PrefixMatch, most: int) -> KeyValues:
     entries: HeadEntries = match.entry.payload
-    return entries.usable(match.length)
+    return entries.usable(min(most, match.length))
 
 
 def _count(kv: KeyValues) -> int:

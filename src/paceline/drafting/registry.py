@@ -44,6 +44,7 @@ NAMES: dict[str, str] = {
     "layerskip": "paceline.drafting.layerskip",
     "medusa": "paceline.drafting.medusa",
     "eagle": "paceline.drafting.eagle",
+    "dflash": "paceline.drafting.dflash",
     "mtp": "paceline.drafting.mtp",
     "prediction": "paceline.drafting.prediction",
     "auto": "paceline.drafting.auto",

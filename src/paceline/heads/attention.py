@@ -6,9 +6,9 @@ a row sees the whole sequence in the first unrolled step and only itself in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,19 @@ class KeyStore(Protocol):
     def extend(self, new: KeyValues) -> KeyValues:
         """Store the entries of this pass; returns all entries the mask's columns refer to, in their order."""
 
+    def part(self, heads: slice) -> KeyStore:
+        """A store for some of the heads: those of one layer, where a head has several."""
+
 
 class JoinedKeys:
     """Appends the entries of every pass. Keeps gradients, so training can unroll over it."""
 
     def __init__(self) -> None:
         self.entries: KeyValues | None = None
+        self._parts: dict[int, JoinedKeys] = {}
+
+    def part(self, heads: slice) -> JoinedKeys:
+        return self._parts.setdefault(heads.start, JoinedKeys())
 
     def extend(self, new: KeyValues) -> KeyValues:
         if self.entries is None:
@@ -57,7 +64,16 @@ class RotarySettings:
     scaling: Mapping[str, Any] | None = None
 
 
-class Rotary(nn.Module):
+class ExactTables(nn.Module):
+    """A module whose tables keep their dtype when a head is moved to half precision, which cannot tell far positions
+    apart: a frequency with an error of 0.2% is a radian off after 500 tokens."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(lambda table: table.to(fn(table[:0]).device), recurse)
+        return self
+
+
+class Rotary(ExactTables):
     """Rotary position embedding."""
 
     frequencies: Tensor

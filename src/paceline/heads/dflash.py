@@ -95,6 +95,8 @@ class DFlashConfig:
             raise OptionError(f"{self.num_layers} layers need as many layer_types, not {len(self.layer_types)}")
         if SLIDING in self.layer_types and self.sliding_window < 1:
             raise OptionError("sliding_attention needs a sliding_window")
+        if self.selector_rank and self.markov_rank:
+            raise OptionError("a head has a candidate selector or a Markov head, not both")
         if self.confidence_reads_markov and not self.markov_rank:
             raise OptionError("a confidence head that reads the Markov head needs one: markov_rank is 0")
 
@@ -211,6 +213,12 @@ class DFlashHead(nn.Module):
         return self.norm.weight
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the rows of a block are computed in: under autocast its dtype, which halves the memory of training."""
+        kind = self.like.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.like.dtype
+
+    @property
     def target(self) -> BoundTarget:
         assert self._target is not None, "bind_target() comes first"
         return self._target
@@ -245,13 +253,17 @@ class DFlashHead(nn.Module):
 
         Keeps gradients. Drafting writes the same keys and values into buffers, by one product (ContextProduct).
         """
-        angles = Angles.of(self.rotary, positions, c.dtype)
         stores: list[KeyStore] = []
-        for entries in (self._attention(layer).entries(c, angles) for layer in range(len(self.layers))):
+        for entries in self.context_entries(c, positions):
             store = JoinedKeys()
-            store.entries = KeyValues(entries.keys, entries.values)
+            store.entries = entries
             stores.append(store)
         return stores
+
+    def context_entries(self, c: Tensor, positions: Tensor) -> list[KeyValues]:
+        """Keys and values of the context in each layer. Keeps gradients."""
+        angles = Angles.of(self.rotary, positions, c.dtype)
+        return [self._attention(layer).entries(c, angles) for layer in range(len(self.layers))]
 
     def _attention(self, layer: int) -> BlockAttention:
         block: BlockLayer = self.layers[layer]  # type: ignore[assignment]
@@ -262,7 +274,7 @@ class DFlashHead(nn.Module):
         if self.embed_tokens is not None:
             vectors: Tensor = self.embed_tokens(tokens)
         else:
-            vectors = self.target.embed(tokens).to(self.like.dtype)
+            vectors = self.target.embed(tokens).to(self.dtype)
         if self.config.input_embedding_scale != 1:
             vectors = vectors * self.config.input_embedding_scale
         if self.mask_embedding is not None:
@@ -280,7 +292,7 @@ class DFlashHead(nn.Module):
         masks      of each layer, bool, broadcast to [batch, 1, rows, columns]; None: every row sees all columns
         Returns [batch, rows, hidden_size] after the final norm: the input of `logits`.
         """
-        states, angles = self.embed(ids), Angles.of(self.rotary, positions, self.like.dtype)
+        states, angles = self.embed(ids), Angles.of(self.rotary, positions, self.dtype)
         for layer, mask, store in zip(self.layers, masks, stores, strict=True):
             states = layer(states, angles, mask, store)
         normed: Tensor = self.norm(states)

@@ -125,6 +125,7 @@ class ChainHead(nn.Module):
     config: EagleConfig
     can_capture = True  # whether a CUDA graph can hold a pass
     max_draft_tokens: int | None = None  # that it was trained to draft in a row; None: any number
+    mask_token_id: int | None = None  # of a head that drafts all tokens in one pass: in the place of unknown ones
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -193,6 +194,10 @@ class ChainHead(nn.Module):
 
     def logits(self, out: Tensor) -> Tensor:
         """Output of `block` -> logits over the tokens the head can predict. [..., draft_vocab_size]"""
+        raise NotImplementedError
+
+    def mask_state(self) -> Tensor:
+        """What a position beside the mask token reads in place of a state; of heads with a mask token. [hidden_size]"""
         raise NotImplementedError
 
     # --- the draft vocabulary -----------------------------------------------------------------------------------------

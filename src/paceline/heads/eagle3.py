@@ -127,10 +127,17 @@ class Eagle3Head(EagleHead):
         mask: Tensor | None = None,
         store: KeyStore | None = None,
     ) -> Tensor:
+        out = self.run_layers(embeddings, g, positions, mask, store)
+        return self.norm(out) if self.config.norm_output else out
+
+    def run_layers(
+        self, embeddings: Tensor, g: Tensor, positions: Tensor, mask: Tensor | None, store: KeyStore | None
+    ) -> Tensor:
+        """The layer over embedding and state side by side. [batch, rows, hidden_size]"""
         layer = self.midlayer
         residual = layer.hidden_norm(g) if layer.norm_before_residual else g
         out: Tensor = layer(layer.beside(embeddings, g), residual, positions, mask, store)
-        return self.norm(out) if self.config.norm_output else out
+        return out
 
     def logits(self, out: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(out if self.config.norm_output else self.norm(out))
@@ -163,15 +170,16 @@ def matches(checkpoint: Checkpoint) -> bool:
 def load(checkpoint: Checkpoint) -> Eagle3Head:
     """The head of a checkpoint. Raises WeightsError naming the tensor that does not fit."""
     named = renamed(checkpoint)
-    config = _config_of(named, checkpoint.config)
-    _complete_vocabulary(named, config)
+    config = config_of(named, checkpoint.config)
+    complete_vocabulary(named, config)
     head = Eagle3Head(config)
     install(head, named)
-    _check_vocabulary(head, checkpoint.folder)
+    check_vocabulary(head, checkpoint.folder)
     return head
 
 
-def _config_of(named: Checkpoint, config: Mapping[str, Any]) -> Eagle3Config:
+def config_of(named: Checkpoint, config: Mapping[str, Any]) -> Eagle3Config:
+    """Sizes from the tensors, variants from the config. A norm that either of them names has to be in the file."""
     nested = config.get("eagle_config") or {}
     key = "eagle_aux_hidden_state_layer_ids"
     layers = tuple(int(layer) for layer in config.get(key) or nested.get(key) or ())
@@ -189,13 +197,13 @@ def _config_of(named: Checkpoint, config: Mapping[str, Any]) -> Eagle3Config:
         target_hidden_size=joined // states,
         feature_layers=layers,
         norm_before_residual=flag("norm_before_residual"),
-        norm_before_fc="input_norm.weight" in named.tensors,
-        fc_norm="fc_norm.0.weight" in named.tensors,
+        norm_before_fc="input_norm.weight" in named.tensors or flag("norm_before_fc"),
+        fc_norm="fc_norm.0.weight" in named.tensors or flag("fc_norm"),
         norm_output=flag("norm_output"),
     )
 
 
-def _complete_vocabulary(named: Checkpoint, config: Eagle3Config) -> None:
+def complete_vocabulary(named: Checkpoint, config: Eagle3Config) -> None:
     """A head over the whole vocabulary needs no map, and t2d follows from d2t."""
     tensors = named.tensors
     if "d2t" not in tensors and config.draft_vocab_size == config.vocab_size:
@@ -206,7 +214,8 @@ def _complete_vocabulary(named: Checkpoint, config: Eagle3Config) -> None:
         tensors["t2d"][ids[(ids >= 0) & (ids < config.vocab_size)]] = True
 
 
-def _check_vocabulary(head: Eagle3Head, folder: Path) -> None:
+def check_vocabulary(head: Eagle3Head, folder: Path) -> None:
+    """Raise WeightsError where d2t holds ids instead of offsets."""
     ids = head.target_ids
     if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size:
         raise WeightsError(
@@ -221,7 +230,7 @@ def _check_vocabulary(head: Eagle3Head, folder: Path) -> None:
 def save(
     head: Eagle3Head, folder: str | Path, *, layout: str, provenance: Provenance, dtype: torch.dtype | None
 ) -> None:
-    make_config, prefix = {ORIGINAL: (_original_config, MIDLAYER), SPECULATORS: (_speculators_config, LISTED)}[layout]
+    make_config, prefix = {ORIGINAL: (_original_config, MIDLAYER), SPECULATORS: (speculators_config, LISTED)}[layout]
     config = make_config(head.config, provenance, dtype or head.fc.weight.dtype)
     write_checkpoint(folder, config, written_tensors(head, prefix, dtype))
 
@@ -251,7 +260,8 @@ def _original_config(config: Eagle3Config, provenance: Provenance, dtype: torch.
     }
 
 
-def _speculators_config(config: Eagle3Config, provenance: Provenance, dtype: torch.dtype) -> dict[str, Any]:
+def speculators_config(config: Eagle3Config, provenance: Provenance, dtype: torch.dtype) -> dict[str, Any]:
+    """The config of a head in the speculators layout."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": provenance.num_draft_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -43,19 +45,39 @@ class KeyBuffers:
         self.reserve(max(columns) + num_columns)
         return PlacedKeys(self._keys, self._values, rows, columns, num_columns)
 
+    def layers(self, rows: list[int], columns: list[int], num_columns: int, num_kv_heads: int) -> list[PlacedKeys]:
+        """A store for each layer, where the heads of all layers lie side by side, num_kv_heads of each."""
+        self.reserve(max(columns) + num_columns)
+        parts = zip(self._keys.split(num_kv_heads, dim=1), self._values.split(num_kv_heads, dim=1))
+        return [PlacedKeys(keys, values, rows, columns, num_columns) for keys, values in parts]
+
+    def indexed_layers(self, rows: Tensor, columns: Tensor, seen: int, num_kv_heads: int) -> list[IndexedKeys]:
+        """The same with rows and columns on the device."""
+        parts = zip(self._keys.split(num_kv_heads, dim=1), self._values.split(num_kv_heads, dim=1))
+        return [IndexedKeys(keys, values, rows, columns, seen) for keys, values in parts]
+
     def indexed(self, rows: Tensor, columns: Tensor, seen: int) -> IndexedKeys:
         """The same with rows and columns on the device. The first `seen` columns are read; reserve them before."""
         return IndexedKeys(self._keys, self._values, rows, columns, seen)
+
+    def row(self, row: int) -> KeyValues:
+        """Views of all columns of a row, each [num_kv_heads, capacity, head_dim]."""
+        return KeyValues(self._keys[row], self._values[row])
 
     def written(self, row: int, columns: int) -> KeyValues:
         """Views of the first columns of a row, each [num_kv_heads, columns, head_dim]."""
         return KeyValues(self._keys[row, :, :columns], self._values[row, :, :columns])
 
-    def write(self, row: int, entries: KeyValues) -> None:
-        """Write entries into the first columns of a row."""
-        columns = entries.keys.shape[1]
-        self.reserve(columns)
-        self._keys[row, :, :columns], self._values[row, :, :columns] = entries.keys, entries.values
+    def write(self, row: int, entries: KeyValues, first: int = 0) -> None:
+        """Write entries into the columns of a row from `first` on."""
+        end = first + entries.keys.shape[1]
+        self.reserve(end)
+        self._keys[row, :, first:end], self._values[row, :, first:end] = entries.keys, entries.values
+
+    def put(self, rows: Tensor, columns: Tensor, entries: KeyValues) -> None:
+        """Write entries [sequences, num_kv_heads, n, head_dim] at columns [sequences, n]; reserve them before."""
+        self._keys[rows[:, None], :, columns] = entries.keys.transpose(1, 2)
+        self._values[rows[:, None], :, columns] = entries.values.transpose(1, 2)
 
     def reserve(self, capacity: int, rows: int = 1) -> None:
         """Memory for this many columns in every row in use, and for at least this many rows."""
@@ -91,6 +113,12 @@ class PlacedKeys:
             first = torch.tensor(columns, device=keys.device)
             self._columns = first[:, None] + torch.arange(num_columns, device=keys.device)
 
+    def part(self, heads: slice) -> PlacedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
+
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))
 
@@ -109,6 +137,12 @@ class IndexedKeys:
     def __init__(self, keys: Tensor, values: Tensor, rows: Tensor, columns: Tensor, seen: int) -> None:
         """rows [sequences], columns [sequences, num_columns]"""
         self._keys, self._values, self._rows, self._columns, self._seen = keys, values, rows, columns, seen
+
+    def part(self, heads: slice) -> IndexedKeys:
+        """The same for some of the heads."""
+        twin = copy.copy(self)
+        twin._keys, twin._values = self._keys[:, heads], self._values[:, heads]
+        return twin
 
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._write(self._keys, new.keys), self._write(self._values, new.values))

@@ -72,8 +72,7 @@ class MtpHead(ChainHead):
 
     @property
     def like(self) -> Tensor:
-        weight: Tensor = self.norm.weight
-        return weight
+        return self.norm.get_parameter("weight")
 
     @torch.inference_mode()
     def key_buffers(self) -> KeyBuffers:

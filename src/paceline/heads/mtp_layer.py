@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import WeightsError
-from paceline.heads.attention import KeyStore, KeyValues
+from paceline.heads.attention import ExactTables, KeyStore, KeyValues
 
 FULL = "full_attention"
 
@@ -72,16 +72,12 @@ class StoredKeys:
         return entries.keys, entries.values
 
 
-class RotaryTables(nn.Module):
-    """A rotary embedding whose frequencies stay in float32: half precision cannot tell positions apart."""
+class RotaryTables(ExactTables):
+    """The rotary embedding of a family."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTables:
-        super()._apply(lambda table: table.to(fn(table[:0]).device), recurse)
-        return self
 
     def forward(self, states: Tensor, positions: Tensor) -> Any:
         return self.rotary(states, positions)

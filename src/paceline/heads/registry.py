@@ -48,6 +48,7 @@ MODULES: dict[str, str] = {
     "medusa": "paceline.heads.medusa",
     "dflash": "paceline.heads.dflash_files",
     "mtp": "paceline.heads.mtp",
+    "peagle": "paceline.heads.peagle",
     "eagle3": "paceline.heads.eagle3",
     "eagle1": "paceline.heads.eagle1",
 }

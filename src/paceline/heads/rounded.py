@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paceline.device.properties import on_host
-from paceline.layers.cpu_kernels import fits_blocks
+from paceline.layers.cpu_kernels import WeightBlocks, fits_blocks
 from paceline.quantization.blocked import BlockedLinear, block
 
 BITS = 8
@@ -21,10 +21,15 @@ class RoundedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self._linear: BlockedLinear = block(linear.weight.detach(), BITS)
-        self._bias: Tensor | None = linear.bias
+        self.bias: Tensor | None = linear.bias
+
+    @property
+    def blocks(self) -> WeightBlocks:
+        [blocks] = self._linear.blocks
+        return blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._linear(x, self._bias)
+        return self._linear(x, self.bias)
 
 
 def round_linears(module: nn.Module) -> None:

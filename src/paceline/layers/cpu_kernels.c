@@ -60,8 +60,8 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const float *rope; /* [positions, 2, head_dim / 2] */
-    float *keys, *values; /* [layers, tokens, key heads, head_dim] */
-    int64_t layer_stride;
+    float *keys, *values;
+    int64_t layer_stride, slot_stride, head_stride; /* from a layer, token or key head of the cache to the next */
     int32_t hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size;
     float eps;
     int32_t num_threads;
@@ -886,7 +886,8 @@ static void place_head(const Model *model, const Layer *layer, const Node *node,
     if (keys < 0) return;
     float *cache = values < 0 ? model->keys : model->values;
     const int index = values < 0 ? keys : values;
-    memcpy(cache + offset + ((int64_t)node->slot * model->num_kv_heads + index) * size, vector, size * sizeof(float));
+    const int64_t place = node->slot * model->slot_stride + index * model->head_stride;
+    memcpy(cache + offset + place, vector, size * sizeof(float));
 }
 
 INLINE int32_t slot_of(const Node *node, int key) {
@@ -992,7 +993,7 @@ static void weigh(const Attending *one, int group, int size) {
 /* A few nodes over one key head, some keys at a time: what one node has read of the cache is near for the next. */
 static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, int count, int kv_head) {
     const int size = model->head_dim, group = model->num_heads / model->num_kv_heads;
-    const int64_t stride = (int64_t)model->num_kv_heads * size, place = offset + (int64_t)kv_head * size;
+    const int64_t stride = model->slot_stride, place = offset + kv_head * model->head_stride;
     int64_t longest = 0;
     for (int i = 0; i < count; i++) longest = nodes[i].keys > longest ? nodes[i].keys : longest;
     for (int64_t start = 0; start < longest; start += KEY_STEP)

@@ -24,7 +24,7 @@ from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_gguf.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_gguf.c", "cpu_block.c"))
 MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
@@ -87,7 +87,7 @@ class CModel(ctypes.Structure):
         ("rope", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
-        ("layer_stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("layer_stride", "slot_stride", "head_stride")),
         ("hidden_size", ctypes.c_int32),
         ("intermediate_size", ctypes.c_int32),
         ("num_heads", ctypes.c_int32),

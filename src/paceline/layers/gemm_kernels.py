@@ -54,7 +54,7 @@ def project_kernel(
     total_up = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     x_at = x + row[:, None] * in_features + step[None, :]
     weight_at = weight + column[:, None].to(tl.int64) * in_features + step[None, :]
-    up_at = weight_at + columns.to(tl.int64) * in_features
+    up_at = weight_at + tl.cast(columns, tl.int64) * in_features
     # The first tile of the weights does not depend on the kernel before: fetch it while that kernel finishes.
     inside = (step < in_features)[None, :]
     weights = tl.load(weight_at, mask=column_ok[:, None] & inside, other=0.0)
@@ -139,7 +139,7 @@ def vector_kernel(
     at = column[:, None].to(tl.int64) * in_features + step[None, :]
     weights = tl.load(weight + at, mask=ok, other=0.0)
     if GATE:
-        up_weights = tl.load(weight + columns.to(tl.int64) * in_features + at, mask=ok, other=0.0)
+        up_weights = tl.load(weight + tl.cast(columns, tl.int64) * in_features + at, mask=ok, other=0.0)
     gain = tl.load(norm + step, mask=inside & NORM, other=0.0).to(tl.float32)
     if USE_PDL:
         gdc_wait()

@@ -99,7 +99,7 @@ def expert_gate_up_kernel(
     first_row = expert.to(tl.int64) * 2 * columns  # of the expert in the stacked matrices
     x_at = x + (pair // TOP_K)[:, None].to(tl.int64) * in_features + step[None, :]
     weight_at = weight + (first_row + column)[:, None] * in_features + step[None, :]
-    up_at = weight_at + columns.to(tl.int64) * in_features
+    up_at = weight_at + tl.cast(columns, tl.int64) * in_features
     gate = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, in_features, STEP):

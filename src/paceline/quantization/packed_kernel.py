@@ -153,9 +153,9 @@ def packed_kernel(
     weight_column = tl.where(column_ok, column, 0)  # clamped instead of masked: the loads stay plain
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, steps)
-    step_words = out_features.to(tl.int64) * WORDS
+    step_words = tl.cast(out_features, tl.int64) * WORDS
     weight_at = weight + first * step_words + weight_column[:, None] * WORDS + word[None, :]
-    up_at = weight_at + columns.to(tl.int64) * WORDS
+    up_at = weight_at + tl.cast(columns, tl.int64) * WORDS
     x_at = x + row[:, None] * in_features + first * STEP + word[None, :]
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -165,7 +165,7 @@ def packed_kernel(
         row_at = weight + tl.minimum(first + ahead, last - 1) * step_words + weight_column * WORDS
         _prefetch(row_at)
         if GATE:
-            _prefetch(row_at + columns.to(tl.int64) * WORDS)
+            _prefetch(row_at + tl.cast(columns, tl.int64) * WORDS)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -6,6 +6,7 @@ Sequences are kept as token ids in shards, so a second run reuses them and gener
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
@@ -23,8 +24,7 @@ from paceline.train.seeds import LONG, SHORT, Mix, Seed, SeedStream
 from paceline.train.sequence_writer import GeneratedSequence, GenerationPlan, WriterFactory, WriterLimits
 
 USER_TEXT = "\u241f"  # placeholder of the user's text while a chat template is taken apart
-TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
-TEMPERATURE_SHARES = (0.6, 0.14, 0.14, 0.12)
+TEMPERATURES = (0.5, 0.8, 1.0)
 SEQS_PER_SHARD = 20_000
 SHORT_SEQ_LEN = 432
 ORIGIN = "origin.json"
@@ -40,9 +40,12 @@ class CollectOptions:
     generate_minutes: float = setting(0.0, "stop generating after this long (no limit)", "M")
     max_seq_len: int = setting(1152, "most tokens of a sequence")
     max_num_seqs: int = setting(0, "sequences generated at a time (by the free memory)")
+    greedy_share: float = setting(0.6, "share of greedy answers; the others are sampled at 0.5 to 1", "S")
     seed: int = setting(0, "seed of data, order and weights")
 
     def __post_init__(self) -> None:
+        if not 0 <= self.greedy_share <= 1:
+            raise OptionError(f"--greedy-share lies between 0 and 1, not at {self.greedy_share}")
         if self.max_seq_len < 64:
             raise OptionError(f"--max-seq-len must be 64 or more, not {self.max_seq_len}")
 
@@ -56,6 +59,11 @@ class CollectOptions:
         return replace(self, answer_tokens=self.answer_tokens or usual)
 
 
+def temperature(rng: random.Random, greedy_share: float) -> float:
+    """Of one answer."""
+    return 0.0 if rng.random() < greedy_share else rng.choice(TEMPERATURES)
+
+
 @dataclass(frozen=True, slots=True)
 class LengthBucket:
     """Sequences of one length that are generated together. share: of the answer tokens."""
@@ -66,16 +74,17 @@ class LengthBucket:
     question_len: int
     answer_len: int
     share: float
+    greedy_share: float = 0.6
 
 
 def length_buckets(options: CollectOptions, num_seqs: int) -> list[LengthBucket]:
     """Most sequences are short, a few are long: the drafter meets late positions too."""
     short, longest = min(SHORT_SEQ_LEN, options.max_seq_len), options.max_seq_len
-    bucket = LengthBucket(SHORT, short, num_seqs, short // 3, 288, 0.75)
+    bucket = LengthBucket(SHORT, short, num_seqs, short // 3, 288, 0.75, options.greedy_share)
     if longest == short:
         return [replace(bucket, share=1.0)]
     num_long_seqs = max(1, num_seqs * short // longest)
-    return [bucket, LengthBucket(LONG, longest, num_long_seqs, longest * 5 // 8, 320, 0.25)]
+    return [bucket, LengthBucket(LONG, longest, num_long_seqs, longest * 5 // 8, 320, 0.25, options.greedy_share)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,14 @@ def template_parts(tokenizer: Any) -> ChatTemplateParts | None:
         raise ModelError("the model's chat template changes the user's text; give data of your own with --data")
     before, after = formatted.split(USER_TEXT)
     return ChatTemplateParts(before, tuple(tokenizer(after, add_special_tokens=False).input_ids))
+
+
+def before_turn(tokenizer: Any, history: tuple[str, ...]) -> str:
+    """The formatted conversation up to the user's next turn."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": text} for role, text in zip(roles, (*history, USER_TEXT))]
+    formatted: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return formatted.partition(USER_TEXT)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +146,7 @@ class PromptPlanner:
         """None when the seed leaves no room for an answer."""
         bucket, template = self._bucket, self._template if seed.chat else None
         bridge = template.after if template else ()
-        prompt = self._ids((template.before if template else "") + seed.text, special=template is None)
+        prompt = self._ids(self._before(seed, template) + seed.text, special=template is None)
         if not seed.open and bridge:
             prompt += bridge
         room = bucket.max_len - len(prompt) - len(bridge) - SHORTEST_ANSWER
@@ -137,10 +154,16 @@ class PromptPlanner:
             return None
         question = self._question(seed, len(prompt), min(room, bucket.question_len), bool(bridge))
         max_len = min(bucket.max_len, max(question.max_len + len(bridge), len(prompt)) + bucket.answer_len)
-        temperature = self._rng.choices(TEMPERATURES, TEMPERATURE_SHARES)[0]
+        heat = temperature(self._rng, bucket.greedy_share)
         bridge = bridge if seed.open else ()
         tag = DOMAINS.index(seed.domain)
-        return GenerationPlan(prompt, question.max_len, question.min_len, bridge, temperature, max_len, tag)
+        return GenerationPlan(prompt, question.max_len, question.min_len, bridge, heat, max_len, tag)
+
+    def _before(self, seed: Seed, template: ChatTemplateParts | None) -> str:
+        """What stands before the seed's text: nothing, or the template with the earlier turns."""
+        if template is None:
+            return ""
+        return before_turn(self._tokenizer, seed.history) if seed.history else template.before
 
     def _question(self, seed: Seed, size: int, room: int, chat: bool) -> _QuestionLimits:
         """Lengths between which an open question ends; a raw text only gets a few tokens."""

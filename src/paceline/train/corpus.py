@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,8 @@ class TrainingSequence:
     greedy: bool = False
 
 
-DOMAINS = ("own", "chat", "code", "math", "summarize", "text")
+DOMAINS = ("own", "chat", "code", "math", "summarize", "text", "translation", "question", "retrieval", "edit", "turns",
+           "language")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,14 +150,19 @@ class TrainingBatch:
     tokens   int64 [batch, length]
     lengths  int64 [batch]
     starts   int64 [batch]: tokens from here on are answers
+    number   of the training step: the seed of what a task chooses at random
     """
 
     tokens: Tensor
     lengths: Tensor
     starts: Tensor
+    number: int = 0
 
     def to(self, device: torch.device) -> TrainingBatch:
-        return TrainingBatch(*(part.to(device, non_blocking=True) for part in (self.tokens, self.lengths, self.starts)))
+        tokens, lengths, starts = (
+            part.to(device, non_blocking=True) for part in (self.tokens, self.lengths, self.starts)
+        )
+        return TrainingBatch(tokens, lengths, starts, self.number)
 
     def inside(self, ahead: int) -> Tensor:
         """bool [batch, length]: token t + ahead exists."""
@@ -209,8 +215,8 @@ class BatchSampler:
         tokens = np.zeros((len(indices), _padded_length(int(lengths.max()))), dtype=np.int64)
         for row, index in enumerate(indices):
             tokens[row, : lengths[row]] = self._corpus.tokens[self._offsets[index] : self._offsets[index + 1]]
-        columns = (lengths.astype(np.int64), self._corpus.starts[indices].astype(np.int64))
-        return TrainingBatch(torch.from_numpy(tokens), *(torch.from_numpy(column) for column in columns))
+        starts = torch.from_numpy(self._corpus.starts[indices].astype(np.int64))
+        return TrainingBatch(torch.from_numpy(tokens), torch.from_numpy(lengths.astype(np.int64)), starts)
 
     def from_step(self, step: int, rank: int = 0, world_size: int = 1) -> Iterator[TrainingBatch]:
         """Endless batches in their order from `step` on; each of several processes takes its share of an epoch."""
@@ -223,7 +229,7 @@ class BatchSampler:
                     f"too few sequences for {world_size} processes; give more data or a smaller --batch-tokens"
                 )
             for index in range(max(0, step - first_step), num_steps):
-                yield self.batch(epoch[rank + index * world_size])
+                yield replace(self.batch(epoch[rank + index * world_size]), number=first_step + index)
             first_step += num_steps
 
     def once(self) -> Iterator[TrainingBatch]:

@@ -23,14 +23,13 @@ from paceline.hub.tokenizer import Message, Tokenizer
 from paceline.kv.prefix_cache import common_prefix_length
 from paceline.train.collect import (
     SHORTEST_ANSWER,
-    TEMPERATURE_SHARES,
-    TEMPERATURES,
     CollectOptions,
     CollectProgress,
     CollectWatcher,
     check_origin,
     load_shards,
     num_seqs_at_once,
+    temperature,
 )
 from paceline.train.corpus import SHARD, Corpus, TrainingSequence
 from paceline.train.sequence_writer import GenerationPlan, WriterFactory, WriterLimits, answer_plan
@@ -73,8 +72,8 @@ def _parsed(location: str, line: str) -> DataLine:
 class DataReader:
     """Turns lines into sequences, or into plans for the target's answer."""
 
-    def __init__(self, tokenizer: Any, max_seq_len: int, seed: int) -> None:
-        self._tokenizer, self._max_seq_len = Tokenizer(tokenizer), max_seq_len
+    def __init__(self, tokenizer: Any, max_seq_len: int, seed: int, greedy_share: float = 0.6) -> None:
+        self._tokenizer, self._max_seq_len, self._greedy_share = Tokenizer(tokenizer), max_seq_len, greedy_share
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._rng = random.Random(seed)
 
@@ -107,8 +106,8 @@ class DataReader:
     def _question(self, prompt: list[int]) -> GenerationPlan | None:
         if len(prompt) + SHORTEST_ANSWER > self._max_seq_len:
             return None
-        temperature = self._rng.choices(TEMPERATURES, TEMPERATURE_SHARES)[0]
-        return answer_plan(prompt, temperature, min(self._max_seq_len, len(prompt) + LONGEST_ANSWER))
+        heat = temperature(self._rng, self._greedy_share)
+        return answer_plan(prompt, heat, min(self._max_seq_len, len(prompt) + LONGEST_ANSWER))
 
 
 def collect_from(
@@ -125,7 +124,7 @@ def collect_from(
     parts = load_shards(folder)
     answering = _Answering(writers, options, CollectProgress.of(parts), watch)
     for number in range(len(parts), -(-len(lines) // LINES_PER_SHARD)):
-        reader = DataReader(tokenizer, options.max_seq_len, hash((options.seed, number)))
+        reader = DataReader(tokenizer, options.max_seq_len, hash((options.seed, number)), options.greedy_share)
         shard_lines = lines[number * LINES_PER_SHARD : (number + 1) * LINES_PER_SHARD]
         parts.append(Corpus.of(list(answering.sequences([reader.read(line) for line in shard_lines]))))
         parts[-1].save(folder / SHARD.format(number))

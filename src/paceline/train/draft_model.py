@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.errors import OptionError
 from paceline.heads.checkpoint import write_checkpoint
+from paceline.runners.loading import load_model
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.options import setting
@@ -96,6 +97,16 @@ class DraftModelTask:
         projected = embedding @ directions.flip(-1)[:, : self.options.hidden_size]
         weight = self.module.get_input_embeddings().weight
         weight[:, : projected.shape[1]] = projected * (self.module.config.initializer_range / projected.std())
+
+    def start_from(self, folder: Path, sample: TrainingBatch) -> None:
+        """First weights: those of a trained draft model of the same sizes."""
+        trained = load_model(folder, str(folder), torch.float32, str(self.teacher.device))
+        try:
+            self.module.load_state_dict(trained.state_dict())
+        except RuntimeError:
+            raise OptionError(
+                f"the draft model in {folder} has other sizes; give its --num-layers, --hidden-size and vocabulary"
+            ) from None
 
     def _states(self, batch: TrainingBatch) -> Tensor:
         tokens = batch.tokens.clamp(max=self._vocab_size - 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.errors import CapabilityError, OptionError
 from paceline.heads.checkpoint import Provenance
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
-from paceline.heads.registry import save_head
+from paceline.heads.registry import load_head, save_head
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.options import setting
@@ -61,6 +61,13 @@ class ExitAdapterTask:
         states = self._exit_states(self.teacher.states(sample.tokens).inputs)[sample.answers(0)]
         size = states.square().mean().sqrt()
         self.module.start_from(torch.full_like(self.module.norm.weight, float(size)))
+
+    def start_from(self, folder: Path, sample: TrainingBatch) -> None:
+        """First weights: those of a trained adapter after the same layer."""
+        trained = load_head(folder, ExitAdapter, device=str(self.teacher.device))
+        if trained.config != self.module.config:
+            raise OptionError(f"the adapter in {folder} has other sizes: {trained.config}; train with the same")
+        self.module.load_state_dict(trained.state_dict())
 
     @torch.no_grad()
     def _exit_states(self, inputs: tuple[Tensor, ...]) -> Tensor:

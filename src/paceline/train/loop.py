@@ -23,14 +23,15 @@ from paceline.train import distributed
 from paceline.train.atomic import replacing, write_text
 from paceline.train.corpus import BatchSampler, CorpusSplit, TrainingBatch
 from paceline.train.measure import measure
+from paceline.train.optimizers import OPTIMIZERS, optimizer_of
 from paceline.train.options import setting
 from paceline.train.placement import autocast, on_gpu
 from paceline.train.task import TrainingTask
 
-CHECKPOINT = "checkpoint.pt"
+CHECKPOINT, BEST = "checkpoint.pt", "best.pt"
 LOG = "log.jsonl"
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
-WEIGHT_DECAY, MAX_GRADIENT_NORM = 0.01, 1.0
+MAX_GRADIENT_NORM = 1.0
 STEPS_WITHOUT_LIMIT = 10**9
 
 
@@ -48,6 +49,8 @@ class LoopOptions:
     warmup: float = setting(0.03, "share of the training in which the learning rate rises", "S")
     save_every: int = setting(250, "steps between checkpoints, and at least every two minutes")
     eval_every: int = setting(0, "steps between measurements on held-out sequences (a twentieth of the steps)")
+    patience: int = setting(0, "stop after this many measurements without more accepted tokens (never)")
+    optimizer: str = setting("adamw", f"{' or '.join(OPTIMIZERS)}", "NAME")
     seed: int = setting(0, "seed of data, order and weights")
 
     def __post_init__(self) -> None:
@@ -55,6 +58,8 @@ class LoopOptions:
             raise OptionError("--steps, --batch-tokens, --save-every and --eval-every must be 1 or more")
         if not self.learning_rate > 0 or self.minutes < 0:
             raise OptionError("--learning-rate and --minutes must be above 0")
+        if self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"there is no optimizer {self.optimizer!r}; choose {' or '.join(OPTIMIZERS)}")
 
     @property
     def seconds(self) -> float:
@@ -90,6 +95,15 @@ class TrainingHistory:
     def step(self) -> int:
         return len(self.losses)
 
+    @property
+    def best(self) -> HeldOutMeasurement:
+        """The measurement with the most tokens per step; the first of several."""
+        return max(self.measurements, key=lambda measurement: measurement.tokens_per_step)
+
+    @property
+    def measurements_since_best(self) -> int:
+        return sum(measurement.step > self.best.step for measurement in self.measurements)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
@@ -105,6 +119,7 @@ class TrainingProgress:
 
 
 TrainingWatcher = Callable[[TrainingProgress], None]
+BestWatcher = Callable[[TrainingHistory], None]
 
 
 def learning_rate_share(fraction: float, warmup: float) -> float:
@@ -124,13 +139,14 @@ class TrainingLoop:
         folder: Path,
         options: LoopOptions,
         watch: TrainingWatcher = lambda _: None,
+        watch_best: BestWatcher = lambda _: None,
     ) -> None:
-        self._task, self._split, self._watch = task, split, watch
+        """watch_best: called while the module holds the best weights so far."""
+        self._task, self._split, self._watch, self._watch_best = task, split, watch, watch_best
         self._device = next(task.module.parameters()).device
         self._options = options = options.resolved(on_gpu(self._device))
         self._weights = [weight for weight in task.module.parameters() if weight.requires_grad]
-        groups = _parameter_groups(self._weights)
-        self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+        self._optimizer = optimizer_of(options.optimizer, self._weights, options.learning_rate)
         self._files = _TrainingFiles(folder, _data_key(split, options))
         self.history = TrainingHistory()
         self._saved_seconds = 0.0  # of training in the last checkpoint
@@ -139,6 +155,7 @@ class TrainingLoop:
         """Train to the end. Raises TrainingDiverged, OutOfMemory, or OptionError for a checkpoint of other data.
 
         The first state is saved too: a process killed at any time resumes with the same weights and sequences.
+        In the end the module holds the weights that were measured best: the loss may fall while acceptance does.
         """
         if resume and self._files.has_checkpoint:
             self.history = self._files.load(self._task.module, self._optimizer, self._device)
@@ -152,6 +169,7 @@ class TrainingLoop:
         self._train()
         self._measure()
         self.save()
+        self._files.load_best(self._task.module, self._device)
         return self.history
 
     def _train(self) -> None:
@@ -166,7 +184,7 @@ class TrainingLoop:
     def _steps(self, batches: Iterator[TrainingBatch], began: float) -> None:
         options, history = self._options, self.history
         fraction = self._fraction(began)
-        while fraction < 1:
+        while fraction < 1 and not self._stale:
             batch = next(batches)
             learning_rate = options.learning_rate * learning_rate_share(fraction, options.warmup)
             loss = self._step(batch, learning_rate)
@@ -180,6 +198,11 @@ class TrainingLoop:
                 self.save()
             fraction = self._fraction(began)
             self._watch(self._progress(loss, learning_rate, fraction))
+
+    @property
+    def _stale(self) -> bool:
+        """The last measurements, as many as the patience allows, were no better than one before them."""
+        return 0 < self._options.patience <= self.history.measurements_since_best
 
     @property
     def _unsaved_seconds(self) -> float:
@@ -221,6 +244,9 @@ class TrainingLoop:
         if measurements and measurements[-1].step == measurement.step:
             measurements.pop()
         measurements.append(measurement)
+        if self.history.best is measurement:
+            self._files.save_best(self._task.module)
+            self._watch_best(self.history)
 
     def _progress(self, loss: float, learning_rate: float, fraction: float) -> TrainingProgress:
         history = self.history
@@ -258,6 +284,16 @@ class _TrainingFiles:
         with replacing(self.folder / CHECKPOINT) as unfinished:
             torch.save({**weights, **asdict(history), "data_key": self.data_key}, unfinished)
 
+    def save_best(self, module: torch.nn.Module) -> None:
+        if distributed.process_rank().first:
+            with replacing(self.folder / BEST) as unfinished:
+                torch.save(module.state_dict(), unfinished)
+
+    def load_best(self, module: torch.nn.Module, device: torch.device) -> None:
+        """Restore the weights that were measured best, in every process."""
+        distributed.wait_for_all()
+        module.load_state_dict(torch.load(self.folder / BEST, map_location=device, weights_only=True))
+
     def load(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> TrainingHistory:
         """Restore weights and optimizer in place, and return the history."""
         path = self.folder / CHECKPOINT
@@ -290,10 +326,3 @@ class _TrainingFiles:
 def _data_key(split: CorpusSplit, options: LoopOptions) -> dict[str, int]:
     size = {"num_seqs": len(split.train), "tokens": int(split.train.tokens.size)}
     return {"seed": options.seed, "batch_tokens": options.batch_tokens, **size}
-
-
-def _parameter_groups(weights: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices decay, scales do not."""
-    matrices = [weight for weight in weights if weight.ndim > 1]
-    scales = [weight for weight in weights if weight.ndim <= 1]
-    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": scales, "weight_decay": 0.0}]

@@ -46,7 +46,10 @@ def in_slices(loss: Callable[..., Tensor], *columns: Tensor, rows: int = ROWS_AT
     """loss(*columns), a sum over rows, a slice at a time: equal to the sum over all rows at once, the reference.
 
     A slice is computed again in the backward pass, so the logits of a whole batch over a whole vocabulary never exist.
+    Where one slice holds everything, nothing is computed twice.
     """
+    if len(columns[0]) <= rows:
+        return loss(*columns)
     slices = zip(*(torch.split(column, rows) for column in columns))
     sums: list[Tensor] = [checkpoint(loss, *part, use_reentrant=False) for part in slices]
     return torch.stack(sums).sum()

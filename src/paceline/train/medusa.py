@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import OptionError
 from paceline.heads.checkpoint import Provenance
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
-from paceline.heads.registry import save_head
+from paceline.heads.registry import load_head, save_head
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.options import setting
@@ -50,6 +50,15 @@ class MedusaTask:
     def start(self, sample: TrainingBatch) -> None:
         """First weights: every head predicts what the target's own head predicts."""
         self.module.start_from(self.teacher.model.get_output_embeddings().weight)
+
+    def start_from(self, folder: Path, sample: TrainingBatch) -> None:
+        """First weights: those of trained heads of the same sizes; their tokens become these heads'."""
+        trained = load_head(folder, MedusaHeads, device=str(self.teacher.device))
+        if trained.config != self.module.config:
+            raise OptionError(f"the heads in {folder} have other sizes: {trained.config}; train with the same")
+        self.module.load_state_dict(trained.state_dict())
+        every_id = torch.arange(trained.config.draft_vocab_size, device=self.teacher.device)
+        self._draft_ids = draft_ids_of(self.module.to_target_ids(every_id), self.teacher.vocab_size)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Head h at position u - 1 - h is trained on what the target predicts at u."""

@@ -15,9 +15,9 @@ from paceline.errors import OptionError
 Options = TypeVar("Options")
 
 
-def setting(default: Any, help: str, metavar: str = "N") -> Any:
+def setting(default: Any, help: str, metavar: str = "N", alias: str | None = None) -> Any:
     """A field of an options dataclass that is a flag on the command line. A default of 0 or None is in the help."""
-    return field(default=default, metadata={"help": help, "metavar": metavar})
+    return field(default=default, metadata={"help": help, "metavar": metavar, "alias": alias})
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,12 @@ class Flag:
     kind: type
     help: str
     metavar: str
+    alias: str | None = None
+
+    @property
+    def spellings(self) -> list[str]:
+        """The option and, where it has one, its other name."""
+        return [self.option] + ([self.alias] if self.alias else [])
 
     @property
     def option(self) -> str:
@@ -42,7 +48,8 @@ def flags_of(options: type) -> Iterator[Flag]:
             continue
         kinds = [kind for kind in get_args(hints[entry.name]) if kind is not NoneType] or [hints[entry.name]]
         default = f" ({entry.default})" if entry.default else ""
-        yield Flag(entry.name, kinds[0], entry.metadata["help"] + default, entry.metadata["metavar"])
+        shown = (entry.metadata["help"] + default, entry.metadata["metavar"], entry.metadata["alias"])
+        yield Flag(entry.name, kinds[0], *shown)
 
 
 def from_values(options: type[Options], values: Mapping[str, Any]) -> Options:

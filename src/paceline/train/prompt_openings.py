@@ -65,6 +65,21 @@ STORIES = (
     "are already painted?",
     "A school has {x} classes with {y} pupils each. If {z}% of the pupils walk to school, how many do not walk?",
     "{a} needs {x} {t} for a party. {b} brings {y} and {a} already has {z}. How many are still missing?",
+    "{a} earns ${y} an hour and works {z} hours a week. Rent is ${x} a month. What is left after four weeks?",
+    "A train leaves with {x} passengers. At the first stop {y} get off and {z} get on. How many are on the train then?",
+    "{a} has twice as many {t} as {b}. Together they have {x}. How many {t} does {b} have?",
+    "A rectangle is {y} cm wide and {z} cm long. What are its area and its perimeter?",
+    "{a} buys {y} {t} for ${z} each and pays with a ${x} bill. How much change does {a} get?",
+    "A tank holds {x} litres. It loses {y} litres an hour. How much is left after {z} hours, and when is it empty?",
+    "{a} runs {y} miles every day and {b} runs {z} miles every other day. How much further does {a} run in {x} days?",
+    "The price of a ticket rises from ${x} by {z}%. {a} buys {y} tickets. How much do they cost now?",
+    "A recipe for {y} people needs {x} grams of flour. How much flour is needed for {z} people?",
+    "{a} collects {t}. On Monday {a} finds {y}, and each day after that twice as many as the day before. "
+    "How many does {a} find in five days?",
+    "In a class of {x} pupils, {z}% play football and {y} play chess. How many play football?",
+    "{a} and {b} start a shop with ${x} each. They spend ${y} a day for {z} days. How much of their money is left?",
+    "{a} fills {x} {t} into bags of {y}. How many full bags are there, and how many {t} are left over?",
+    "A book has {x} pages. {a} has read {y} pages a day for {z} days. What fraction of the book is left?",
 )
 
 CODE_VERBS = (

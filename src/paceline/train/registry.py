@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 # Modules are imported when their kind is used, so that listing the names does not import torch.
 MODULES: Mapping[str, str] = {
     "eagle": "paceline.train.eagle",
+    "dflash": "paceline.train.dflash",
+    "dflash2": "paceline.train.dflash2",
     "medusa": "paceline.train.medusa",
     "draft-model": "paceline.train.draft_model",
     "exit-adapter": "paceline.train.exit_adapter",

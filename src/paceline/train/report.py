@@ -70,9 +70,10 @@ def _training(facts: DrafterFacts, history: TrainingHistory) -> list[str]:
 def _acceptance(history: TrainingHistory) -> list[str]:
     lines = ["## Acceptance on held-out sequences"]
     if history.measurements:
-        last = history.measurements[-1]
-        lines += [f"{last.tokens_per_step:.3f} tokens per step.", "", "| draft token | accepted |", "|---|---|"]
-        lines += [f"| {position} | {share:.1%} |" for position, share in enumerate(last.by_position, start=1)]
+        best = history.best
+        lines += [f"{best.tokens_per_step:.3f} tokens per step, after {best.step} training steps."]
+        lines += ["", "| draft token | accepted |", "|---|---|"]
+        lines += [f"| {position} | {share:.1%} |" for position, share in enumerate(best.by_position, start=1)]
     return lines
 
 

@@ -34,7 +34,9 @@ from paceline.train.task import TrainerSpec, TrainingTarget, TrainingTask
 from paceline.train.teacher import Teacher
 
 TRAINING, SEQUENCES, OPTIONS = "training", "sequences", "options.json"
-LOCATIONS = ("out", "sequences", "data", "device")  # options that say where, not what: not in the README
+SECONDS_BETWEEN_EXPORTS = 60.0  # of training: what is killed leaves a drafter that can be used
+# Options that say where, not what, and are not in the README.
+LOCATIONS = ("out", "sequences", "data", "device", "continue_from")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,10 @@ class RunOptions:
 
     out: str
     model: str = DEFAULT
-    data: str | None = setting(None, "JSONL of conversations, texts or prompts (the target generates its own)", "FILE")
+    data: str | None = setting(
+        None, "JSONL of conversations, texts or prompts (the target generates its own)", "FILE", "--from"
+    )
+    continue_from: str | None = setting(None, "start with the weights of this trained drafter", "HEAD")
     sequences: str | None = setting(None, "where training data is kept and reused (OUT/sequences)", "DIR")
     device: str | None = setting(None, "cpu, cuda or cuda:N (cuda if there is one)", "D")
 
@@ -161,11 +166,34 @@ def train(
     parts = split(corpus, options.loop.seed)
     task = started_task(options, target, parts)
     observer.stage(f"training {options.kind} on {len(parts.train)} sequences, {len(parts.held_out)} held out")
-    loop = TrainingLoop(task, parts, options.run.training_folder, options.loop, observer.step)
-    history = loop.run(resume)
-    size = sum(weight.numel() for weight in task.module.parameters() if weight.requires_grad)
-    result = TrainingResult(options, history, len(corpus), corpus.answer_tokens, size)
-    return replace(result, files=export(result, task, target)) if distributed.process_rank().first else result
+    exporter = Exporter(options, task, target, corpus)
+    loop = TrainingLoop(task, parts, options.run.training_folder, options.loop, observer.step, exporter.now_and_then)
+    return exporter.export(loop.run(resume))
+
+
+@dataclass(slots=True, eq=False)
+class Exporter:
+    """Writes the drafter of one training, at its end and now and then before."""
+
+    options: TrainOptions
+    task: TrainingTask
+    target: TrainingTarget
+    corpus: Corpus
+    exported_seconds: float = 0.0  # of training before the last export
+
+    def now_and_then(self, history: TrainingHistory) -> None:
+        """Write the best drafter so far, unless one was written a moment ago."""
+        if history.seconds - self.exported_seconds >= SECONDS_BETWEEN_EXPORTS:
+            self.exported_seconds = history.seconds
+            self.export(history)
+
+    def export(self, history: TrainingHistory) -> TrainingResult:
+        """Write the drafter. Only the first of several processes does."""
+        size = sum(weight.numel() for weight in self.task.module.parameters() if weight.requires_grad)
+        result = TrainingResult(self.options, history, len(self.corpus), self.corpus.answer_tokens, size)
+        if not distributed.process_rank().first:
+            return result
+        return replace(result, files=export(result, self.task, self.target))
 
 
 def _record(options: TrainOptions, resume: bool) -> None:
@@ -211,7 +239,11 @@ def started_task(options: TrainOptions, target: TrainingTarget, parts: CorpusSpl
     torch.manual_seed(options.loop.seed)
     task = options.spec.build(target, parts, options.drafter)
     sample = next(BatchSampler(parts.train, options.loop.batch_tokens, options.loop.seed).once())
-    task.start(sample.to(target.teacher.device))
+    sample = sample.to(target.teacher.device)
+    if options.run.continue_from is None:
+        task.start(sample)
+    else:
+        task.start_from(Path(options.run.continue_from).expanduser(), sample)
     return task
 
 
@@ -229,10 +261,13 @@ def export(result: TrainingResult, task: TrainingTask, target: TrainingTarget) -
 
 def _data_sentence(result: TrainingResult) -> str:
     """The README's sentence about the data."""
-    amount, data = f"{result.num_seqs} sequences with {result.answer_tokens} answer tokens", result.options.run.data
-    if data:
-        return f"{amount}, from {Path(data).name}; the target answered the open questions."
+    amount, run = f"{result.num_seqs} sequences with {result.answer_tokens} answer tokens", result.options.run
+    start = f" Training went on from {Path(run.continue_from).name}." if run.continue_from else ""
+    if run.data:
+        return f"{amount}, from {Path(run.data).name}; the target answered the open questions.{start}"
     return (
-        f"{amount} that the target generated itself: questions it invented after short openings, answered greedily and "
-        f"at temperatures 0.5 to 1. No data set was used."
+        f"{amount} that the target generated itself: chat, code, maths, summaries, translations, questions about facts "
+        f"and passages, edits of code, conversations and other languages, composed of templates, of the standard "
+        f"library's docstrings and of what the target added; answered greedily and at temperatures 0.5 to 1. "
+        f"No data set was used.{start}"
     )

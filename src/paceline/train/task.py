@@ -28,6 +28,9 @@ class TrainingTask(Protocol):
     def start(self, sample: TrainingBatch) -> None:
         """Set the first weights. sample: some sequences, to measure scales on."""
 
+    def start_from(self, folder: Path, sample: TrainingBatch) -> None:
+        """Set the first weights to those of a trained drafter. Raises OptionError or WeightsError where it cannot."""
+
     def loss(self, batch: TrainingBatch) -> Tensor:
         """A scalar with gradients."""
 
@@ -91,6 +94,12 @@ class Positions:
 
     def __len__(self) -> int:
         return int(self.row.shape[0])
+
+    def numbered(self, shape: torch.Size) -> Tensor:
+        """int64 of the batch's shape: the number of each of these positions; 0 elsewhere."""
+        numbers = torch.zeros(shape, dtype=torch.int64, device=self.row.device)
+        numbers[self.row, self.column] = torch.arange(len(self), device=self.row.device)
+        return numbers
 
     def pick(self, states: Tensor, back: int = 0) -> Tensor:
         """[batch, length, …] -> [positions, …], `back` tokens earlier."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from paceline import SpeculativeDecoder
 from paceline.core.types import Row
-from paceline.device.graphs import GraphPool
 from paceline.runners.native import NativeRunner
-from paceline.runners.native.decode_graphs import DecodeGraphs
 from tests.runners.native.fused import eager_graphs
 from tests.support.families import Variant, tiny_family
+from tests.support.tiny import byte_tokenizer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES: dict[str, Any] = {
@@ -91,8 +91,7 @@ def test_several_plain_steps_in_a_row_are_those_of_as_many_passes() -> None:
 def test_graphs_of_a_hybrid_model_have_the_bits_of_plain_decoding_whatever_is_accepted() -> None:
     model = tiny_family(Variant("qwen3_5_text", changes=SIZES)).to("cuda", torch.bfloat16)
     runner = NativeRunner.of_model(model, "tiny", kv_cache_tokens=2048)
-    parts = (runner.model, runner.kv, runner._rope_caches, runner.options)
-    runner.decode_graphs = DecodeGraphs(*parts, GraphPool("a decode pass", runner.kv.device))
+    assert runner.decode_graphs is not None
     expected = plain(runner, IDS)
     cache, place = runner.new_cache(), PROMPT
     runner.forward([Row.chain(cache, IDS[:PROMPT])], last_only=True)
@@ -102,3 +101,18 @@ def test_graphs_of_a_hybrid_model_have_the_bits_of_plain_decoding_whatever_is_ac
         assert torch.equal(logits[:kept], expected[place - PROMPT : place - PROMPT + kept])
         runner.commit(cache, list(range(kept)))
         place += kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next"])
+def test_speculation_through_the_decoder_writes_what_plain_decoding_writes(kind: str) -> None:
+    """A draft that is often wrong, sequences of different lengths in a batch, several graphs."""
+    target, draft = (tiny_family(Variant(kind, changes=SIZES), seed).to("cuda", torch.bfloat16) for seed in (0, 1))
+    near = {name: 0.9 * target.state_dict()[name] + 0.1 * weight for name, weight in draft.state_dict().items()}
+    draft.load_state_dict(near)
+    prompts, texts = [IDS[:9], IDS[:30], IDS[5:17]], []
+    for options in ({"method": "none"}, {"draft_model": draft, "num_draft_tokens": 4}):
+        with SpeculativeDecoder(target, tokenizer=byte_tokenizer(), batch_invariant=True, **options) as decoder:
+            results = decoder.generate(prompts, max_new_tokens=64, ignore_eos=True)
+        texts.append([result.token_ids for result in results])
+    assert texts[0] == texts[1] and 1 < results[0].stats.tokens_per_step < 5

@@ -30,11 +30,11 @@ class RehearsedSteps(DraftLengthPolicy):
     """Drafts as many tokens as it is told, and keeps what clean steps took."""
 
     def __init__(self) -> None:
-        self.k, self.num_steps = 0, 0
+        self.k, self.num_steps, self.measured = 0, 0, True
         self.timings: list[StepTiming] = []
 
-    def begin(self, k: int) -> None:
-        self.k, self.num_steps = k, 0
+    def begin(self, k: int, *, measured: bool = True) -> None:
+        self.k, self.num_steps, self.measured = k, 0, measured
 
     def plan(self, seqs: list[Sequence]) -> list[int]:
         return [within_room(seq, self.k) for seq in seqs]
@@ -42,7 +42,7 @@ class RehearsedSteps(DraftLengthPolicy):
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         """In the first step of a sequence a drafter reads its prompt."""
         self.num_steps += 1
-        if timing.clean and self.num_steps > 1 and timing.num_draft_tokens == self.k:
+        if self.measured and timing.clean and self.num_steps > 1 and timing.num_draft_tokens == self.k:
             self.timings.append(timing)
 
     def forget(self, seq: Sequence) -> None:
@@ -68,7 +68,8 @@ class Rehearsal:
         return self.steps.timings
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
-        """One piece for every number of draft tokens, plain steps included, and every length of prompt."""
+        """One piece for every number of draft tokens, plain steps included, and every length of prompt; a sampled one
+        beside the greedy ones, since draws are graphs of their own. Costs are learnt from greedy steps."""
         longest = min(plan.max_context, self._max_seq_len)
         pieces: list[Preparation] = []
         for k in (0, *plan.num_draft_tokens):
@@ -77,13 +78,14 @@ class Rehearsal:
             pieces += [partial(self._run, k, length, STEPS if length == PROMPTS[0] else 2) for length in fitting]
             batches = [count for count in plan.num_seqs if count > 1 and fitting and k <= USUAL_KS]
             pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
+            pieces += [partial(self._run, k, length, 2, temperature=1.0) for length in fitting[:1]]
         return pieces
 
-    def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1) -> None:
+    def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1, temperature: float = 0.0) -> None:
         """A sequence that fails here says so when it is a user's."""
-        self.steps.begin(k)
+        self.steps.begin(k, measured=temperature == 0)
         token = min(7, self._engine.info.vocab_size - 1)
-        params = SequenceParams(SamplingParams(), StopRules(num_steps * (k + 1)))
+        params = SequenceParams(SamplingParams(temperature=temperature), StopRules(num_steps * (k + 1)))
         try:
             self._engine.run([Sequence([token] * length, params) for _ in range(num_seqs)])
         except PacelineError:

@@ -38,8 +38,8 @@ class CompiledLayers:
         config = model.config
         self._model = CModel(
             self._layers, rope_cache.data_ptr(), kv.keys.data_ptr(), kv.values.data_ptr(), kv.keys.stride(0),
-            config.hidden_size, config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim,
-            kv.block_size, config.rms_norm_eps, 1,
+            config.num_kv_heads * config.head_dim, config.head_dim, config.hidden_size, config.intermediate_size,
+            config.num_heads, config.num_kv_heads, config.head_dim, kv.block_size, config.rms_norm_eps, 1,
         )  # fmt: skip
 
     @classmethod

@@ -1,0 +1,159 @@
+"""The draft tokens of a block, chosen from its rows: each row alone, along a path of candidates, or one after another.
+
+The rows of a DFlash block are independent. DFlash 2's selector and DSpark's Markov head read the token before, so a
+block is walked from its anchor. In every kind the logits of a depth are final before its token is drawn: their softmax
+is the q it is drawn from. All of it is tensor work without a look at a value, so a CUDA graph can hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.heads.candidate_selector import CandidateSelector
+from paceline.heads.dflash import DFlashHead
+from paceline.heads.markov_head import MarkovHead
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GreedyBlock:
+    """The likeliest tokens of a block, ids of the target, and what the head thinks of each: both [sequences, depth].
+
+    confidence: an estimate that a token is accepted where those before it are.
+    """
+
+    tokens: Tensor
+    confidence: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankedRows:
+    """The likeliest tokens of every depth after each token that may come before, the likeliest first.
+
+    scores, places  [sequences, depth, tokens before, ranks]: log-probability, and place among the depth's tokens
+    tokens          int64 [sequences, depth, places], ids of the target
+    """
+
+    scores: Tensor
+    places: Tensor
+    tokens: Tensor
+
+
+class BlockRows:
+    """The rows of one block for every sequence: each depth is predicted without the tokens before it."""
+
+    def __init__(self, head: DFlashHead, states: Tensor, anchors: Tensor) -> None:
+        """states [sequences, depth, hidden_size] of the rows that draft; anchors [sequences], ids of the target."""
+        self.head, self.states, self.anchors = head, states, anchors
+        self.unary = head.logits(states)  # [sequences, depth, draft_vocab_size]
+
+    @property
+    def depth(self) -> int:
+        return self.states.shape[1]
+
+    def logits(self, depth: int, previous: Tensor) -> Tensor:
+        """Logits of one depth [sequences, draft_vocab_size] after these tokens, ids of the target. In rising order."""
+        return self.unary[:, depth]
+
+    def greedy(self) -> GreedyBlock:
+        best = self.unary.max(dim=-1)
+        confidence = torch.exp(best.values.float() - self.unary.float().logsumexp(dim=-1))
+        return GreedyBlock(self.head.to_target_ids(best.indices), confidence)
+
+
+    def ranked(self, branches: int) -> RankedRows:
+        """Without the tokens before: every token of a depth has the same alternatives behind it."""
+        best = torch.log_softmax(self.unary.float(), dim=-1).topk(min(branches, self.unary.shape[-1]), dim=-1)
+        ranks = best.indices.shape[-1]
+        places = torch.arange(ranks, device=best.indices.device).expand(*best.indices.shape[:2], ranks, ranks)
+        scores = best.values[:, :, None].expand(-1, -1, ranks, -1)
+        return RankedRows(scores, places, self.head.to_target_ids(best.indices))
+
+
+class SelectedRows(BlockRows):
+    """A path through the candidates of every row. What is no candidate has no probability."""
+
+    def __init__(self, head: DFlashHead, selector: CandidateSelector, states: Tensor, anchors: Tensor) -> None:
+        super().__init__(head, states, anchors)
+        self.selector = selector
+        self.candidates = selector.candidates(self.unary)
+        self.candidate_tokens = head.to_target_ids(self.candidates.ids)  # [sequences, depth, top_k]
+
+    def logits(self, depth: int, previous: Tensor) -> Tensor:
+        here = slice(depth, depth + 1)
+        scores = self._scores(here, previous[:, None, None])[:, 0, 0]
+        nothing = torch.full_like(self.unary[:, depth], -torch.inf)
+        return nothing.scatter(1, self.candidates.ids[:, depth], scores)
+
+    def greedy(self) -> GreedyBlock:
+        """All pairs of neighbours are scored at once; the walk only looks them up."""
+        scores = self._scores(slice(0, 1), self.anchors[:, None, None]).float()[:, 0, 0]  # [sequences, top_k]
+        best = scores.max(dim=-1, keepdim=True)
+        places = [best.indices]
+        confidences = [torch.exp(best.values - scores.logsumexp(dim=-1, keepdim=True))]
+        if self.depth > 1:
+            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., before, after]
+            after = pairs.max(dim=-1)
+            confidence = torch.exp(after.values - pairs.logsumexp(dim=-1))
+            for depth in range(self.depth - 1):
+                confidences.append(confidence[:, depth].gather(1, places[-1]))
+                places.append(after.indices[:, depth].gather(1, places[-1]))
+        tokens = self.candidate_tokens.gather(2, torch.stack(places, dim=1))[..., 0]
+        return GreedyBlock(tokens, torch.cat(confidences, dim=1))
+
+    def ranked(self, branches: int) -> RankedRows:
+        first = self._scores(slice(0, 1), self.anchors[:, None, None]).expand(-1, -1, self.candidates.ids.shape[-1], -1)
+        pairs = torch.cat([first, self._scores(slice(1, None), self.candidate_tokens[:, :-1])], dim=1)
+        best = torch.log_softmax(pairs.float(), dim=-1).topk(min(branches, pairs.shape[-1]), dim=-1)
+        return RankedRows(best.values, best.indices, self.candidate_tokens)
+
+    def _scores(self, depths: slice, predecessors: Tensor) -> Tensor:
+        """Scores [sequences, depths, predecessors, top_k]"""
+        candidates = type(self.candidates)(self.candidates.scores[:, depths], self.candidates.ids[:, depths])
+        return self.selector.pair_scores(self.states[:, depths], candidates, predecessors)
+
+
+class MarkovRows(BlockRows):
+    """Every row adds to its logits what the token before it says."""
+
+    def __init__(self, head: DFlashHead, markov: MarkovHead, states: Tensor, anchors: Tensor) -> None:
+        super().__init__(head, states, anchors)
+        self.markov = markov
+        self._memory: Tensor | None = None
+
+    def logits(self, depth: int, previous: Tensor) -> Tensor:
+        memory = None if depth == 0 else self._memory
+        step = self.markov.step(self.states[:, depth], self.markov.previous(previous), memory)
+        self._memory = step.memory
+        return self.unary[:, depth] + step.bias
+
+    def greedy(self) -> GreedyBlock:
+        tokens, confidences, previous = [], [], self.anchors
+        for depth in range(self.depth):
+            logits = self.logits(depth, previous)
+            best = logits.max(dim=-1)
+            confidences.append(self._confidence(depth, previous, best.values, logits))
+            previous = self.head.to_target_ids(best.indices)
+            tokens.append(previous)
+        return GreedyBlock(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1))
+
+    def _confidence(self, depth: int, previous: Tensor, best: Tensor, logits: Tensor) -> Tensor:
+        """By the confidence head where the head has one."""
+        confidence_head = self.head.confidence_head
+        if confidence_head is None:
+            return torch.exp(best.float() - logits.float().logsumexp(dim=-1))
+        features = self.states[:, depth]
+        if self.head.config.confidence_reads_markov:
+            features = torch.cat([features, self.markov.previous(previous)], dim=-1)
+        return torch.sigmoid(confidence_head(features).float())
+
+
+def block_rows(head: DFlashHead, states: Tensor, anchors: Tensor) -> BlockRows:
+    """The rows of a block as this head predicts them."""
+    if head.candidate_selector is not None:
+        return SelectedRows(head, head.candidate_selector, states, anchors)
+    if head.markov_head is not None:
+        return MarkovRows(head, head.markov_head, states, anchors)
+    return BlockRows(head, states, anchors)

@@ -1,0 +1,169 @@
+"""A block of a DFlash head as one CUDA graph: write the context of the target's new states, then draft a block.
+
+Every shape is fixed and all that varies lies in tensors: the host copies the inputs and replays the graph, and the
+draft tokens stay on the device until the target has verified them. A graph always drafts a whole block, whatever
+num_draft_tokens is: it is the same work, and fewer graphs are captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.sampling import draw_keyed
+from paceline.core.types import DraftOutput
+from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
+from paceline.device.memory import host_buffer
+from paceline.device.scratch import Scratch
+from paceline.drafting.block_rows import BlockRows, block_rows
+from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, widened
+from paceline.heads.dflash import ContextProduct, DFlashHead
+from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
+
+STATES = (8, 16, 32)  # states of the target that a sequence may bring
+FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockInput:
+    """What the block of one sequence starts from."""
+
+    row: int  # of the buffers
+    length: int  # entries in it
+    place: int  # position of the next entry
+    anchor: int  # the last token of the sequence
+    states: list[Tensor]  # of the target, not read yet, each [count, features]
+    num_states: int
+    temperature: float = 0.0  # 0: the argmax
+    uniforms: list[float] | None = None  # a uniform number a depth; needed where the temperature is above 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a block is captured for."""
+
+    num_seqs: int
+    num_states: int
+    seen: int  # columns of the buffers
+    drawn: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockBuffers:
+    """The fixed tensors of one captured block."""
+
+    host: Tensor  # int64 [sequences, FACTS], pinned where that helps
+    facts: Tensor  # the same on the device
+    states: Tensor  # [sequences, num_states, features]
+    temperatures: Tensor  # float32 [sequences, 1]
+    uniforms: Tensor  # float64 [sequences, depth]
+
+    @classmethod
+    def empty(cls, shape: BlockShape, head: DFlashHead) -> BlockBuffers:
+        config, device = head.config, head.like.device
+        features = len(config.feature_layers) * config.target_hidden_size
+        return cls(
+            host_buffer((shape.num_seqs, FACTS), torch.int64, device),
+            torch.zeros(shape.num_seqs, FACTS, dtype=torch.int64, device=device),
+            head.like.new_zeros(shape.num_seqs, shape.num_states, features),
+            torch.ones(shape.num_seqs, 1, device=device),
+            torch.zeros(shape.num_seqs, config.max_draft_tokens, dtype=torch.float64, device=device),
+        )
+
+    def put(self, starts: list[BlockInput], spare_row: int) -> None:
+        """Copy the inputs of these sequences. Unused rows of the batch work on the spare row, without a context."""
+        lines = [[start.row, start.length, start.place, start.num_states, start.anchor] for start in starts]
+        lines += [[spare_row, 0, 0, 0, 0]] * (self.host.shape[0] - len(starts))
+        self.host.copy_(torch.tensor(lines))
+        self.facts.copy_(self.host, non_blocking=True)
+        for index, start in enumerate(starts):
+            first = 0
+            for part in start.states:
+                self.states[index, first : first + part.shape[0]].copy_(part)
+                first += part.shape[0]
+        if starts[0].uniforms is not None:
+            count = len(starts)
+            temperatures = torch.tensor([start.temperature for start in starts])
+            self.temperatures[:count, 0].copy_(temperatures, non_blocking=True)
+            uniforms = torch.tensor([start.uniforms for start in starts], dtype=torch.float64)
+            self.uniforms[:count].copy_(uniforms, non_blocking=True)
+
+
+class BlockGraphs:
+    """The captured blocks of one head, captured on first use."""
+
+    MAX_SEQS, MAX_STATES = NUM_SEQS[-1], STATES[-1]
+
+    def __init__(
+        self,
+        head: DFlashHead,
+        context_product: ContextProduct,
+        buffers: KeyBuffers,
+        vocab_size: int,
+        pool: GraphPool | None = None,
+    ) -> None:
+        """vocab_size: the target's. pool: captures blocks; by default a pool for the device of the head."""
+        self._head, self._context_product, self._buffers, self._vocab = head, context_product, buffers, vocab_size
+        pool = pool or GraphPool("a block of draft tokens", head.like.device)
+        self._graphs: GraphCache[BlockShape, BlockBuffers, DraftOutput] = GraphCache(pool, MAX_GRAPHS)
+        self._spare_row = buffers.take()
+        buffers.reserve(ROOM_TOKENS, ROOM_ROWS)
+        self._drawn_from = Scratch()
+        self._version = buffers.version
+
+    def draft(self, starts: list[BlockInput]) -> DraftOutput:
+        """A whole block of draft tokens for every sequence; its buffers then hold its states too."""
+        shape = self._shape(starts)
+        self._buffers.reserve(shape.seen)
+        if self._version != self._buffers.version:  # they have moved, and captured blocks write where they were
+            self._graphs.clear()
+            self._version = self._buffers.version
+        graph = self._graphs.get(
+            shape, lambda: BlockBuffers.empty(shape, self._head), lambda buffers: self._work(buffers, shape)
+        )
+        graph.buffers.put(starts, self._spare_row)
+        output = graph.run()
+        count = len(starts)
+        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
+
+    def _shape(self, starts: list[BlockInput]) -> BlockShape:
+        seqs = rounded_up(len(starts), NUM_SEQS)
+        states = rounded_up(max(start.num_states for start in starts), STATES)
+        assert seqs is not None and states is not None, "more sequences or states than a block holds"
+        longest = max(start.length for start in starts) + states + self._head.config.block_size
+        seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
+        return BlockShape(seqs, states, seen, starts[0].uniforms is not None)
+
+    # --- what is captured ---------------------------------------------------------------------------------------------
+
+    def _work(self, given: BlockBuffers, shape: BlockShape) -> DraftOutput:
+        rows = self._rows(given, shape)
+        if not shape.drawn:
+            return DraftOutput(rows.greedy().tokens)
+        probs = self._drawn_from.of((shape.num_seqs, rows.depth, self._vocab), given.facts.device)
+        tokens: list[Tensor] = [rows.anchors]
+        for depth in range(rows.depth):
+            logits = widened(rows.logits(depth, tokens[-1]), self._head.target_ids, self._vocab)
+            probs[:, depth] = torch.softmax(logits / given.temperatures, dim=-1)
+            tokens.append(draw_keyed(probs[:, depth], given.uniforms[:, depth]))
+        return DraftOutput(torch.stack(tokens[1:], dim=1), probs)
+
+    def _rows(self, given: BlockBuffers, shape: BlockShape) -> BlockRows:
+        """The pass over a block, behind the context of the new states. Entries of padding are overwritten or masked."""
+        head, config = self._head, self._head.config
+        row, length, place, count, anchor = given.facts.unbind(dim=1)
+        arange = torch.arange(max(shape.seen, config.block_size), device=given.facts.device)
+        new, block = arange[: shape.num_states], arange[: config.block_size]
+        entries = self._context_product(head.context(given.states), place[:, None] + new)
+        self._buffers.put(row, length[:, None] + new, entries)
+        end, behind = length + count, place + count
+        ids = torch.full((shape.num_seqs, config.block_size), config.mask_token_id, device=given.facts.device)
+        ids[:, 0] = anchor
+        stores = self._buffers.indexed_layers(row, end[:, None] + block, shape.seen, config.num_kv_heads)
+        columns, positions = arange[: shape.seen], behind[:, None] + block
+        mask = (columns < (end + config.block_size)[:, None])[:, None, None]
+        masks = head.layer_masks(mask, positions, (place - length)[:, None] + columns)
+        states = head.forward_block(ids, stores, positions, masks)
+        return block_rows(head, states[:, config.first_row :], anchor)

@@ -1,0 +1,189 @@
+/* A block of a block drafter (heads/dflash.py) in one call: its rows through all layers of the head, behind a context
+ * whose keys and values are cached. Compiled behind cpu_kernels.c, as one source with it.
+ *
+ * A layer may have a convolution around each half of it: a row mixes in rows before it, by weights made of its own input.
+ */
+
+/* base [2 sides, taps, hidden_size], 0: there is none; projection: the weights a row adds, [2 sides, taps, channel groups] */
+typedef struct {
+    const float *base;
+    Linear projection;
+} Convolution;
+
+typedef struct {
+    Layer layer;
+    Convolution attention, mlp;
+} BlockLayer;
+
+/* model: sizes, the cache of one sequence, and a rope with one entry for each row of the block. */
+typedef struct {
+    Model model;
+    const BlockLayer *layers;
+    const float *norm;
+    int32_t num_layers, taps, channels; /* of a group that shares the weights of a convolution */
+    int32_t length, rows, causal;       /* cached tokens before the block; its rows, who see those behind them or not */
+} Block;
+
+/* Beside what layers of a model write: normed rows, outputs of a half of a layer, weights of a convolution. */
+typedef struct {
+    Work work;
+    Input normed;
+    float *mixed, *weights;
+} BlockWork;
+
+typedef struct {
+    const Block *block;
+    float *hidden;
+    BlockWork work;
+    Barrier barrier;
+} BlockJob;
+
+static int weights_per_row(const Block *block) {
+    return 2 * block->taps * (block->model.hidden_size / block->channels);
+}
+
+/* 32 channels of a row after one side of a convolution: Σ (base + weight of the group) · the row so many before. */
+INLINE void convolve(const Block *block, const Convolution *convolution, const float *weights, int side,
+                     const float *x, int64_t row, int column, float32x4_t out[8]) {
+    const int size = block->model.hidden_size, groups = size / block->channels;
+    for (int i = 0; i < 8; i++) out[i] = vdupq_n_f32(0.0f);
+    for (int tap = 0; tap < block->taps && tap <= row; tap++) {
+        const float *base = convolution->base + (int64_t)(side * block->taps + tap) * size + column;
+        const float *added = weights + row * weights_per_row(block) + (side * block->taps + tap) * groups;
+        const float *given = x + (row - tap) * size + column;
+        for (int i = 0; i < 8; i++) {
+            const float32x4_t own = vdupq_n_f32(added[(column + 4 * i) / block->channels]);
+            const float32x4_t kernel = vaddq_f32(vld1q_f32(base + 4 * i), own);
+            out[i] = vfmaq_f32(out[i], kernel, vld1q_f32(given + 4 * i));
+        }
+    }
+}
+
+/* The input of a half of a layer: hidden states normed, and convolved where there is a convolution. */
+static void half_input(const Block *block, const Convolution *convolution, const float *gain, const float *hidden,
+                       BlockWork *work, Barrier *barrier, int thread, int threads) {
+    const Model *model = &block->model;
+    const int per_row = model->hidden_size / GROUP;
+    const Share groups = share_of((int64_t)block->rows * per_row, thread, threads);
+    const Input out = convolution->base ? work->normed : work->work.x;
+    norm_groups(hidden, gain, model->hidden_size, model->eps, out, groups);
+    meet(barrier, threads);
+    if (!convolution->base) return;
+    product(&convolution->projection, work->normed, block->rows, 0, 0, work->weights,
+            work->work.blocks + work->work.block_room * thread, thread, threads);
+    meet(barrier, threads);
+    for (int64_t group = groups.start; group < groups.end; group++) {
+        float32x4_t part[8];
+        convolve(block, convolution, work->weights, 0, work->normed.plain, group / per_row, group % per_row * GROUP,
+                 part);
+        put_group(part, work->work.x, group);
+    }
+    meet(barrier, threads);
+}
+
+/* hidden += the output of a half of a layer, convolved where there is a convolution. */
+static void half_output(const Block *block, const Convolution *convolution, const Linear *linear, const float *bias,
+                        float *hidden, BlockWork *work, Barrier *barrier, int thread, int threads) {
+    const int size = block->model.hidden_size, per_row = size / GROUP;
+    const int convolves = convolution->base != 0;
+    product(linear, work->work.wide, block->rows, bias, !convolves, convolves ? work->mixed : hidden,
+            work->work.blocks + work->work.block_room * thread, thread, threads);
+    meet(barrier, threads);
+    if (!convolves) return;
+    const Share groups = share_of((int64_t)block->rows * per_row, thread, threads);
+    for (int64_t group = groups.start; group < groups.end; group++) {
+        float32x4_t part[8];
+        float *place = hidden + group * GROUP;
+        convolve(block, convolution, work->weights, 1, work->mixed, group / per_row, group % per_row * GROUP, part);
+        for (int i = 0; i < 8; i++) vst1q_f32(place + 4 * i, vaddq_f32(vld1q_f32(place + 4 * i), part[i]));
+    }
+    meet(barrier, threads);
+}
+
+static void run_block_layer(const Block *block, int index, BlockWork *work, float *hidden, Barrier *barrier,
+                            int thread, int threads) {
+    const Model *model = &block->model;
+    const BlockLayer *own = block->layers + index;
+    const Layer *layer = &own->layer;
+    const int64_t rows = block->rows, offset = model->layer_stride * index;
+    const int64_t query_size = (int64_t)model->num_heads * model->head_dim;
+    half_input(block, &own->attention, layer->attention_norm, hidden, work, barrier, thread, threads);
+    product(&layer->qkv, work->work.x, rows, layer->qkv_bias, 0, work->work.qkv,
+            work->work.blocks + work->work.block_room * thread, thread, threads);
+    meet(barrier, threads);
+    place_heads(model, layer, offset, rows, &work->work, thread, threads);
+    meet(barrier, threads);
+    attend(model, offset, rows, &work->work, thread, threads);
+    meet(barrier, threads);
+    round_groups(work->work.attended, work->work.wide, share_of(rows * query_size / GROUP, thread, threads));
+    meet(barrier, threads);
+    half_output(block, &own->attention, &layer->output, layer->output_bias, hidden, work, barrier, thread, threads);
+    half_input(block, &own->mlp, layer->mlp_norm, hidden, work, barrier, thread, threads);
+    product(&layer->gate_up, work->work.x, rows, 0, 0, work->work.both,
+            work->work.blocks + work->work.block_room * thread, thread, threads);
+    meet(barrier, threads);
+    gate_groups(work->work.both, model->intermediate_size, work->work.wide,
+                share_of(rows * model->intermediate_size / GROUP, thread, threads));
+    meet(barrier, threads);
+    half_output(block, &own->mlp, &layer->down, 0, hidden, work, barrier, thread, threads);
+}
+
+static void block_share(void *data) {
+    BlockJob *job = data;
+    const Block *block = job->block;
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), size = block->model.hidden_size;
+    for (int index = 0; index < block->num_layers; index++)
+        run_block_layer(block, index, &job->work, job->hidden, &job->barrier, thread, threads);
+    const Share rows = share_of(block->rows, thread, threads);
+    for (int64_t row = rows.start; row < rows.end; row++)
+        norm_head(job->hidden + row * size, block->norm, size, block->model.eps);
+    meet(&job->barrier, threads);
+}
+
+static int block_needs(const Block *block) {
+    int needs = 0;
+    for (int index = 0; index < block->num_layers; index++) {
+        const BlockLayer *own = block->layers + index;
+        const Layer *layer = &own->layer;
+        needs |= needs_of(&layer->qkv) | needs_of(&layer->output) | needs_of(&layer->gate_up) | needs_of(&layer->down);
+        if (own->attention.base) needs |= needs_of(&own->attention.projection) | needs_of(&own->mlp.projection);
+    }
+    return needs;
+}
+
+/* Every row sees the context, and of the block the rows up to its own or all of them. */
+static void fill_block(const Block *block, Work *work) {
+    for (int key = 0; key < block->length + block->rows; key++) work->slots[key] = key;
+    for (int row = 0; row < block->rows; row++) {
+        const int seen = block->length + (block->causal ? row + 1 : block->rows);
+        work->nodes[row] = (Node){work->slots, 0, seen, 0, row, block->length + row};
+    }
+}
+
+/* hidden [rows, hidden_size]: embeddings of the block, in place through all layers and the last norm. The block's keys and
+   values are written behind the context's. Returns 0, or -1 where memory is short. */
+int paceline_run_block(const Block *block, float *hidden) {
+    const int64_t size = block->model.hidden_size, rows = block->rows;
+    int32_t *parents = malloc(rows * sizeof(int32_t));
+    const Batch batch = {.lengths = &block->length, .counts = &block->rows, .parents = parents, .num_rows = 1,
+                         .num_nodes = block->rows};
+    BlockJob job = {.block = block, .hidden = hidden};
+    const int needs = block_needs(block);
+    if (!parents) return -1;
+    for (int row = 0; row < rows; row++) parents[row] = row - 1;
+    job.work.mixed = malloc(rows * size * sizeof(float));
+    job.work.weights = malloc((rows * weights_per_row(block) + 1) * sizeof(float));
+    const int work_fits = reserve_work(&block->model, &batch, needs, &job.work.work);
+    const int fits = reserve_input(&job.work.normed, rows, size, needs | PLAIN) && work_fits && job.work.mixed &&
+                     job.work.weights;
+    if (fits) {
+        fill_block(block, &job.work.work);
+        GOMP_parallel(block_share, &job, block->model.num_threads, 0);
+    }
+    release_work(&job.work.work);
+    release_input(&job.work.normed);
+    free(job.work.mixed);
+    free(job.work.weights);
+    free(parents);
+    return fits ? 0 : -1;
+}

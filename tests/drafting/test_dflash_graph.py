@@ -1,0 +1,50 @@
+"""Blocks of a DFlash head captured on a GPU. What they compute is tested in test_dflash.py, on any machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.protocols import Drafter
+from paceline.core.sequence import Sequence
+from paceline.drafting import dflash_graph
+from paceline.drafting.dflash import DFlash
+from paceline.drafting.no_draft import NoDraft
+from paceline.runners.native import NativeRunner
+from tests.runners.native.models import tiny
+from tests.support.build import sequence
+from tests.support.dflash import VARIANTS, random_head, tiny_head
+from tests.support.drafter_exactness import engine_of
+
+DEVICE = "cuda"
+
+
+def written(target: NativeRunner, drafter: Drafter, prompts: list[list[int]], k: int) -> list[Sequence]:
+    return engine_of(target, drafter, k).run([sequence(list(prompt), 300) for prompt in prompts])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_captured_blocks_draft_what_launches_would(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts short and long, sequences long enough that the buffers move twice while graphs are there."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(dflash_graph, "ROOM_ROWS", 1)
+    monkeypatch.setattr(dflash_graph, "ROOM_TOKENS", 1)
+    target = NativeRunner.of_model(tiny("llama").to(DEVICE), "tiny", kv_cache_tokens=8192)
+    sizes: dict[str, Any] = {"hidden_size": 48, "target_hidden_size": 48, "vocab_size": 101, "draft_vocab_size": 101}
+    config = replace(tiny_head(variant).config, **sizes, mask_token_id=100)
+    head = random_head(config, scale=0.3).to(DEVICE)
+    prompts = [torch.randint(0, 101, (length,)).tolist() for length in (40, 3, 120)]
+    captured, launched = DFlash(head, target), DFlash(head, target)
+    launched.graphs = None
+    plain = written(target, NoDraft(), prompts, 0)
+    drafted = [written(target, drafter, prompts, 4) for drafter in (captured, launched)]
+    assert captured._buffers.version >= 2
+    for seqs in drafted:
+        assert [seq.generated for seq in seqs] == [seq.generated for seq in plain]
+    accepted = [sum(seq.stats.accepted for seq in seqs) for seqs in drafted]
+    assert accepted[0] == pytest.approx(accepted[1], abs=2)  # products of other shapes round in other ways

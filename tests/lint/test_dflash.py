@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from paceline.heads.checkpoint import Checkpoint, read_checkpoint
-from paceline.lint.dflash import draft
+from paceline.heads.dflash_files import config_of
+from paceline.lint.dflash import draft, readings
 from paceline.lint.run import lint
 from paceline.lint.target import StatedText, TargetFacts, stated
 from paceline.train.teacher import Teacher
@@ -84,7 +85,7 @@ def test_later_drafts_follow_the_tokens_of_the_text() -> None:
 
 @pytest.fixture(scope="module")
 def text() -> StatedText:
-    return stated(Teacher(lopsided_llama()), pieces(letters(4, seed=2)))
+    return stated(Teacher(lopsided_llama(strength=1.0)), pieces(letters(3, seed=2)))
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +110,9 @@ def edited(files: Checkpoint, **changes: Any) -> Checkpoint:
     return replace(files, config={**files.config, **sections, **own})
 
 
-MISTAKES = {
+MISTAKES: dict[str, tuple[dict[str, Any], str | None]] = {
     "correct": ({}, None),
     "layers": ({"target_layer_ids": [1], "aux_hidden_state_layer_ids": [2]}, "layers one lower"),
-    "rows": ({"sample_from_anchor": True}, "rows in place"),
     "mask": ({"mask_token_id": 201}, "mask token 200"),
 }
 
@@ -126,3 +126,18 @@ def test_a_wrong_line_of_a_block_drafter_is_named(text: StatedText, files: Check
     assert result.files.config == files.config
     if named:
         assert result.changes[0].tried.reading.change.startswith("config.json: ")
+        assert result.changes[0].probability < 1e-3
+
+
+def test_every_trap_of_a_block_is_a_reading(files: Checkpoint) -> None:
+    """Rows shifted or in place, causal or not, mask token, block size, scale, layers, rotary layout and base, norms."""
+    names = " ".join(reading.name for reading in readings(files, FACTS))
+    for trap in (
+        "rows shifted by one", "causal on", "mask token 199", "mask token 256", "block size 8", "embedding times",
+        "layers one higher", "layers one lower", "rope interleaved", "rope theta", "norms around zero",
+    ):  # fmt: skip
+        assert trap in names
+    shifted = next(reading for reading in readings(files, FACTS) if reading.name == "rows shifted by one").edit(files)
+    assert config_of(shifted).sample_from_anchor and config_of(shifted).max_draft_tokens == 4
+    causal = next(reading for reading in readings(files, FACTS) if reading.name == "causal on").edit(files)
+    assert config_of(causal).is_causal and not config_of(files).is_causal

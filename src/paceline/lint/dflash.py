@@ -13,7 +13,7 @@ from paceline.errors import PairError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.dflash_files import config_of
-from paceline.lint.reading import TOP, ConfigKey, Reading, choices, config_reading, section_of
+from paceline.lint.reading import TOP, ConfigKey, HeadReading, choices, config_reading, section_of
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 from paceline.lint.transformer_readings import (
@@ -29,7 +29,7 @@ NESTED = (DFLASH_CONFIG, TOP)
 ROWS_AT_A_TIME = 1024  # of blocks, which attend to each other's columns under a mask
 
 
-def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     """Every other reading of a block drafter's checkpoint."""
     config = config_of(checkpoint)
     section = LAYER_CONFIG if section_of(checkpoint.config, LAYER_CONFIG) else TOP
@@ -44,7 +44,7 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     ]
 
 
-def _layers(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) -> list[Reading]:
+def _layers(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) -> list[HeadReading]:
     """speculators' ids are layers whose input is read; z-lab's are layers whose output is read, smaller by one."""
     if "speculators_model_type" in checkpoint.config:
         key, offset = ConfigKey("aux_hidden_state_layer_ids", (TOP,)), 0
@@ -55,7 +55,7 @@ def _layers(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) ->
     return layer_readings(checkpoint, key, layers, facts, offset)
 
 
-def _rows(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) -> list[Reading]:
+def _rows(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) -> list[HeadReading]:
     """What the rows of a block hold, see and predict."""
     size, mask, scale = config.block_size, config.mask_token_id, round(config.hidden_size**0.5, 6)
     shifted = not config.sample_from_anchor
@@ -81,7 +81,7 @@ def _other_causality(config: DFlashConfig) -> list[bool]:
     return [causal for causal in (True, False) if any(layer != causal for layer in now)]
 
 
-def _causal(checkpoint: Checkpoint, causal: bool) -> Reading:
+def _causal(checkpoint: Checkpoint, causal: bool) -> HeadReading:
     """The top level is read before the nested section, and other programs read only that."""
     reading = config_reading(f"causal {'on' if causal else 'off'}", ConfigKey("is_causal"), causal, checkpoint)
 

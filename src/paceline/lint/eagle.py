@@ -13,7 +13,7 @@ from paceline.heads.checkpoint import Checkpoint, number, plain_name
 from paceline.heads.eagle import ChainHead
 from paceline.heads.eagle1 import BEFORE_FINAL_NORM
 from paceline.heads.eagle3 import usual_feature_layers
-from paceline.lint.reading import TOP, ConfigKey, Reading, config_reading, section_of, tensor_reading
+from paceline.lint.reading import TOP, ConfigKey, HeadReading, config_reading, section_of, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 from paceline.lint.transformer_readings import (
@@ -36,7 +36,7 @@ ATTENTION_INPUTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 ROWS_AT_A_TIME = 2048
 
 
-def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     """Every other reading of an EAGLE checkpoint."""
     kind = _eagle3 if eagle3.matches(checkpoint) else _eagle1
     return [
@@ -47,7 +47,7 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     ]
 
 
-def _eagle3(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def _eagle3(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     usual = usual_feature_layers(facts.num_layers)
     layers = tuple(int(layer) for layer in FEATURE_LAYERS.value(checkpoint.config) or usual)
     shifts = layer_readings(checkpoint, FEATURE_LAYERS, layers, facts)
@@ -61,22 +61,22 @@ def _eagle3(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     ]
 
 
-def _usual_layers(checkpoint: Checkpoint, usual: tuple[int, ...]) -> list[Reading]:
+def _usual_layers(checkpoint: Checkpoint, usual: tuple[int, ...]) -> list[HeadReading]:
     return [config_reading("the usual layers", FEATURE_LAYERS, list(usual), checkpoint)]
 
 
-def _eagle1(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def _eagle1(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     before_norm = flipped("states before the final norm {}", ConfigKey(BEFORE_FINAL_NORM), checkpoint)
     return [before_norm, *_reversed("[hidden; embedding]", "fc", ("fc.weight",))]
 
 
-def _reversed(name: str, names: str, endings: tuple[str, ...]) -> list[Reading]:
+def _reversed(name: str, names: str, endings: tuple[str, ...]) -> list[HeadReading]:
     """The two halves of the input in the other order."""
     change = f"exchange the two halves of the columns of {names}"
     return [tensor_reading(name, change, endings, lambda weight: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1))]
 
 
-def _embedding_readings(checkpoint: Checkpoint) -> list[Reading]:
+def _embedding_readings(checkpoint: Checkpoint) -> list[HeadReading]:
     """A head's own embedding may be that of another model."""
     names = [name for name in checkpoint.tensors if plain_name(name) == "embed_tokens.weight"]
 
@@ -84,10 +84,10 @@ def _embedding_readings(checkpoint: Checkpoint) -> list[Reading]:
         return replace(files, tensors={name: value for name, value in files.tensors.items() if name not in names})
 
     change = "model.safetensors: leave out embed_tokens.weight, the target's own embedding fits better"
-    return [Reading("the target's embedding", change, without)] if names else []
+    return [HeadReading("the target's embedding", change, without)] if names else []
 
 
-def _rotary_readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def _rotary_readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     section = LAYER_CONFIG if section_of(checkpoint.config, LAYER_CONFIG) else TOP
     theta = ConfigKey("rope_theta", (section, f"{section}.rope_parameters" if section else "rope_parameters"))
     key = ConfigKey("head_dim", (section,))

@@ -21,7 +21,7 @@ from paceline.errors import OptionError
 from paceline.lint.comparison import Acceptance, error_probability
 from paceline.lint.run import ALPHA, LintResult, TriedReading, acceptance
 from paceline.lint.target import StatedText
-from paceline.lint.text import Answer
+from paceline.lint.text import WrittenAnswer
 
 OpenEngine = Callable[[EngineConfig], Engine]
 MOST_POSITIONS = 8  # draft tokens of a step that are followed here
@@ -87,7 +87,7 @@ class ServerComparison:
 
 
 def compare_server(
-    url: str, model: str, answers: list[Answer], text: StatedText, result: LintResult, open_engine: OpenEngine
+    url: str, model: str, answers: list[WrittenAnswer], text: StatedText, result: LintResult, open_engine: OpenEngine
 ) -> ServerComparison:
     """Let the server answer the same prompts. Raises OptionError where it tells nothing of draft tokens."""
     config = EngineConfig.create(engine="http", engine_options={"url": url, "tokenizer": model})
@@ -104,10 +104,10 @@ def compare_server(
     return ServerComparison(url, server, here, alike if here.z(server) > 0 else None)
 
 
-async def _answered(engine: Engine, answers: list[Answer]) -> SpecStats:
+async def _answered(engine: Engine, answers: list[WrittenAnswer]) -> SpecStats:
     """The server's counts over the answers, all asked for at once."""
 
-    async def counts(answer: Answer) -> SpecStats:
+    async def counts(answer: WrittenAnswer) -> SpecStats:
         seq, stats = answer.seq, SpecStats()
         request = Request(seq.tokens[: seq.start], SamplingParams(0.0), len(seq.tokens) - seq.start)
         async for output in engine.generate(request):

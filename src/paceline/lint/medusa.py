@@ -13,7 +13,7 @@ from torch.nn import functional
 from paceline.errors import PairError
 from paceline.heads.checkpoint import Checkpoint, plain_name
 from paceline.heads.medusa import MedusaHeads
-from paceline.lint.reading import Reading, tensor_reading
+from paceline.lint.reading import HeadReading, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 from paceline.train.task import in_parts
@@ -22,7 +22,7 @@ INDEX = re.compile(r"((?:model\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..*)")  # the 
 ROWS_AT_A_TIME = 1024
 
 
-def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     """Heads may be stored in the other order, count from the next token, or have a map of offsets."""
     last = max((int(match[2]) for match in map(INDEX.fullmatch, checkpoint.tensors) if match), default=0)
     numberings = [
@@ -32,7 +32,7 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
     return [*(numberings if last else []), *_map_readings(checkpoint)]
 
 
-def _renumbered(name: str, change: str, new_index: Callable[[int], int]) -> Reading:
+def _renumbered(name: str, change: str, new_index: Callable[[int], int]) -> HeadReading:
     """Tensors under new numbers; those of numbers below 0 are left out."""
 
     def renamed(tensor: str) -> str | None:
@@ -46,10 +46,10 @@ def _renumbered(name: str, change: str, new_index: Callable[[int], int]) -> Read
         names = {key: renamed(key) for key in files.tensors}
         return replace(files, tensors={new: files.tensors[key] for key, new in names.items() if new is not None})
 
-    return Reading(name, f"the weights: {change}", edit)
+    return HeadReading(name, f"the weights: {change}", edit)
 
 
-def _map_readings(checkpoint: Checkpoint) -> list[Reading]:
+def _map_readings(checkpoint: Checkpoint) -> list[HeadReading]:
     """token_map holds ids of the target; EAGLE's d2t holds offsets, and a converter may have copied those."""
     if not any(plain_name(name) == "token_map" for name in checkpoint.tensors):
         return []

@@ -7,7 +7,7 @@ import torch
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.mtp import BEFORE_FINAL_NORM
 from paceline.lint.eagle import draft
-from paceline.lint.reading import ConfigKey, Reading, tensor_reading
+from paceline.lint.reading import ConfigKey, HeadReading, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import TargetFacts
 from paceline.lint.transformer_readings import flipped, norm_readings
@@ -16,7 +16,7 @@ FUSION = ("fc.weight", "eh_proj.weight", "input_proj.weight")
 BEFORE_NORM = ConfigKey(BEFORE_FINAL_NORM)
 
 
-def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[Reading]:
+def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
     """States before or after the target's final norm, the order of the two inputs, norms around zero."""
     change = "exchange the two halves of the columns of the matrix that joins embedding and state"
     return [

@@ -19,7 +19,7 @@ TOP = ""  # the config itself, as the name of a section
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class HeadReading:
     """One way to read a head.
 
     name    short, for the table of the report
@@ -75,16 +75,16 @@ def section_of(config: Mapping[str, Any], section: str) -> Any:
     return part
 
 
-def config_reading(name: str, key: ConfigKey, value: Any, checkpoint: Checkpoint) -> Reading:
+def config_reading(name: str, key: ConfigKey, value: Any, checkpoint: Checkpoint) -> HeadReading:
     """The same head with another value of one line."""
 
     def edit(files: Checkpoint) -> Checkpoint:
         return replace(files, config=key.written(files.config, value))
 
-    return Reading(name, key.line(checkpoint.config, value), edit)
+    return HeadReading(name, key.line(checkpoint.config, value), edit)
 
 
-def tensor_reading(name: str, change: str, endings: Iterable[str], function: Callable[[Tensor], Tensor]) -> Reading:
+def tensor_reading(name: str, change: str, endings: Iterable[str], function: Callable[[Tensor], Tensor]) -> HeadReading:
     """The same head with the tensors of these names changed. endings: how their names end."""
     ends = tuple(endings)
 
@@ -92,10 +92,10 @@ def tensor_reading(name: str, change: str, endings: Iterable[str], function: Cal
         changed = {key: function(value) for key, value in files.tensors.items() if key.endswith(ends)}
         return replace(files, tensors={**files.tensors, **changed})
 
-    return Reading(name, f"model.safetensors: {change}", edit)
+    return HeadReading(name, f"model.safetensors: {change}", edit)
 
 
-def choices(name: str, key: ConfigKey, values: Iterable[Any], checkpoint: Checkpoint, now: Any) -> list[Reading]:
+def choices(name: str, key: ConfigKey, values: Iterable[Any], checkpoint: Checkpoint, now: Any) -> list[HeadReading]:
     """One reading for each of these values that the head does not have now. name: with one gap for the value."""
     others = [value for value in dict.fromkeys(values) if value is not None and value != now]
     return [config_reading(name.format(value), key, value, checkpoint) for value in others]

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.errors import OptionError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import HeadSpec, spec_of
-from paceline.lint.reading import Reading
+from paceline.lint.reading import HeadReading
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 
 
@@ -27,7 +27,7 @@ class HeadLint:
     """
 
     kinds: tuple[str, ...]
-    readings: Callable[[Checkpoint, TargetFacts], list[Reading]]
+    readings: Callable[[Checkpoint, TargetFacts], list[HeadReading]]
     draft: Callable[[Any, StatedText, Anchors, int], Tensor]
 
 

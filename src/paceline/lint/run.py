@@ -11,7 +11,7 @@ from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import spec_of
 from paceline.lint.comparison import Acceptance, error_probability, paired
-from paceline.lint.reading import Reading
+from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
 from paceline.lint.target import StatedText, TargetFacts
 
@@ -33,7 +33,7 @@ class TriedReading:
     error       why it does not load
     """
 
-    reading: Reading
+    reading: HeadReading
     acceptance: Acceptance | None
     gain: float = 0.0
     z: float = 0.0
@@ -80,7 +80,7 @@ class LintResult:
 
 
 Watcher = Callable[[TriedReading], None]
-AS_GIVEN = Reading("as the files say", "", lambda files: files)
+AS_GIVEN = HeadReading("as the files say", "", lambda files: files)
 
 
 def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Watcher = lambda _: None) -> LintResult:
@@ -139,14 +139,14 @@ class _Trial:
         self._text, self._files, self._base = text, files, base.acceptance
         self._first = _first_part(text)
 
-    def all(self, readings: list[Reading], watch: Watcher) -> list[TriedReading]:
+    def all(self, readings: list[HeadReading], watch: Watcher) -> list[TriedReading]:
         tried = []
         for reading in readings:
             tried.append(self._tried(reading))
             watch(tried[-1])
         return tried
 
-    def _tried(self, reading: Reading) -> TriedReading:
+    def _tried(self, reading: HeadReading) -> TriedReading:
         """On the first part, and where that does not show it to be worse, on the whole text."""
         try:
             files = reading.edit(self._files)
@@ -156,7 +156,7 @@ class _Trial:
         except (WeightsError, OptionError) as error:
             return TriedReading(reading, None, error=str(error))
 
-    def _compared(self, reading: Reading, other: Acceptance) -> TriedReading:
+    def _compared(self, reading: HeadReading, other: Acceptance) -> TriedReading:
         base = Acceptance(self._base.lengths[: other.num_anchors], self._base.k)
         return TriedReading(reading, other, other.tokens_per_step - base.tokens_per_step, paired(other, base))
 

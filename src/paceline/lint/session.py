@@ -14,7 +14,7 @@ from paceline.lint.comparison import paired
 from paceline.lint.report import TemplateNote
 from paceline.lint.run import acceptance
 from paceline.lint.target import StatedText, stated
-from paceline.lint.text import Answer, file_text, without_template, written_answers
+from paceline.lint.text import WrittenAnswer, file_text, without_template, written_answers
 from paceline.runners.loading import load_model
 from paceline.train.engine_writer import BuildEngine
 from paceline.train.placement import target_dtype
@@ -43,7 +43,7 @@ class LintText:
     """The text with its states; answers: empty where it came from a file."""
 
     stated: StatedText
-    answers: list[Answer]
+    answers: list[WrittenAnswer]
     origin: str
 
 
@@ -61,7 +61,7 @@ def lint_text(target: TrainingTarget, build: BuildEngine, options: TextOptions, 
     """The text a head is read on, with the target's states over it."""
     if options.path is not None:
         seqs = file_text(options.path, Tokenizer(target.tokenizer), options.num_tokens)
-        answers, origin = list[Answer](), options.path
+        answers, origin = list[WrittenAnswer](), options.path
     else:
         stage(f"{target.name} writes about {options.num_tokens} tokens")
         answers = written_answers(target, build, options.num_tokens, options.seed)

@@ -21,7 +21,7 @@ PIECE = 256  # tokens of a file that are read as one sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WrittenAnswer:
     """A prompt of the built-in set and the target's greedy answer to it."""
 
     prompt: WorkloadPrompt
@@ -32,21 +32,21 @@ class Answer:
         return len(self.seq.tokens) - self.seq.start
 
 
-def written_answers(target: TrainingTarget, build: BuildEngine, num_tokens: int, seed: int = 0) -> list[Answer]:
+def written_answers(target: TrainingTarget, build: BuildEngine, num_tokens: int, seed: int = 0) -> list[WrittenAnswer]:
     """About so many tokens that the target writes. seed: chooses the prompts."""
     tokenizer = Tokenizer(target.tokenizer)
     encoded = [(prompt, prompt.encode(tokenizer)) for prompt in _prompts(seed)]
     usable = [(prompt, ids) for prompt, ids in encoded if len(ids) <= LONGEST_PROMPT]
     max_len = LONGEST_PROMPT + ANSWER_TOKENS
     writers = EngineWriters(build, target.model, target.tokenizer, CollectOptions(max_seq_len=max_len))
-    answers: list[Answer] = []
+    answers: list[WrittenAnswer] = []
     while usable and (missing := num_tokens - sum(answer.num_tokens for answer in answers)) > 0:
         count = -(-missing // ANSWER_TOKENS)
         batch, usable = usable[:count], usable[count:]
         plans = [answer_plan(ids, 0.0, len(ids) + ANSWER_TOKENS, tag) for tag, (_, ids) in enumerate(batch)]
         generated = writers.open(WriterLimits(len(plans), max_len)).write(iter(plans), lambda: False)
         for seq in sorted(generated, key=lambda seq: seq.plan.tag):
-            answers.append(Answer(batch[seq.plan.tag][0], TrainingSequence(seq.tokens, seq.start, greedy=True)))
+            answers.append(WrittenAnswer(batch[seq.plan.tag][0], TrainingSequence(seq.tokens, seq.start, greedy=True)))
     return answers
 
 
@@ -70,7 +70,7 @@ def file_text(path: str, tokenizer: Tokenizer, num_tokens: int) -> list[Training
     return seqs
 
 
-def without_template(answers: list[Answer], tokenizer: Tokenizer) -> list[TrainingSequence]:
+def without_template(answers: list[WrittenAnswer], tokenizer: Tokenizer) -> list[TrainingSequence]:
     """The answers of chat prompts after the bare text of their prompts."""
     seqs = []
     for answer in answers:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.heads.checkpoint import Checkpoint, plain_name
-from paceline.lint.reading import ConfigKey, Reading, choices, config_reading, tensor_reading
+from paceline.lint.reading import ConfigKey, HeadReading, choices, config_reading, tensor_reading
 from paceline.lint.target import TargetFacts
 
 USUAL_THETAS = (10_000.0, 1_000_000.0)
@@ -14,19 +14,19 @@ PROJECTIONS = tuple(f"self_attn.{name}_proj.{part}" for name in "qk" for part in
 ROTATED = (*PROJECTIONS, "self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
-def theta_readings(checkpoint: Checkpoint, key: ConfigKey, facts: TargetFacts) -> list[Reading]:
+def theta_readings(checkpoint: Checkpoint, key: ConfigKey, facts: TargetFacts) -> list[HeadReading]:
     """The target's rotary base and the usual ones."""
     now = float(key.value(checkpoint.config, 10_000.0))
     return choices("rope theta {:g}", key, (facts.rope_theta, *USUAL_THETAS), checkpoint, now)
 
 
-def head_dim_readings(checkpoint: Checkpoint, key: ConfigKey, now: int, facts: TargetFacts) -> list[Reading]:
+def head_dim_readings(checkpoint: Checkpoint, key: ConfigKey, now: int, facts: TargetFacts) -> list[HeadReading]:
     """The other sizes of attention heads that fill the rows evenly. now: the size read from the files."""
     sizes = [size for size in (facts.head_dim, now // 2, now * 2) if _fits(checkpoint, size)]
     return choices("head_dim {}", key, sizes, checkpoint, now)
 
 
-def rotary_order_readings(checkpoint: Checkpoint, head_dim: int) -> list[Reading]:
+def rotary_order_readings(checkpoint: Checkpoint, head_dim: int) -> list[HeadReading]:
     """Rows whose rotated partners are neighbours instead of half a head apart, and rows that were reordered twice."""
     if not _fits(checkpoint, head_dim):
         return []
@@ -64,11 +64,11 @@ def pairs_of_halves(rows: Tensor, head_dim: int) -> Tensor:
     return halved.transpose(1, 2).reshape(rows.shape)
 
 
-def norm_readings(checkpoint: Checkpoint) -> list[Reading]:
+def norm_readings(checkpoint: Checkpoint) -> list[HeadReading]:
     """Norms that are stored around zero, or that a converter has shifted once too often."""
     names = [name for name in checkpoint.tensors if name.endswith("norm.weight")]
 
-    def shifted(name: str, change: str, by: float) -> Reading:
+    def shifted(name: str, change: str, by: float) -> HeadReading:
         return tensor_reading(name, change, names, lambda weight: (weight.float() + by).to(weight.dtype))
 
     readings = [
@@ -80,7 +80,7 @@ def norm_readings(checkpoint: Checkpoint) -> list[Reading]:
 
 def layer_readings(
     checkpoint: Checkpoint, key: ConfigKey, layers: tuple[int, ...], facts: TargetFacts, offset: int = 0
-) -> list[Reading]:
+) -> list[HeadReading]:
     """States one layer higher or lower, from low to high, or in the other order.
 
     layers  indices of the entering states that are read now; the config holds them less `offset`
@@ -98,13 +98,13 @@ def layer_readings(
     ]
 
 
-def flipped(name: str, key: ConfigKey, checkpoint: Checkpoint, default: bool = False) -> Reading:
+def flipped(name: str, key: ConfigKey, checkpoint: Checkpoint, default: bool = False) -> HeadReading:
     """The other value of a switch. name: with one gap for `on` or `off`."""
     value = not bool(key.value(checkpoint.config, default))
     return config_reading(name.format("on" if value else "off"), key, value, checkpoint)
 
 
-def vocabulary_readings(checkpoint: Checkpoint) -> list[Reading]:
+def vocabulary_readings(checkpoint: Checkpoint) -> list[HeadReading]:
     """d2t may hold ids of the target instead of offsets."""
     if not any(plain_name(name) == "d2t" for name in checkpoint.tensors):
         return []

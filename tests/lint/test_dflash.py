@@ -85,7 +85,7 @@ def test_later_drafts_follow_the_tokens_of_the_text() -> None:
 
 @pytest.fixture(scope="module")
 def text() -> StatedText:
-    return stated(Teacher(lopsided_llama(strength=1.0)), pieces(letters(3, seed=2)))
+    return stated(Teacher(lopsided_llama(strength=1.0)), pieces(letters(2, seed=2)))
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,13 @@ def training(text: StatedText) -> StatedText:
     return training_text(text.teacher)
 
 
-@pytest.fixture(scope="module", params=["original", "speculators"])
-def files(request: Any, training: StatedText, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    folder: Path = tmp_path_factory.mktemp("dflash") / "head"
-    return read_checkpoint(write_dflash(folder, training, layout=request.param))
+@pytest.fixture(scope="module")
+def layouts(training: StatedText, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder: Path = tmp_path_factory.mktemp("dflash")
+    return {
+        layout: read_checkpoint(write_dflash(folder / layout, training, layout=layout))
+        for layout in ("original", "speculators")
+    }
 
 
 def edited(files: Checkpoint, **changes: Any) -> Checkpoint:
@@ -118,8 +121,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_line_of_a_block_drafter_is_named(text: StatedText, files: Checkpoint, mistake: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "mistake"), [("original", "correct"), ("original", "mask"), ("speculators", "layers")]
+)
+def test_a_wrong_line_of_a_block_drafter_is_named(
+    text: StatedText, layouts: dict[str, Checkpoint], layout: str, mistake: str
+) -> None:
+    files = layouts[layout]
     changes, named = MISTAKES[mistake]
     result = lint(edited(files, **changes), text, FACTS)
     assert [change.tried.reading.name for change in result.changes] == ([named] if named else [])
@@ -129,8 +137,10 @@ def test_a_wrong_line_of_a_block_drafter_is_named(text: StatedText, files: Check
         assert result.changes[0].probability < 1e-3
 
 
-def test_every_trap_of_a_block_is_a_reading(files: Checkpoint) -> None:
+@pytest.mark.parametrize("layout", ["original", "speculators"])
+def test_every_trap_of_a_block_is_a_reading(layouts: dict[str, Checkpoint], layout: str) -> None:
     """Rows shifted or in place, causal or not, mask token, block size, scale, layers, rotary layout and base, norms."""
+    files = layouts[layout]
     names = " ".join(reading.name for reading in readings(files, FACTS))
     for trap in (
         "rows shifted by one", "causal on", "mask token 199", "mask token 256", "block size 8", "embedding times",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.heads.dflash import DFlashHead
 from paceline.train import block_loss
-from paceline.train.block_loss import BlockLoss, BlockRows, drafts_of, position_weights
+from paceline.train.block_loss import BlockLoss, TrainedRows, drafts_of, position_weights
 from paceline.train.losses import TeacherTargets
 from tests.heads.dflash_reference import random_head
 
@@ -30,13 +30,13 @@ def targets_of(head: DFlashHead) -> TeacherTargets:
     return TeacherTargets(0.8 * probs / probs.sum(dim=-1, keepdim=True), best)
 
 
-def rows_of(head: DFlashHead) -> BlockRows:
+def rows_of(head: DFlashHead) -> TrainedRows:
     states = torch.randn(ROWS, head.config.hidden_size, dtype=torch.float64)
     before = torch.randint(0, head.config.vocab_size, (ROWS,))
-    return BlockRows(states, torch.randint(0, LABELS, (ROWS,)), before, torch.rand(ROWS, dtype=torch.float64))
+    return TrainedRows(states, torch.randint(0, LABELS, (ROWS,)), before, torch.rand(ROWS, dtype=torch.float64))
 
 
-def plain_row(head: DFlashHead, targets: TeacherTargets, greedy_weight: float, rows: BlockRows, index: int) -> float:
+def plain_row(head: DFlashHead, targets: TeacherTargets, greedy_weight: float, rows: TrainedRows, index: int) -> float:
     """One row: -Σ label·log q, and with a selector the cross entropy among the candidates."""
     logits, best = head.logits(rows.states[index]), int(targets.best[rows.label[index]])
     log_q = torch.log_softmax(logits, dim=-1)

@@ -28,6 +28,11 @@ DATA = ["--sequences", "SEQUENCES", "--answer-tokens", "1"]
         (["exit-adapter", "--draft-vocab-size", "9"], "unrecognized arguments: --draft-vocab-size"),
         (["llama"], "invalid choice: 'llama'"),
         (["medusa", "--steps", "-1"], "--steps cannot be -1"),
+        (["dflash", "--optimizer", "sgd"], "there is no optimizer 'sgd'; choose adamw or muon"),
+        (["dflash2", "--block-attention", "both"], "--block-attention is bidirectional or causal, not both"),
+        (["dflash", "--block-size", "1"], "--block-size is 2 or more"),
+        (["dflash", "--greedy-share", "2"], "--greedy-share lies between 0 and 1, not at 2.0"),
+        (["eagle", "TARGET", "--continue-from", "nowhere", *DATA], "there is no directory nowhere"),
         (["draft-model", "--resume"], "holds no training to resume"),
         (["exit-adapter", "TARGET", "--exit-layer", "4", *DATA], "after layer 1 to 3"),
         (["draft-model", "TARGET", "--hidden-size", "30", *DATA], "that 8 divides"),
@@ -54,7 +59,7 @@ def test_progress_is_printed_where_there_is_no_terminal(
 ) -> None:
     data = tmp_path / "my.jsonl"
     data.write_text("".join(json.dumps({"text": letter * 40 + "!"}) + "\n" for letter in "abcdefgh"))
-    arguments = [target_folder, "--data", data, "--steps", 2, "--batch-tokens", 256, "--minutes", 5]
+    arguments = [target_folder, "--from", data, "--steps", 2, "--batch-tokens", 256, "--minutes", 5]
     status, output = train("exit-adapter", "--out", tmp_path / "out", *arguments)
     assert status == 0
     assert "training exit-adapter on 7 sequences, 1 held out" in output.err and "step 1, loss" in output.err
@@ -131,7 +136,7 @@ def test_options_are_the_same_from_their_recorded_values() -> None:
 
 
 def test_unknown_kinds_and_options_are_refused() -> None:
-    with pytest.raises(OptionError, match="eagle, medusa, draft-model, exit-adapter"):
+    with pytest.raises(OptionError, match="eagle, dflash, dflash2, medusa, draft-model, exit-adapter"):
         TrainOptions.of("llama", "out")
     with pytest.raises(OptionError, match="no option exit_layer"):
         TrainOptions.of("eagle", "out", {"exit_layer": 2})

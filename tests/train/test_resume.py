@@ -141,6 +141,36 @@ def test_a_checkpoint_of_other_data_or_half_a_checkpoint_is_refused(tmp_path: Pa
         TrainingLoop(Bigram(), counting(), tmp_path, options).run(resume=True)
 
 
+class Fading(Bigram):
+    """A task whose drafts get worse from its second measurement on, while its loss falls."""
+
+    measured = 0
+
+    def draft_tokens(self, batch: Any) -> torch.Tensor:
+        self.measured += 1
+        best = (batch.tokens + 1) % 16
+        right = chained_drafts(best, 2)
+        return right if self.measured <= 2 else right + 1
+
+
+def test_training_stops_by_acceptance_and_ends_with_the_best_weights(tmp_path: Path) -> None:
+    task, exported = Fading(), []
+    options = LoopOptions(50, batch_tokens=256, eval_every=2, patience=3, learning_rate=0.1)
+    loop = TrainingLoop(
+        task, counting(), tmp_path, options, watch_best=lambda history: exported.append(history.best.step)
+    )
+    history = loop.run()
+    assert history.step == 6 and history.losses[-1] < history.losses[0], "three measurements were worse than the first"
+    assert history.best.step == 0 and exported == [0]
+    assert not task.module.weight.any(), "the weights of the best measurement, which are the first"
+
+
+def test_a_second_best_measurement_replaces_the_first(tmp_path: Path) -> None:
+    task = Bigram()
+    history = TrainingLoop(task, counting(), tmp_path, LoopOptions(8, batch_tokens=256, learning_rate=0.1)).run()
+    assert history.best.step > 0 and bool(task.module.weight.any())
+
+
 def test_time_alone_can_end_a_training(tmp_path: Path) -> None:
     times_left: list[float] = []
     options = LoopOptions(minutes=0.005, batch_tokens=256)

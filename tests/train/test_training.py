@@ -16,10 +16,12 @@ import torch
 from paceline import cli
 from paceline.core.protocols import Drafter
 from paceline.core.stats import SpecStats
+from paceline.drafting.dflash import DFlash
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.medusa import Medusa
+from paceline.heads.dflash import DFlashHead
 from paceline.heads.eagle3 import Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter
 from paceline.heads.medusa import MedusaHeads
@@ -32,9 +34,12 @@ from paceline.train.run import TrainOptions, open_target, recorded_options
 from tests.support.drafter_exactness import assert_unchanged
 from tests.train.conftest import PROMPT_LEN, SEQ_LEN, greedy_sequences, random_prompts, small_training
 
-STEPS = {"eagle": 40, "medusa": 40, "draft-model": 60, "exit-adapter": 40}
+STEPS = {"eagle": 40, "dflash": 40, "dflash2": 40, "medusa": 40, "draft-model": 60, "exit-adapter": 40}
+BLOCKS: list[object] = ["--draft-vocab-size", 128, "--num-layers", 1, "--block-size", 4, "--anchors", 16]
 SIZES: dict[str, list[object]] = {
     "eagle": ["--draft-vocab-size", 128, "--ttt-steps", 3],
+    "dflash": BLOCKS,
+    "dflash2": [*BLOCKS, "--selector-rank", 8, "--block-attention", "causal"],
     "medusa": ["--num-medusa-heads", 3],
     "draft-model": ["--num-layers", 1, "--hidden-size", 32],
     "exit-adapter": ["--exit-layer", 1],
@@ -105,6 +110,9 @@ def drafters(kind: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafte
     """The drafter through each layout it was written in."""
     if kind == "eagle":
         return {name: Eagle(load_head(run.folder / name, Eagle3Head), target) for name in (".", "speculators")}
+    if kind.startswith("dflash"):
+        layouts = (".", "speculators") if kind == "dflash" else (".",)  # speculators has no causal blocks
+        return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in layouts}
     if kind == "medusa":
         return {name: Medusa(load_head(run.folder / name, MedusaHeads), target, branches=1) for name in (".", "vllm")}
     if kind == "exit-adapter":
@@ -144,6 +152,19 @@ def measured(run: Run, seqs: list[Any]) -> SpecStats:
     state = torch.load(run.folder / "training" / "checkpoint.pt", weights_only=True)
     task.module.load_state_dict(state["module"])
     return measure(task, BatchSampler(Corpus.of(seqs), 2048, 0).once(), k=CHAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", trainer_names())
+def test_a_training_goes_on_from_a_trained_drafter(
+    kind: str, trained: Callable[[str], Run], target_folder: Path, sequences_folder: Path, tmp_path: Path
+) -> None:
+    """Before its first step it accepts what the trained one accepts, but for the rounding of the file to bf16."""
+    run = trained(kind)
+    arguments = [kind, *small_training(target_folder, sequences_folder, 1), *SIZES[kind], "--out", tmp_path / "out"]
+    document = train_json([*arguments, "--continue-from", run.folder, "--learning-rate", 1e-6])
+    assert document["tokens_per_step_untrained"] == pytest.approx(run.document["tokens_per_step"], rel=0.05)
+    assert f"went on from {run.folder.name}" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_counted_steps_are_those_of_greedy_decoding() -> None:

@@ -40,7 +40,7 @@ from paceline.drafting.eagle_graph import widened
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.errors import OptionError, PairError
+from paceline.errors import PairError
 from paceline.heads.attention import KeyValues
 from paceline.heads.compiled_block import compiled_block, rope_of
 from paceline.heads.dflash import ContextProduct, DFlashHead

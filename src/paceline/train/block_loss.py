@@ -15,7 +15,7 @@ VALUES_AT_A_TIME = 2**30  # logits that exist at once
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockRows:
+class TrainedRows:
     """Drafting rows, each with what it should predict.
 
     states  [rows, hidden_size] of the head
@@ -44,7 +44,7 @@ class BlockLoss:
     greedy_weight: float
     selector_weight: float = 1.0
 
-    def mean(self, rows: BlockRows) -> Tensor:
+    def mean(self, rows: TrainedRows) -> Tensor:
         """Weighted mean over the rows."""
         columns = (rows.states, rows.label, rows.before, rows.weight)
         rows_at_a_time = max(1, VALUES_AT_A_TIME // self.head.config.draft_vocab_size)

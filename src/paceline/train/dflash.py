@@ -18,7 +18,7 @@ from paceline.heads.dflash import DFlashConfig, DFlashHead, usual_target_layers
 from paceline.heads.registry import load_head, save_head
 from paceline.runners.loading import eos_token_ids_of
 from paceline.train.anchor_blocks import AnchorBlocks, block_states, possible_anchors, random_order
-from paceline.train.block_loss import BlockLoss, BlockRows, drafts_of, position_weights
+from paceline.train.block_loss import BlockLoss, TrainedRows, drafts_of, position_weights
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget
@@ -185,13 +185,15 @@ class DFlashTask:
         del states
         return BlockLoss(self.head, targets, options.greedy_weight).mean(rows)
 
-    def _rows(self, batch: TrainingBatch, blocks: AnchorBlocks, answers: Positions, states: Tensor) -> BlockRows:
+    def _rows(self, batch: TrainingBatch, blocks: AnchorBlocks, answers: Positions, states: Tensor) -> TrainedRows:
         """The drafting rows whose token exists."""
-        chunk, block, row = (blocks.valid[..., None] & blocks.inside(batch.lengths)[..., 1:]).nonzero(as_tuple=True)
+        chosen = blocks.valid[..., None] & blocks.inside(batch.lengths)[..., 1:]
+        chunk, block, row = chosen.nonzero(as_tuple=True)
         seq, before = blocks.seq[chunk], blocks.anchors[chunk, block] + row
         weights = position_weights(blocks.block_size, self.options.decay, states.device)
         label = answers.numbered(batch.tokens.shape)[seq, before]
-        return BlockRows(states[chunk, block, row], label, batch.tokens[seq, before], weights[row])
+        chosen_states = states.flatten(0, 2).index_select(0, chosen.flatten().nonzero().flatten())
+        return TrainedRows(chosen_states, label, batch.tokens[seq, before], weights[row])
 
     @torch.no_grad()
     def draft_tokens(self, batch: TrainingBatch) -> Tensor:

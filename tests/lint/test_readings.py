@@ -86,14 +86,15 @@ def test_states_before_and_after_the_final_norm_are_told_apart(
 def test_the_layer_that_a_head_was_trained_on_is_found(
     text: StatedText, training: StatedText, tmp_path: Path, planted: int, named: str | None
 ) -> None:
+    """Only layers are asked for: the norms of a head that was solved for, not trained, are not the best there are."""
     files = read_checkpoint(write_eagle3(tmp_path / "head", training, layer=1))
     config = {**files.config, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [planted]}}
     result = lint(replace(files, config=config), text, FACTS)
-    assert changes(result) == ([named] if named else [])
+    assert [name for name in changes(result) if name.startswith("layers")] == ([named] if named else [])
     if named:
         line = f'config.json: "eagle_config.eagle_aux_hidden_state_layer_ids": [1], not [{planted}]'
-        assert result.changes[0].tried.reading.change == line
-        assert result.changes[0].probability < 1e-4
+        [change] = [entry for entry in result.changes if entry.tried.reading.name == named]
+        assert change.tried.reading.change == line and change.probability < 1e-4
 
 
 def test_medusa_heads_in_the_other_order_are_found(walk: StatedText, medusa: Checkpoint) -> None:

@@ -7,6 +7,7 @@ through `distribution`, those with the same settings together, and through the a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -99,7 +100,8 @@ class Argmaxes:
     trees: list[DraftTree]
     argmax: list[int]  # of every row of the pass
     tokens: list[int]  # of every node of the trees
-    sizes: list[int]  # rows of the pass a sequence
+    first_rows: list[int]  # of each sequence among those of the pass
+    first_nodes: list[int]  # of each sequence among those of the trees
 
     @classmethod
     def of(cls, trees: list[DraftTree], output: ModelOutput) -> Argmaxes:
@@ -107,12 +109,12 @@ class Argmaxes:
         argmax = output.logits.argmax(dim=-1) if output.best is None else output.best
         tokens = torch.cat([tree.tokens.to(argmax.device, non_blocking=True) for tree in trees])
         numbers = torch.cat([argmax, tokens]).tolist()
-        return cls(trees, numbers[: argmax.shape[0]], numbers[argmax.shape[0] :], output.sizes)
+        first_nodes = list(accumulate(map(len, trees), initial=0))
+        first_rows = list(accumulate(output.sizes, initial=0))
+        return cls(trees, numbers[: argmax.shape[0]], numbers[argmax.shape[0] :], first_rows, first_nodes)
 
     def verify(self, index: int) -> VerifyResult:
-        tree = self.trees[index]
-        row = sum(self.sizes[:index])
-        first = sum(len(other) for other in self.trees[:index])
+        tree, row, first = self.trees[index], self.first_rows[index], self.first_nodes[index]
         tokens = self.tokens[first : first + tree.num_draft_tokens]
         argmax = self.argmax[row : row + tree.num_draft_tokens + 1]
         return verify_greedy(tokens, tree.parents[: tree.num_draft_tokens], argmax)

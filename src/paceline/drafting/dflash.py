@@ -77,7 +77,6 @@ class DFlash(Drafter):
         target.expose(features=head.config.feature_layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
-        self._device = self._target_ids.device
         self._context_product = ContextProduct(head)
         heads = head.config.num_layers * head.config.num_kv_heads  # of all layers side by side
         self._buffers = KeyBuffers(heads, head.config.head_dim, head.like)
@@ -88,8 +87,12 @@ class DFlash(Drafter):
         self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded
         self._states_confidence = False
 
+    @property
+    def _device(self) -> torch.device:
+        return self._target_ids.device
+
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        """Where the host waits for nothing, confidences are free, and only those tokens of a block are sent that pay."""
+        """Where the host waits for nothing, confidences are free: only those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
 
     def _block_graphs(self, pool: GraphPool | None = None) -> BlockGraphs:

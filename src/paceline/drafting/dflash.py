@@ -14,7 +14,7 @@ tree    (nodes = n)  the likeliest paths through the likeliest tokens of every d
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class DFlash(Drafter):
         self.nodes, self.branches = nodes, branches
         target.expose(features=head.config.feature_layers)
         head.bind_target(target.embed, target.lm_head)
-        self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
+        self._head, self._vocab_size = head, target.info.vocab_size
         self._context_product = ContextProduct(head)
         heads = head.config.num_layers * head.config.num_kv_heads  # of all layers side by side
         self._buffers = KeyBuffers(heads, head.config.head_dim, head.like)
@@ -89,7 +89,12 @@ class DFlash(Drafter):
 
     @property
     def _device(self) -> torch.device:
-        return self._target_ids.device
+        return self._head.like.device
+
+    @cached_property
+    def _target_ids(self) -> Tensor:
+        """The target's id of every token of the head, worked out once."""
+        return self._head.target_ids
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: only those tokens of a block are sent that pay."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline import SpeculativeDecoder
+from paceline.cli import main
+from paceline.core.cost_model import CostModel
 from paceline.core.draft_tree import DraftTree, path_to
+from paceline.core.draft_value import DraftValue
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, VerifyResult
 from paceline.device.graphs import EagerPool
 from paceline.drafting import dflash_graph
-from paceline.drafting.block_rows import BlockRows
+from paceline.drafting.block_rows import DraftRows
 from paceline.drafting.dflash import DFlash
 from paceline.drafting.dflash_graph import BlockGraphs
 from paceline.drafting.eagle_graph import widened
 from paceline.drafting.registry import build_drafter
 from paceline.errors import OptionError, PairError
 from paceline.heads.dflash import DFlashHead
+from paceline.heads.registry import save_head
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
@@ -160,7 +166,7 @@ def test_blocks_carry_the_q_they_were_drawn_from(variant: str) -> None:
 class WholeSoftmax(DFlash):
     """Mutant: claims the softmax over the whole vocabulary for tokens drawn among the candidates."""
 
-    def _one_by_one(self, rows: BlockRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+    def _one_by_one(self, rows: DraftRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         trees = super()._one_by_one(rows, seqs, num_draft_tokens)
         return [
             replace(tree, probs=torch.softmax(widened(rows.unary[index, : len(tree)], self._target_ids, 4), dim=-1))
@@ -277,10 +283,45 @@ def test_penalties_count_the_draft_tokens_before() -> None:
     assert len(set(tree.tokens.tolist())) == 3
 
 
+# --- confidence -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dflash2", "dspark-gated"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_confidence_is_the_probability_of_the_likeliest_token(variant: str, temperature: float) -> None:
+    """Of a drawn token too: what is stated of it may not depend on what was drawn."""
+    drafter = DFlash(toy_head(variant), toy())
+    drafter.use_value(DraftValue(CostModel()))
+    seqs = [
+        begun(drafter, ids, 0, torch.randn(9, 4), temperature=temperature, seed=1) for ids in ([0, 1, 2], [2, 3, 3, 1])
+    ]
+    states = [drafter.contexts.of(seq) for seq in seqs]
+    for index, (tree, k) in enumerate(zip(drafter.propose(seqs, [3, 2]), (3, 2))):
+        assert tree.confidence is not None and len(tree.confidence) == len(tree) == k
+        rows = drafter._block(states, 3)
+        for depth, (confidence, previous) in enumerate(zip(tree.confidence, [seqs[index].ids[-1], *tree.tokens])):
+            logits = rows.logits(depth, torch.tensor([int(previous)] * 2))[index]
+            assert confidence == pytest.approx(float(torch.softmax(logits, dim=-1).max()), abs=1e-5)
+
+
+@torch.inference_mode()
+def test_a_confidence_head_states_the_confidence() -> None:
+    drafter = DFlash(toy_head("dspark"), toy())
+    seq = begun(drafter, [0, 1, 2], 0, torch.randn(9, 4))
+    assert drafter.propose([seq], [3])[0].confidence is None, "nobody asked"
+    drafter.use_value(DraftValue(CostModel()))
+    (tree,) = drafter.propose([seq], [3])
+    head, rows = drafter._head, drafter._block([drafter.contexts.of(seq)], 3)
+    assert head.confidence_head is not None and head.markov_head is not None and tree.confidence is not None
+    features = torch.cat([rows.states[0, 0], head.markov_head.previous(torch.tensor(2))])
+    assert tree.confidence[0] == pytest.approx(float(torch.sigmoid(head.confidence_head(features))), abs=1e-5)
+
+
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 
-def path_scores(head: DFlashHead, rows: BlockRows) -> dict[tuple[int, ...], float]:
+def path_scores(head: DFlashHead, rows: DraftRows) -> dict[tuple[int, ...], float]:
     """The log-probability of every path through a block, path by path."""
     scores: dict[tuple[int, ...], float] = {(): 0.0}
     for depth in range(rows.depth):
@@ -299,7 +340,7 @@ def test_a_tree_holds_the_likeliest_paths(variant: str) -> None:
     drafter = DFlash(toy_head(variant, seed=3), toy(), nodes=9, branches=4)
     seq = begun(drafter, [0, 1, 2], 0, torch.randn(9, 4))
     (tree,) = drafter.propose([seq], [9])
-    scores = path_scores(drafter._head, drafter._block([drafter._states[seq.seq_id]], 3))
+    scores = path_scores(drafter._head, drafter._block([drafter.contexts.of(seq)], 3))
     tokens = tree.tokens.tolist()
     paths = [tuple(tokens[step] for step in path_to(tree.parents, node)) for node in range(len(tree))]
     best = sorted(scores, key=lambda path: -scores[path])[:9]
@@ -333,7 +374,7 @@ def test_a_reused_prefix_is_as_good_as_one_read_now(num_cached: int, over: bool)
     seq, whole = begun(continuing, second, num_cached, states), begun(fresh, second, 0, states)
     (reused,), (expected,) = continuing.propose([seq], [3]), fresh.propose([whole], [3])
     assert reused.tokens.tolist() == expected.tokens.tolist()
-    one, other = continuing._states[seq.seq_id], fresh._states[whole.seq_id]
+    one, other = continuing.contexts.of(seq), fresh.contexts.of(whole)
     assert (one.start, one.length) == (other.start, other.length) == (0, 8)
     kept, read = continuing._buffers.written(one.row, 8), fresh._buffers.written(other.row, 8)
     torch.testing.assert_close(kept.keys, read.keys)
@@ -362,7 +403,7 @@ def test_ended_sequences_leave_no_state() -> None:
     target = toy()
     drafter = DFlash(toy_head(), target)
     assert_unchanged(target, drafter, [[1, 2, 3]] * 20, 9, 3)
-    assert not drafter._states
+    assert not len(drafter.contexts)
     assert drafter._buffers.num_rows <= 8, "rows of finished sequences are used again"
 
 
@@ -393,6 +434,15 @@ def test_without_a_head_the_error_says_what_to_do(target: HuggingFaceRunner) -> 
         build_drafter("dflash", context_for(target))
 
 
+def test_a_head_in_a_gguf_file_drafts(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = tiny_llama(vocab_size=50, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    target = HuggingFaceRunner(model, "tiny")
+    path = dflash_checkpoints.write_gguf(tmp_path / "head.gguf", dflash_checkpoints.dflash2())
+    drafter = build_drafter("dflash", context_for(target, path))
+    assert assert_unchanged(target, drafter, [[5, 7, 9], [3] * 9], 12, 4).drafted > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", dflash_checkpoints.CONFIGS)
 def test_published_heads_draft(layout: str, tmp_path: Path) -> None:
@@ -400,3 +450,55 @@ def test_published_heads_draft(layout: str, tmp_path: Path) -> None:
     target = HuggingFaceRunner(model, "tiny")
     drafter = build_drafter("dflash", context_for(target, dflash_checkpoints.write(tmp_path, layout)))
     assert assert_unchanged(target, drafter, [[5, 7, 9], [3] * 9], 20, 4).drafted > 0
+
+
+# --- as a user drives it ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    save_head(tiny_head("dflash2", selector_top_k=8, conv_group_size=8), folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"dtype": "int8"}, {"draft_options": {"nodes": 8}}], ids=["", "int8", "tree"])
+def test_a_decoder_generates_what_it_does_without(
+    options: dict[str, Any], head_folder: Path, tiny_folder: Path
+) -> None:
+    prompts = ["abcabcabc", "to be or not to be", "12 12 12"]
+    dtype = {name: value for name, value in options.items() if name == "dtype"}
+    with SpeculativeDecoder(tiny_folder, **dtype) as decoder:
+        expected = [output.token_ids for output in decoder.generate(prompts, max_new_tokens=24)]
+    drafting = {"method": "dflash", "draft_model": head_folder, "num_draft_tokens": 5, **options}
+    with SpeculativeDecoder(tiny_folder, **drafting) as decoder:
+        outputs = decoder.generate(prompts, max_new_tokens=24)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.stats.drafted > 20 for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_command_line_drafts_with_a_head(
+    head_folder: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generated(*arguments: str) -> dict[str, Any]:
+        common = ("generate", "to be or not", "--model", str(tiny_folder), "--max-new-tokens", "16", "--json")
+        assert main([*common, *arguments]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return document
+
+    with_head = ("--method", "dflash", "--draft-model", str(head_folder), "--num-draft-tokens", "4")
+    drafted, plain = generated(*with_head), generated("--method", "none")
+    assert drafted["text"] == plain["text"]
+    assert drafted["drafted"] > 0
+
+
+def test_a_head_that_does_not_fit_is_one_line_on_the_command_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = dflash_checkpoints.write(tmp_path, "z-lab", {"fc.weight": torch.ones(32, 64)})
+    arguments = ["generate", "x", "--model", str(tiny_folder), "--method", "dflash", "--draft-model", str(head)]
+    assert main(arguments) != 0
+    error = capsys.readouterr().err
+    assert "q_norm.weight is missing" in error and "Traceback" not in error

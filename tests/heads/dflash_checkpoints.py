@@ -158,3 +158,54 @@ def write(folder: Path, layout: str, tensors: Tensors | None = None, **config: A
     (folder / "config.json").write_text(json.dumps(keys))
     save_file(TENSORS[layout]() if tensors is None else tensors, folder / "model.safetensors")
     return folder
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+GGUF_LAYER = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+}  # fmt: skip
+GGUF_TOP = {
+    "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    "markov_head.markov_w1.weight": "markov_w1.weight", "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight", "confidence_head.proj.bias": "conf_proj.bias",
+}  # fmt: skip
+
+
+def gguf_name(name: str) -> str:
+    if not name.startswith("layers."):
+        return GGUF_TOP.get(name, name)
+    _, index, rest = name.split(".", 2)
+    suffix = ".weight" if rest.endswith(".weight") else ""
+    return f"blk.{index}.{GGUF_LAYER[rest.removesuffix('.weight')]}{suffix}"
+
+
+def write_gguf(path: Path, tensors: Tensors, architecture: str = "dflash") -> Path:
+    """As llama.cpp's converter does: layer ids + 1, the mask token with the tokenizer's tokens."""
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), architecture)
+    sizes = {"block_count": LAYERS, "embedding_length": HIDDEN, "block_size": 5, "vocab_size": VOCABULARY}
+    for key, value in sizes.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_array(f"{architecture}.target_layers", [1, 3])
+    writer.add_float32(f"{architecture}.rope.freq_base", 5000.0)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_uint32(f"{architecture}.context_length", 512)
+    writer.add_uint32(f"{architecture}.selector_top_k", 4)
+    writer.add_uint32("tokenizer.ggml.mask_token_id", MASK)
+    for name, value in tensors.items():
+        writer.add_tensor(gguf_name(name), value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from paceline.drafting.block_rows import block_rows
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.registry import load_head, save_head
@@ -221,3 +224,69 @@ def assert_same(one: DFlashHead, other: DFlashHead) -> None:
     theirs = other.state_dict()
     assert one.state_dict().keys() == theirs.keys()
     assert all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layout", "file"), [("z-lab", "file"), ("dflash2", "directory"), ("deepspec", "file")])
+def test_a_gguf_file_is_the_same_head(layout: str, file: str, tmp_path: Path) -> None:
+    """Layer ids are stored with one added; the rows of DSpark are shifted; a file may be named or its directory."""
+    pytest.importorskip("gguf")
+    expected = read(tmp_path / "hf", layout, is_causal=None)
+    path = dflash_checkpoints.write_gguf(tmp_path / "head.gguf", TENSORS[layout]())
+    head = load_head(path if file == "file" else tmp_path, DFlashHead)
+    assert replace(head.config, selector_top_k=expected.config.selector_top_k) == replace(
+        expected.config, rms_norm_eps=head.config.rms_norm_eps
+    )
+    assert layout != "dflash2" or head.config.selector_top_k == 4
+    assert_same(expected, head)
+
+
+def test_a_gguf_file_of_a_model_is_no_head(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    path = dflash_checkpoints.write_gguf(tmp_path / "model.gguf", dflash_checkpoints.dflash(), "qwen3")
+    with pytest.raises(WeightsError, match="architecture qwen3, not a trained head"):
+        load_head(path, DFlashHead)
+    odd = {**dflash_checkpoints.dflash(), "dense.weight": torch.ones(2)}
+    with pytest.raises(WeightsError, match=r"dense\.weight is surplus"):
+        load_head(dflash_checkpoints.write_gguf(tmp_path / "odd.gguf", odd), DFlashHead)
+
+
+# --- files that speculators 0.9.0 has written, and what it computes with them -----------------------------------------
+
+WRITTEN_BY_SPECULATORS = Path(__file__).parent / "written_by_speculators"
+
+
+def bound_to(folder: Path) -> tuple[DFlashHead, dict[str, torch.Tensor]]:
+    """The head of a folder over the target its expected values were computed with."""
+    head, expected = load_head(folder, DFlashHead), load_file(folder / "expected.safetensors")
+    head.bind_target(lambda tokens: expected["embed"][tokens], lambda states: states @ expected["lm_head"].T)
+    return head, expected
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_file_of_speculators_is_read_tensor_for_tensor(kind: str) -> None:
+    folder = WRITTEN_BY_SPECULATORS / kind
+    state = load_head(folder, DFlashHead).state_dict()
+    written = load_file(folder / "model.safetensors")
+    assert state.keys() == written.keys()
+    assert all(torch.equal(state[name], value) for name, value in written.items())
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_head_of_speculators_drafts_what_speculators_says(kind: str) -> None:
+    """A reduced vocabulary; a window, a convolution and a selector; shifted rows, a gated Markov head, confidences."""
+    head, expected = bound_to(WRITTEN_BY_SPECULATORS / kind)
+    count, size = expected["features"].shape[0], head.config.block_size
+    ids = torch.tensor([[int(expected["anchor"])] + [head.config.mask_token_id] * (size - 1)])
+    rows = torch.arange(count, count + size)[None]
+    stores = head.context_stores(head.context(expected["features"])[None], torch.arange(count)[None])
+    states = head.forward_block(ids, stores, rows, head.layer_masks(None, rows, torch.arange(count + size)[None]))
+    torch.testing.assert_close(states[0], expected["states"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(head.logits(states)[0], expected["logits"], rtol=1e-4, atol=1e-4)
+    block = block_rows(head, states[:, head.config.first_row :], ids[:, 0]).greedy(with_confidence=True)
+    assert block.tokens[0].tolist() == expected["tokens"].tolist()
+    if kind == "dspark":
+        assert block.confidence is not None
+        torch.testing.assert_close(block.confidence[0], expected["confidence"], rtol=1e-4, atol=1e-4)

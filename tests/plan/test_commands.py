@@ -173,6 +173,12 @@ def test_pairs_of_what_cannot_run_are_left_out_and_named(capsys, monkeypatch):
     assert {"qwen3-32b", "vicuna-7b"} <= {pair["target"] for pair in document["refused"]}
 
 
+def test_a_head_that_paceline_does_not_train_is_not_said_to_be_trainable(capsys):
+    assert run(plan_command, "llama-3.1-8b", "--method", "mtp") == 0
+    shown = capsys.readouterr().out
+    assert "needs a checkpoint that was published with such a head" in shown and "paceline train mtp" not in shown
+
+
 @pytest.mark.usefixtures("divides")
 def test_the_report_has_a_bar_and_a_fit_and_calls_the_speed_an_estimate(capsys):
     assert run(plan_command, *PAIR, "--hardware", "h100", "--num-gpus", "2") == 0

@@ -92,7 +92,7 @@ def test_sums_have_fresh_numbers() -> None:
 
 def test_other_languages_are_several() -> None:
     openings = {seed.text for seed in only("language", 200)}
-    assert sum(any(text in openings for text in texts) for texts in prompt_tasks.FOREIGN_OPENINGS.values()) >= 6
+    assert sum(any(text in openings for text in texts) for texts in prompt_tasks.LANGUAGE_OPENINGS.values()) >= 6
 
 
 def test_without_the_sources_of_python_every_kind_is_still_made(monkeypatch: pytest.MonkeyPatch) -> None:

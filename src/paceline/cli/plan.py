@@ -226,10 +226,19 @@ def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
             f"{deployment.precision.name}, and that is what is counted; --dtype int8 or int4 is smaller"
         )
     if deployment.method.weights is DraftWeights.HEAD and not _has_head(target, deployment.method.name, installed):
-        notes.append(f"no head comes with paceline for it: train one with `paceline train {deployment.method.name}`")
+        notes.append(_head_note(deployment.method.name))
     if deployment.num_gpus > 1:
         notes.append(_division_note(deployment))
     return tuple(notes)
+
+
+def _head_note(method: str) -> str:
+    """Where a head comes from that paceline does not bring."""
+    from paceline.train.registry import trainer_names
+
+    if method in trainer_names():
+        return f"no head comes with paceline for it: train one with `paceline train {method}`"
+    return f"method {method} needs a checkpoint that was published with such a head; paceline does not train one"
 
 
 def _window_note(deployment: Deployment) -> str:

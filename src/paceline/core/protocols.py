@@ -22,6 +22,7 @@ from paceline.core.types import (
     Capability,
     DraftInput,
     DraftOutput,
+    LayerKeys,
     ModelInfo,
     ModelOutput,
     Request,
@@ -77,6 +78,10 @@ class ModelStates(Protocol):
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens -> input vectors."""
         raise _missing(self.info, Capability.HIDDEN_STATES)
+
+    def shared_keys(self, seq_cache: SequenceCache) -> Mapping[str, LayerKeys]:
+        """What is stored of a sequence by the last layer of each kind of attention (Capability.SHARED_KEYS)."""
+        raise _missing(self.info, Capability.SHARED_KEYS)
 
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> Runner:
         """The same model stopped after `layer` layers, on the same sequence caches (Capability.EARLY_EXIT).

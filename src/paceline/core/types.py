@@ -25,6 +25,7 @@ class Capability(Enum):
     HIDDEN_STATES = "return hidden states"
     EARLY_EXIT = "stop after an inner layer"
     BATCH_INVARIANT = "compute the same bits for a sequence in every batch"
+    SHARED_KEYS = "share the keys and values it has stored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,14 @@ class SequenceCache:
     def __init__(self) -> None:
         self.length = 0
         self.lora: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKeys:
+    """Keys and values that one layer has stored for one sequence. Each [num_kv_heads, tokens, head_dim]"""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,20 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.heads.candidate_selector import CandidateSelector
+from paceline.heads.candidate_selector import CandidateSelector, TokenCandidates
 from paceline.heads.dflash import DFlashHead
 from paceline.heads.markov_head import MarkovHead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GreedyBlock:
-    """The likeliest tokens of a block, ids of the target, and what the head thinks of each: both [sequences, depth].
-
-    confidence: an estimate that a token is accepted where those before it are.
-    """
+    """The likeliest tokens of a block, ids of the target, and how sure the head is of each. Both [sequences, depth]."""
 
     tokens: Tensor
-    confidence: Tensor
+    confidence: Tensor | None = None  # None: not wanted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +38,7 @@ class RankedRows:
     tokens: Tensor
 
 
-class BlockRows:
+class DraftRows:
     """The rows of one block for every sequence: each depth is predicted without the tokens before it."""
 
     def __init__(self, head: DFlashHead, states: Tensor, anchors: Tensor) -> None:
@@ -57,10 +54,13 @@ class BlockRows:
         """Logits of one depth [sequences, draft_vocab_size] after these tokens, ids of the target. In rising order."""
         return self.unary[:, depth]
 
-    def greedy(self) -> GreedyBlock:
-        best = self.unary.max(dim=-1)
-        confidence = torch.exp(best.values.float() - self.unary.float().logsumexp(dim=-1))
-        return GreedyBlock(self.head.to_target_ids(best.indices), confidence)
+    def confidence(self, depth: int, previous: Tensor, logits: Tensor) -> Tensor:
+        """How sure the head is that its token of this depth is accepted, known before it is drawn. [sequences]"""
+        return likeliest_prob(logits)
+
+    def greedy(self, with_confidence: bool = False) -> GreedyBlock:
+        tokens = self.head.to_target_ids(self.unary.argmax(dim=-1))
+        return GreedyBlock(tokens, likeliest_prob(self.unary) if with_confidence else None)
 
 
     def ranked(self, branches: int) -> RankedRows:
@@ -72,7 +72,7 @@ class BlockRows:
         return RankedRows(scores, places, self.head.to_target_ids(best.indices))
 
 
-class SelectedRows(BlockRows):
+class SelectedRows(DraftRows):
     """A path through the candidates of every row. What is no candidate has no probability."""
 
     def __init__(self, head: DFlashHead, selector: CandidateSelector, states: Tensor, anchors: Tensor) -> None:
@@ -85,23 +85,20 @@ class SelectedRows(BlockRows):
         here = slice(depth, depth + 1)
         scores = self._scores(here, previous[:, None, None])[:, 0, 0]
         nothing = torch.full_like(self.unary[:, depth], -torch.inf)
-        return nothing.scatter(1, self.candidates.ids[:, depth], scores)
+        return nothing.scatter(1, self.candidates.ids[:, depth], scores.to(nothing.dtype))
 
-    def greedy(self) -> GreedyBlock:
+    def greedy(self, with_confidence: bool = False) -> GreedyBlock:
         """All pairs of neighbours are scored at once; the walk only looks them up."""
-        scores = self._scores(slice(0, 1), self.anchors[:, None, None]).float()[:, 0, 0]  # [sequences, top_k]
-        best = scores.max(dim=-1, keepdim=True)
-        places = [best.indices]
-        confidences = [torch.exp(best.values - scores.logsumexp(dim=-1, keepdim=True))]
+        scores = self._scores(slice(0, 1), self.anchors[:, None, None])[:, 0]  # [sequences, 1, top_k]
+        places, confidences = [scores.argmax(dim=-1)], [likeliest_prob(scores)]
         if self.depth > 1:
-            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1]).float()  # [.., before, after]
-            after = pairs.max(dim=-1)
-            confidence = torch.exp(after.values - pairs.logsumexp(dim=-1))
+            pairs = self._scores(slice(1, None), self.candidate_tokens[:, :-1])  # [.., before, after]
+            after, confidence = pairs.argmax(dim=-1), likeliest_prob(pairs)
             for depth in range(self.depth - 1):
                 confidences.append(confidence[:, depth].gather(1, places[-1]))
-                places.append(after.indices[:, depth].gather(1, places[-1]))
+                places.append(after[:, depth].gather(1, places[-1]))
         tokens = self.candidate_tokens.gather(2, torch.stack(places, dim=1))[..., 0]
-        return GreedyBlock(tokens, torch.cat(confidences, dim=1))
+        return GreedyBlock(tokens, torch.cat(confidences, dim=1) if with_confidence else None)
 
     def ranked(self, branches: int) -> RankedRows:
         first = self._scores(slice(0, 1), self.anchors[:, None, None]).expand(-1, -1, self.candidates.ids.shape[-1], -1)
@@ -111,11 +108,11 @@ class SelectedRows(BlockRows):
 
     def _scores(self, depths: slice, predecessors: Tensor) -> Tensor:
         """Scores [sequences, depths, predecessors, top_k]"""
-        candidates = type(self.candidates)(self.candidates.scores[:, depths], self.candidates.ids[:, depths])
+        candidates = TokenCandidates(self.candidates.scores[:, depths], self.candidates.ids[:, depths])
         return self.selector.pair_scores(self.states[:, depths], candidates, predecessors)
 
 
-class MarkovRows(BlockRows):
+class MarkovRows(DraftRows):
     """Every row adds to its logits what the token before it says."""
 
     def __init__(self, head: DFlashHead, markov: MarkovHead, states: Tensor, anchors: Tensor) -> None:
@@ -129,31 +126,36 @@ class MarkovRows(BlockRows):
         self._memory = step.memory
         return self.unary[:, depth] + step.bias
 
-    def greedy(self) -> GreedyBlock:
+    def greedy(self, with_confidence: bool = False) -> GreedyBlock:
         tokens, confidences, previous = [], [], self.anchors
         for depth in range(self.depth):
             logits = self.logits(depth, previous)
-            best = logits.max(dim=-1)
-            confidences.append(self._confidence(depth, previous, best.values, logits))
-            previous = self.head.to_target_ids(best.indices)
+            if with_confidence:
+                confidences.append(self.confidence(depth, previous, logits))
+            previous = self.head.to_target_ids(logits.argmax(dim=-1))
             tokens.append(previous)
-        return GreedyBlock(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1))
+        return GreedyBlock(torch.stack(tokens, dim=1), torch.stack(confidences, dim=1) if with_confidence else None)
 
-    def _confidence(self, depth: int, previous: Tensor, best: Tensor, logits: Tensor) -> Tensor:
+    def confidence(self, depth: int, previous: Tensor, logits: Tensor) -> Tensor:
         """By the confidence head where the head has one."""
         confidence_head = self.head.confidence_head
         if confidence_head is None:
-            return torch.exp(best.float() - logits.float().logsumexp(dim=-1))
+            return likeliest_prob(logits)
         features = self.states[:, depth]
         if self.head.config.confidence_reads_markov:
             features = torch.cat([features, self.markov.previous(previous)], dim=-1)
         return torch.sigmoid(confidence_head(features).float())
 
 
-def block_rows(head: DFlashHead, states: Tensor, anchors: Tensor) -> BlockRows:
+def likeliest_prob(logits: Tensor) -> Tensor:
+    """The probability of the likeliest token of each row."""
+    return torch.exp(logits.amax(dim=-1).float() - logits.float().logsumexp(dim=-1))
+
+
+def block_rows(head: DFlashHead, states: Tensor, anchors: Tensor) -> DraftRows:
     """The rows of a block as this head predicts them."""
     if head.candidate_selector is not None:
         return SelectedRows(head, head.candidate_selector, states, anchors)
     if head.markov_head is not None:
         return MarkovRows(head, head.markov_head, states, anchors)
-    return BlockRows(head, states, anchors)
+    return DraftRows(head, states, anchors)

@@ -8,13 +8,14 @@ exact. Papers: JetSpec, https://arxiv.org/abs/2606.18394; DDTree, https://arxiv.
 from __future__ import annotations
 
 import heapq
+from math import exp
 
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
-from paceline.drafting.block_rows import BlockRows, RankedRows
+from paceline.drafting.block_rows import DraftRows, RankedRows
 
 
-def likeliest_trees(rows: BlockRows, branches: int, limits: list[int]) -> list[DraftTree]:
+def likeliest_trees(rows: DraftRows, branches: int, limits: list[int]) -> list[DraftTree]:
     """For every sequence a tree of at most limits[i] nodes, each with at most `branches` children."""
     ranked = rows.ranked(branches)
     return [_likeliest_tree(ranked, index, limit) for index, limit in enumerate(limits)]
@@ -27,6 +28,7 @@ def _likeliest_tree(ranked: RankedRows, index: int, limit: int) -> DraftTree:
     depths: list[int] = []
     chosen: list[int] = []
     parents: list[int] = []
+    confidence: list[float] = []  # the probability of a node where the one before it is accepted
     waiting = [(-scores[0][0][0], draft_tree.ROOT, 0, 0, 0, 0.0)]
     while waiting and len(parents) < limit:
         cost, parent, depth, before, rank, parent_cost = heapq.heappop(waiting)
@@ -34,10 +36,11 @@ def _likeliest_tree(ranked: RankedRows, index: int, limit: int) -> DraftTree:
         depths.append(depth)
         chosen.append(place)
         parents.append(parent)
+        confidence.append(exp(scores[depth][before][rank]))
         if rank + 1 < len(scores[depth][before]):
             sibling = parent_cost - scores[depth][before][rank + 1]
             heapq.heappush(waiting, (sibling, parent, depth, before, rank + 1, parent_cost))
         if depth + 1 < len(scores):
             child = cost - scores[depth + 1][place][0]
             heapq.heappush(waiting, (child, node, depth + 1, place, 0, cost))
-    return DraftTree(ranked.tokens[index][depths, chosen], parents)
+    return DraftTree(ranked.tokens[index][depths, chosen], parents, confidence=confidence)

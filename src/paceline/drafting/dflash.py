@@ -14,7 +14,7 @@ tree    (nodes = n)  the likeliest paths through the likeliest tokens of every d
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
-from paceline.drafting.block_rows import BlockRows, block_rows
+from paceline.drafting.block_rows import DraftRows, block_rows
 from paceline.drafting.block_tree import likeliest_trees
 from paceline.drafting.dflash_graph import BlockGraphs, BlockInput
 from paceline.drafting.draft_sampling import (
@@ -35,12 +35,12 @@ from paceline.drafting.draft_sampling import (
     can_draft_on_device,
     choose,
     first_tokens,
-    likeliest,
     loop_uniforms,
     predrawn,
 )
 from paceline.drafting.eagle_graph import widened
-from paceline.drafting.eagle_state import HeadPrefixes, HeadState
+from paceline.drafting.eagle_state import HeadState
+from paceline.drafting.head_contexts import HeadContexts
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError
@@ -76,29 +76,26 @@ class DFlash(Drafter):
         self.nodes, self.branches = nodes, branches
         target.expose(features=head.config.feature_layers)
         head.bind_target(target.embed, target.lm_head)
-        self._head, self._vocab_size = head, target.info.vocab_size
+        self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._context_product = ContextProduct(head)
         heads = head.config.num_layers * head.config.num_kv_heads  # of all layers side by side
-        self._buffers = KeyBuffers(heads, head.config.head_dim, head.like)
-        self._states: dict[int, HeadState] = {}
-        self._prefixes = HeadPrefixes(self._buffers, prefix_cache, OWNER, ahead=0)
+        self.contexts = HeadContexts(KeyBuffers(heads, head.config.head_dim, head.like), prefix_cache, OWNER)
         # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
         self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded
         self._states_confidence = False
 
+    def use_value(self, value: DraftValue, source: str = "") -> None:
+        """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
+        self._states_confidence = not supports_graphs(self._device)
+
     @property
     def _device(self) -> torch.device:
-        return self._head.like.device
+        return self._target_ids.device
 
-    @cached_property
-    def _target_ids(self) -> Tensor:
-        """The target's id of every token of the head, worked out once."""
-        return self._head.target_ids
-
-    def use_value(self, value: DraftValue, source: str = "") -> None:
-        """Where the host waits for nothing, confidences are free: only those tokens of a block are sent that pay."""
-        self._states_confidence = not supports_graphs(self._device)
+    @property
+    def _buffers(self) -> KeyBuffers:
+        return self.contexts.buffers
 
     def _block_graphs(self, pool: GraphPool | None = None) -> BlockGraphs:
         return BlockGraphs(self._head, self._context_product, self._buffers, self._vocab_size, pool)
@@ -113,45 +110,26 @@ class DFlash(Drafter):
 
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        states = None if prompt is None else self._head.states(prompt)
-        num_read = 0 if states is None else states.shape[0]
-        self.end(seq)
-        state = HeadState(seq, self._buffers.take(), len(seq.ids) - 1 - num_read)
-        if state.start:
-            self._prefixes.reuse(state, [other for other in self._states.values() if other.length])
-        if states is not None:
-            state.add(states)
-        self._states[seq.seq_id] = state
+        self.contexts.begin(seq, None if prompt is None else self._head.states(prompt))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
-            state, new_states = self._states.get(seq.seq_id), self._head.states(result.output)
-            if state is None or new_states is None:
-                continue
-            # An end token may have cut inside the accepted run: only positions with a next token count.
-            rows = [0, *(node + 1 for node in result.verified.accepted)][: len(result.emitted)]
-            first = len(seq.ids) - 1 - len(rows)
-            if first != state.next_position + state.num_pending:  # steps were not observed: restart here
-                state.restart_at(first)
-            state.add(new_states[rows] if len(rows) > 1 else new_states[:1].clone())
+            states = self._head.states(result.output)
+            if states is not None:
+                self.contexts.extend(seq, result, states)
 
     def end(self, seq: Sequence) -> None:
-        state = self._states.pop(seq.seq_id, None)
-        if state is None:
-            return
-        if state.length and seq.keep_cache:
-            self._prefixes.keep(state)
-        self._buffers.give(state.row)
+        self.contexts.end(seq)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        active = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] > 0 and self._has_context(seq)]
+        active = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] > 0 and self.contexts.has(seq)]
         trees = [draft_tree.empty() for _ in seqs]
         if not active:
             return trees
-        states = [self._states[seqs[index].seq_id] for index in active]
+        states = [self.contexts.of(seqs[index]) for index in active]
         most = self.nodes or self._head.config.max_draft_tokens
         lengths = [min(num_draft_tokens[index], most) for index in active]
         for index, tree in zip(active, self._trees(states, lengths) if self.nodes else self._chains(states, lengths)):
@@ -163,10 +141,6 @@ class DFlash(Drafter):
         depth = min(max(limits), self._head.config.max_draft_tokens)
         return likeliest_trees(self._block(states, depth), self.branches, limits)
 
-    def _has_context(self, seq: Sequence) -> bool:
-        state = self._states.get(seq.seq_id)
-        return state is not None and bool(state.pending or state.length)
-
     def _chains(self, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
         if self.graphs is not None and self._fits_graph(self.graphs, [state.seq for state in states]):
             return self._with_graph(self.graphs, states, num_draft_tokens)
@@ -177,10 +151,10 @@ class DFlash(Drafter):
             return self._likeliest(rows, num_draft_tokens)
         return self._one_by_one(rows, seqs, num_draft_tokens)
 
-    def _likeliest(self, rows: BlockRows, num_draft_tokens: list[int]) -> list[DraftTree]:
-        block = rows.greedy()
+    def _likeliest(self, rows: DraftRows, num_draft_tokens: list[int]) -> list[DraftTree]:
+        block = rows.greedy(self._states_confidence)
         chains = [draft_tree.chain(block.tokens[index, :k]) for index, k in enumerate(num_draft_tokens)]
-        if not self._states_confidence:
+        if block.confidence is None:
             return chains
         confidences: list[list[float]] = block.confidence.tolist()
         return [replace(tree, confidence=own[: len(tree)]) for tree, own in zip(chains, confidences)]
@@ -213,7 +187,7 @@ class DFlash(Drafter):
             self._buffers.write(state.row, KeyValues(keys, values), state.length)
             state.mark_read(count)
 
-    def _block(self, states: list[HeadState], depth: int) -> BlockRows:
+    def _block(self, states: list[HeadState], depth: int) -> DraftRows:
         """One pass over the anchor and mask tokens of every sequence; the rows of the first `depth` drafts."""
         config = self._head.config
         # A causal block may end with the last row that is needed; in any other the rows see those behind them.
@@ -245,7 +219,7 @@ class DFlash(Drafter):
         cached, rope = self._buffers.row(state.row), rope_of(self._head, positions)
         return compiled.run(self._head.embed(ids).float(), rope, cached.keys, cached.values, state.length)
 
-    def _one_by_one(self, rows: BlockRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+    def _one_by_one(self, rows: DraftRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """One depth after another: a draw needs its logits final, and they may depend on the token before."""
         drafts = [SampledDraft() for _ in seqs]
         previous = rows.anchors
@@ -254,7 +228,9 @@ class DFlash(Drafter):
             best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
             active = [index for index, k in enumerate(num_draft_tokens) if depth < k]
             if self._states_confidence:
-                _state(logits[active], [drafts[index] for index in active])
+                confidences: list[float] = rows.confidence(depth, previous, logits)[active].tolist()
+                for index, confidence in zip(active, confidences):
+                    drafts[index].confidence = [*(drafts[index].confidence or ()), confidence]
             wide = partial(self._over_target_vocab, logits, active)
             choose([seqs[index] for index in active], best[active], wide, [drafts[index] for index in active])
             previous = previous.clone()
@@ -263,12 +239,6 @@ class DFlash(Drafter):
 
     def _over_target_vocab(self, logits: Tensor, active: list[int], rows: list[int]) -> Tensor:
         return widened(logits[[active[row] for row in rows]], self._target_ids, self._vocab_size)
-
-
-def _state(logits: Tensor, drafts: list[SampledDraft]) -> None:
-    """The confidence of the next token of every draft, before it is drawn."""
-    for draft, confidence in zip(drafts, likeliest(logits)):
-        draft.confidence = [*(draft.confidence or ()), confidence]
 
 
 def _start(state: HeadState, num_draft_tokens: int, depth: int) -> BlockInput:

@@ -17,7 +17,7 @@ from paceline.core.types import DraftOutput
 from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
-from paceline.drafting.block_rows import BlockRows, block_rows
+from paceline.drafting.block_rows import DraftRows, block_rows
 from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, widened
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
@@ -150,7 +150,7 @@ class BlockGraphs:
             tokens.append(draw_keyed(probs[:, depth], given.uniforms[:, depth]))
         return DraftOutput(torch.stack(tokens[1:], dim=1), probs)
 
-    def _rows(self, given: BlockBuffers, shape: BlockShape) -> BlockRows:
+    def _rows(self, given: BlockBuffers, shape: BlockShape) -> DraftRows:
         """The pass over a block, behind the context of the new states. Entries of padding are overwritten or masked."""
         head, config = self._head, self._head.config
         row, length, place, count, anchor = given.facts.unbind(dim=1)

@@ -9,6 +9,7 @@ from paceline.core.protocols import Runner
 from paceline.core.types import Capability
 from paceline.drafting.registry import DrafterContext
 from paceline.errors import CapabilityError, OptionError
+from paceline.heads.checkpoint import gguf_file
 from paceline.heads.shipped import shipped_head
 from paceline.hub import DEFAULT, locate
 from paceline.hub.default import DIRECTORY
@@ -26,11 +27,11 @@ def head_folder(method: str, context: DrafterContext) -> Path:
 
 
 def optional_head_folder(name: Any) -> Path | None:
-    """The directory of a head from its path or Hub id; None where none is named."""
+    """The directory or GGUF file of a head from its path or Hub id; None where none is named."""
     if name is None:
         return None
     folder = Path(str(name)).expanduser()
-    return folder if folder.is_dir() else locate(str(name)).folder
+    return folder if folder.is_dir() or gguf_file(folder) is not None else locate(str(name)).folder
 
 
 def shipped_head_folder(method: str, target: Runner) -> Path | None:

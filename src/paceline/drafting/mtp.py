@@ -2,17 +2,20 @@
 
 It is paired, cached and reused as an EAGLE head is (drafting/eagle.py): the row at position t holds the target's state
 after token t and the embedding of token t + 1. One layer drafts as many tokens as asked for, each from its own output.
+Gemma 4's assistant, a directory of its own, is a head without keys (drafting/gemma4_assistant.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.core.protocols import Runner
+from paceline.core.protocols import Drafter, Runner
 from paceline.core.types import Capability
 from paceline.drafting.eagle import Eagle
+from paceline.drafting.gemma4_assistant import AssistantDrafter
 from paceline.drafting.head_folder import checked_target, optional_head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
+from paceline.heads.gemma4_assistant import Gemma4Assistant, is_assistant
 from paceline.heads.mtp import MtpHead, load_mtp
 from paceline.heads.rounded import round_linears
 from paceline.hub import locate
@@ -42,10 +45,14 @@ class Mtp(Eagle):
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def build(context: DrafterContext) -> Mtp:
+def build(context: DrafterContext) -> Drafter:
     target = checked_target(SPEC.name, context.target, Capability.HIDDEN_STATES)
     name = target.info.name if context.draft_model is None else str(context.draft_model)
-    head = load_mtp(_folder(context, name), name, dtype=context.head_dtype, device=context.device)
+    folder = _folder(context, name)
+    if is_assistant(folder):
+        assistant = Gemma4Assistant.load(folder, dtype=context.head_dtype, device=context.device)
+        return AssistantDrafter(assistant, checked_target(SPEC.name, target, Capability.SHARED_KEYS))
+    head = load_mtp(folder, name, dtype=context.head_dtype, device=context.device)
     if context.head_in_int8:
         round_linears(head)
     return Mtp(head, target, prefix_cache=context.prefix_cache, **context.options)

@@ -15,7 +15,7 @@ INITIAL_SPREAD = 0.02
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Candidates:
+class TokenCandidates:
     """The likeliest tokens of each row, the likeliest first. Both [..., top_k]."""
 
     scores: Tensor  # logits
@@ -34,12 +34,12 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
         nn.init.normal_(self.hidden_projection.weight, std=INITIAL_SPREAD)
 
-    def candidates(self, logits: Tensor) -> Candidates:
+    def candidates(self, logits: Tensor) -> TokenCandidates:
         """logits [..., draft_vocab_size]"""
         best = logits.topk(self.top_k, dim=-1)
-        return Candidates(best.values, best.indices)
+        return TokenCandidates(best.values, best.indices)
 
-    def pair_scores(self, states: Tensor, candidates: Candidates, predecessors: Tensor) -> Tensor:
+    def pair_scores(self, states: Tensor, candidates: TokenCandidates, predecessors: Tensor) -> Tensor:
         """The score of every candidate after every token that may come before it. [..., predecessors, candidates]
 
         states        [..., hidden_size], those the logits are made of

@@ -53,6 +53,14 @@ def read_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(path, _read_config(path), _read_tensors(path))
 
 
+def gguf_file(path: Path) -> Path | None:
+    """A head in one GGUF file: the file itself, or the only one of a directory without a config."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    files = list(path.glob("*.gguf")) if path.is_dir() and not (path / "config.json").exists() else []
+    return files[0] if len(files) == 1 else None
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:

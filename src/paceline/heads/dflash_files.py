@@ -8,6 +8,8 @@ block     block_size at the top level, or, in newer files, inside dflash_config
 rows      a config that does not say sample_from_anchor means True for DSpark, False for DFlash
 causality is_causal, else dflash_config.causal, else causal on sliding layers only; speculators says
           sliding_window_non_causal instead, which its DFlash 2 sets by default
+windows   speculators trains with windows measured from the anchor, z-lab and vLLM run them from each row: the first
+          columns of a window differ, and ours are those of z-lab and vLLM
 
 Sizes are read from the tensors. A wrong reading still runs and only lowers acceptance; what is missing is named.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.errors import OptionError, WeightsError
-from paceline.heads.checkpoint import Checkpoint, Provenance, declared_kind, plain_name, read_checkpoint
+from paceline.heads.checkpoint import Checkpoint, Provenance, declared_kind, gguf_file, plain_name, read_checkpoint
 
 Head = TypeVar("Head", bound=nn.Module)
 SHOWN = 3  # tensor names listed in an error
@@ -96,11 +96,21 @@ def load_head(
     folder: str | Path, expected: type[Head], *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Head:
     """The head in a directory. Raises ModelNotFound or WeightsError, also where it is not of the class expected."""
-    checkpoint = read_checkpoint(folder)
+    checkpoint = _stored_head(folder)
     head = spec_of(checkpoint).load(checkpoint)
     if not isinstance(head, expected):
         raise WeightsError(f"{folder} holds {type(head).__name__}, and {expected.__name__} is needed")
     return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def _stored_head(folder: str | Path) -> Checkpoint:
+    """Config and tensors of a directory, or of a GGUF file."""
+    gguf = gguf_file(Path(folder).expanduser())
+    if gguf is None:
+        return read_checkpoint(folder)
+    from paceline.heads.dflash_gguf import read_gguf
+
+    return read_gguf(gguf)
 
 
 def save_head(

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from paceline.core.draft_tree import depths
 from paceline.core.protocols import Adapter
-from paceline.core.types import Capability, ModelOutput, Row, SequenceCache
+from paceline.core.types import Capability, LayerKeys, ModelOutput, Row, SequenceCache
 from paceline.device.memory import for_sampling
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface_cache import HuggingFaceSequenceCache, PassPlan, RowBuffers, own
-from paceline.runners.huggingface_masks import additive, attention_kinds, visible_keys
+from paceline.runners.huggingface_masks import additive, attention_kinds, storing_layers, visible_keys
 from paceline.runners.huggingface_model import TransformersRunner, explained_memory
 
 
@@ -55,7 +55,7 @@ class HuggingFaceRunner(TransformersRunner):
         super().__init__(model, name, blocks)
         self.expose(hidden=hidden, features=features)
         self.kinds = attention_kinds(model.config)
-        self.capabilities |= {Capability.TREE}
+        self.capabilities |= {Capability.TREE, Capability.SHARED_KEYS}
         if hasattr(model.base_model, "layers"):
             self.capabilities |= {Capability.EARLY_EXIT}
         self._buffers = RowBuffers(self.info.num_layers)
@@ -168,6 +168,12 @@ class HuggingFaceRunner(TransformersRunner):
         return ModelOutput(last, [1] * len(rows), hidden, features, sizes)
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
+
+    def shared_keys(self, seq_cache: SequenceCache) -> dict[str, LayerKeys]:
+        """Of layers that store keys of their own; in some families the last layers use those of earlier ones."""
+        cache = own(seq_cache)
+        layers = storing_layers(self.model.config.get_text_config(decoder=True))
+        return {kind: self._buffers.stored(layer, cache.row, cache.length) for kind, layer in layers.items()}
 
     def early_exit(self, layer: int, adapter: Adapter | None = None) -> HuggingFaceRunner:
         """The same model stopped after `layer` layers, on the same cache. The model itself is not changed."""

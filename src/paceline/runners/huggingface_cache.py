@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from paceline.core.types import SequenceCache
+from paceline.core.types import LayerKeys, SequenceCache
 
 FIRST_CAPACITY = 256
 
@@ -129,6 +129,11 @@ class RowBuffers(Cache):
         self.capacity = max(self.capacity, 1 << (capacity - 1).bit_length())
         for layer in self.layers:
             layer.grow()
+
+    def stored(self, layer: int, row: int, length: int) -> LayerKeys:
+        """Views of what one layer has stored for one sequence."""
+        buffers = self.layers[layer]
+        return LayerKeys(buffers.keys[row, :, :length], buffers.values[row, :, :length])
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         for layer in self.layers:

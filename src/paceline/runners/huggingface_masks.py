@@ -67,6 +67,13 @@ def _reach(config: Any, name: str) -> int | None:
     return int(reach) if reach else None
 
 
+def storing_layers(config: Any) -> dict[str, int]:
+    """The last layer of each kind of attention that stores keys of its own. config: of the text part."""
+    kinds = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    own = len(kinds) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    return {kind: layer for layer, kind in enumerate(kinds[:own])}
+
+
 def additive(visible: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """bool [batch, width, keys] -> what attention adds to its scores [batch, 1, width, keys]."""
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)

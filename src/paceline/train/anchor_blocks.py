@@ -88,10 +88,6 @@ class _ChunkStore:
     def extend(self, new: KeyValues) -> KeyValues:
         return KeyValues(self._joined(self._context.keys, new.keys), self._joined(self._context.values, new.values))
 
-    def part(self, heads: slice) -> _ChunkStore:
-        context = KeyValues(self._context.keys[:, heads], self._context.values[:, heads])
-        return _ChunkStore(context, self._seq)
-
     def _joined(self, context: Tensor, new: Tensor) -> Tensor:
         # index_select, unlike indexing, adds its gradients up without sorting.
         return torch.cat([context.index_select(0, self._seq).to(new.dtype), new], dim=2)

@@ -11,7 +11,7 @@ TRANSLATION_REQUESTS = (
 )  # fmt: skip
 SENTENCE_OPENINGS = (
     "The", "We", "I", "My", "When", "In the morning", "Yesterday", "Please", "She", "They", "If", "Our", "There",
-    "Last year", "It", "You", "This", "Nobody", "Many", "After the", "Because",
+    "Last year", "It", "You", "This", "Few", "Many", "After the", "Because",
 )  # fmt: skip
 SENTENCES = (
     "The {adjective} {animal} walked across the {place} in the {season}.",
@@ -24,7 +24,7 @@ SENTENCES = (
     "Could you tell me how to get from the {place} to the station?",
     "The {relative} of {person} keeps a {adjective} {animal} in the garden.",
     "A report from the {place} says that {n} of the {thing} are missing.",
-    "Nobody at the {event} had expected such {adjective} weather.",
+    "The guests of the {event} had not expected such {adjective} weather.",
     "I would like to order {n} {thing} and a cup of coffee, please.",
     "{person} was born in a small town close to the {place} and moved away at the age of {n}.",
     "Most visitors of the {place} do not know that it was built {n} years ago.",
@@ -128,7 +128,7 @@ TOPICS = (
     "learning a language", "stress at work", "a small business", "ancient history", "making coffee",
 )  # fmt: skip
 
-FOREIGN_OPENINGS = {
+LANGUAGE_OPENINGS = {
     "es": ("¿Qué es", "¿Cómo puedo", "¿Por qué", "Escribe un", "Explica", "¿Cuál es la capital de", "Dame tres",
            "Traduce al inglés:", "¿Quién fue", "Resume el siguiente texto:"),
     "fr": ("Qu'est-ce que", "Comment", "Pourquoi", "Écris un", "Explique", "Quelle est la capitale de", "Donne-moi",

@@ -92,7 +92,7 @@ def _short_answer(rng: random.Random) -> str:
 
 def other_language(rng: random.Random) -> Seed:
     """A user's turn that begins in another language than English."""
-    openings = prompt_tasks.FOREIGN_OPENINGS[rng.choice(tuple(prompt_tasks.FOREIGN_OPENINGS))]
+    openings = prompt_tasks.LANGUAGE_OPENINGS[rng.choice(tuple(prompt_tasks.LANGUAGE_OPENINGS))]
     return Seed("language", rng.choice(openings), open=True, min_tokens=rng.randint(3, 12))
 
 

@@ -1,0 +1,64 @@
+"""What a block drafter holds of every sequence: the keys and values of the target's states, and states not read yet."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.core.sequence import Sequence
+from paceline.core.types import StepResult
+from paceline.drafting.eagle_state import HeadPrefixes, HeadState
+from paceline.heads.kv_cache import KeyBuffers
+from paceline.kv.prefix_cache import PrefixCache
+
+
+class HeadContexts:
+    """The contexts of all sequences. An entry depends on the tokens up to its own position and on none after it."""
+
+    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str) -> None:
+        """prefix_cache: None for a private one. owner: of the entries there."""
+        self.buffers = buffers
+        self._states: dict[int, HeadState] = {}
+        self._prefixes = HeadPrefixes(buffers, prefix_cache, owner, ahead=0)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def of(self, seq: Sequence) -> HeadState:
+        return self._states[seq.seq_id]
+
+    def has(self, seq: Sequence) -> bool:
+        """Whether there is anything to draft from."""
+        state = self._states.get(seq.seq_id)
+        return state is not None and bool(state.pending or state.length)
+
+    def begin(self, seq: Sequence, states: Tensor | None) -> None:
+        """A sequence starts. states [positions, features]: of the tokens the target has just read."""
+        num_read = 0 if states is None else states.shape[0]
+        self.end(seq)
+        state = HeadState(seq, self.buffers.take(), len(seq.ids) - 1 - num_read)
+        if state.start:
+            self._prefixes.reuse(state, [other for other in self._states.values() if other.length])
+        if states is not None:
+            state.add(states)
+        self._states[seq.seq_id] = state
+
+    def extend(self, seq: Sequence, result: StepResult, states: Tensor) -> None:
+        """Add the states of what a step has added to the sequence. states: a row for the sequence and one a node."""
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            return
+        # An end token may have cut inside the accepted run: only positions with a next token count.
+        rows = [0, *(node + 1 for node in result.verified.accepted)][: len(result.emitted)]
+        first = len(seq.ids) - 1 - len(rows)
+        if first != state.next_position + state.num_pending:  # steps were not observed: restart here
+            state.restart_at(first)
+        state.add(states[rows] if len(rows) > 1 else states[:1].clone())
+
+    def end(self, seq: Sequence) -> None:
+        """The sequence is over; its entries are kept where its cache is. Ending one that never began is harmless."""
+        state = self._states.pop(seq.seq_id, None)
+        if state is None:
+            return
+        if state.length and seq.keep_cache:
+            self._prefixes.keep(state)
+        self.buffers.give(state.row)

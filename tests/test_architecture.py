@@ -29,7 +29,7 @@ LEVELS = (  # low to high; rooms of one level do not know each other
     ("engines",),
     ("tuned",),
     ("serve", "bench", "train"),
-    ("doctor",),  # uses bench's statistics
+    ("doctor", "learning", "lint"),  # use bench's statistics and train's tasks
     ("build",),
     ("decoder",),
     ("integrations",),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import NONE, EngineConfig, ModelConfig
+from paceline.config import LOSSY_FP8, NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
@@ -79,7 +79,9 @@ def open_model(config: EngineConfig) -> OpenModel:
     config = _with_cache_size(config)
     device = chosen_device(config.model.device)
     return OpenModel(
-        open_runner(config.model, device, config.cache.kv_cache_tokens), open_tokenizer(config.model), device
+        open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounded_kv),
+        open_tokenizer(config.model),
+        device,
     )
 
 
@@ -113,9 +115,12 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = None) -> Runner:
+def open_runner(
+    config: ModelConfig, device: str, kv_cache_tokens: int | None = None, *, rounded_kv: bool = False
+) -> Runner:
     """A runner for a name or a loaded model: our own for the architectures of models/, transformers' for all others."""
-    runner = _load(config, device, kv_cache_tokens) if isinstance(config.model, str) else _wrap(config, kv_cache_tokens)
+    sizes = CacheSizes(kv_cache_tokens, rounded_kv)
+    runner = _load(config, device, sizes) if isinstance(config.model, str) else _wrap(config, sizes)
     if config.batch_invariant and Capability.BATCH_INVARIANT not in runner.capabilities:
         raise OptionError("batch_invariant needs a model that the native runner runs on a CUDA device")
     if config.lora:
@@ -123,7 +128,15 @@ def open_runner(config: ModelConfig, device: str, kv_cache_tokens: int | None = 
     return runner
 
 
-def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runner:
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Tokens that the KV cache of a runner holds, and whether in eight bits."""
+
+    kv_cache_tokens: int | None
+    rounded_kv: bool
+
+
+def _load(config: ModelConfig, device: str, sizes: CacheSizes) -> Runner:
     from paceline.runners.loading import load_model
 
     dtype = dtype_named(config.dtype, device)
@@ -132,20 +145,22 @@ def _load(config: ModelConfig, device: str, kv_cache_tokens: int | None) -> Runn
         from paceline.runners.native import stored_dtype
 
         dtype, runner_class = stored_dtype(files.folder, config.dtype, device), _native_class(config)
-        return runner_class.load(
-            files.folder, files.name, dtype, device, kv_cache_tokens, batch_invariant=config.batch_invariant
-        )
+        parts = (files.folder, files.name, dtype, device, sizes.kv_cache_tokens)
+        return runner_class.load(*parts, batch_invariant=config.batch_invariant, rounded_kv=sizes.rounded_kv)
     if config.runner == "native" or dtype not in DTYPES:
         need = "runner native" if config.runner == "native" else f"dtype {dtype}"
         raise OptionError(f"{need} needs an architecture that paceline runs itself, stored as safetensors")
     model = load_model(files.folder, files.name, DTYPES[dtype], device, trust_remote_code=config.trust_remote_code)
-    return _hugging_face(model, files.name, kv_cache_tokens)
+    return _hugging_face(model, files.name, sizes)
 
 
-def _hugging_face(model: Any, name: str, kv_cache_tokens: int | None) -> Runner:
+def _hugging_face(model: Any, name: str, sizes: CacheSizes) -> Runner:
     """transformers' own code; its buffers grow as they like unless kv_cache_tokens bounds them."""
     from paceline.runners.huggingface_probe import open_hugging_face
 
+    if sizes.rounded_kv:
+        raise OptionError(f"kv_cache_dtype {LOSSY_FP8} needs a model that paceline runs itself; {name} runs elsewhere")
+    kv_cache_tokens = sizes.kv_cache_tokens
     blocks = None if kv_cache_tokens is None else BlockManager(max(1, -(-kv_cache_tokens // BLOCK_SIZE)))
     return open_hugging_face(model, name, blocks=blocks)
 
@@ -164,7 +179,7 @@ def _is_native(files: ModelFiles, config: ModelConfig) -> bool:
     return is_native(hf_config)
 
 
-def _wrap(config: ModelConfig, kv_cache_tokens: int | None) -> Runner:
+def _wrap(config: ModelConfig, sizes: CacheSizes) -> Runner:
     """A loaded model runs as it is; runner="native" copies its weights into our own layout."""
     from paceline.runners.native import is_native
 
@@ -173,10 +188,11 @@ def _wrap(config: ModelConfig, kv_cache_tokens: int | None) -> Runner:
         raise OptionError(f"a model is a name, a directory, a .gguf file or a loaded model, not {type(model).__name__}")
     name = str(model.config._name_or_path) or type(model).__name__
     if config.runner != "native":
-        return _hugging_face(model, name, kv_cache_tokens)
+        return _hugging_face(model, name, sizes)
     if not is_native(model.config):
         raise OptionError(f"runner native needs an architecture that paceline runs itself; {name} has none")
-    return _native_class(config).of_model(model, name, kv_cache_tokens, batch_invariant=config.batch_invariant)
+    options: Any = {"batch_invariant": config.batch_invariant, "rounded_kv": sizes.rounded_kv}
+    return _native_class(config).of_model(model, name, sizes.kv_cache_tokens, **options)
 
 
 def _native_class(config: ModelConfig) -> type[NativeRunner]:

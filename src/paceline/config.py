@@ -29,6 +29,8 @@ RUNNERS = ("auto", "native", "hf")
 WARMUPS = ("none", "fast", "full")
 EXECUTORS = ("mp", "ray")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
+LOSSY_FP8 = "lossy-fp8"
+KV_CACHE_DTYPES = (AUTO, LOSSY_FP8)
 MAX_DRAFT_TOKENS = 128
 MAX_NUM_SEQS = 8
 PREFILL_CHUNK, SERVE_PREFILL_CHUNK = 2048, 256
@@ -127,6 +129,9 @@ class CacheConfig:
     kv_cache_tokens: int | None = option(
         None, "tokens whose keys and values fit, over all sequences; default: enough for --max-num-seqs", "N", type=int
     )
+    kv_cache_dtype: str = option(
+        AUTO, "auto: the model's own; lossy-fp8: half of its bytes, and the output is not the model's", "T"
+    )
     prefix_cache_tokens: int | None = option(
         None, "tokens of finished sequences kept for shared prefixes; 0: none; default: what is free", "N", type=int
     )
@@ -141,6 +146,12 @@ class CacheConfig:
             prefix_cache_tokens=_at_least("prefix_cache_tokens", self.prefix_cache_tokens, 0),
             prefill_chunk_tokens=_at_least("prefill_chunk_tokens", self.prefill_chunk_tokens, 1),
         )
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+
+    @property
+    def rounded_kv(self) -> bool:
+        """Whether keys and values are kept in eight bits."""
+        return self.kv_cache_dtype == LOSSY_FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ def scripted_server(reply: Reply, owner: str = "someone") -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        num_requests = 0  # on this connection
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -28,6 +29,10 @@ def scripted_server(reply: Reply, owner: str = "someone") -> Iterator[str]:
             self._send(200, {"data": [entry]} if self.path == "/v1/models" else {})
 
         def do_POST(self) -> None:
+            self.num_requests += 1
+            if self.num_requests > 1:  # as one that has timed out: closed without an answer
+                self.close_connection = True
+                return
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             choice = reply(body) if self.path == "/v1/chat/completions" else None
             if choice is None:

@@ -48,6 +48,16 @@ def test_so_many_differences_are_plausible_only_with_near_ties_to_differ_at() ->
     assert binomial_tail(3, 3, 0.5) == pytest.approx(1 / 8)
 
 
+def test_a_token_without_alternatives_does_not_tell_a_near_tie() -> None:
+    """llama.cpp gives accepted draft tokens the log-probability 0 and nothing beside them."""
+    bare = TokenChoice(b"cd", 0.0, {})
+    reference = answer(token("ab", ab=-0.1), bare)
+    place = parting(Answer("abce"), reference, reference)
+    assert place.gap is None and not place.is_known
+    listed = answer(token("ab", ab=-0.1), token("cd", cd=-0.1, xy=-3.0))
+    assert parting(Answer("abce"), listed, listed).is_known, "the other way is not among the alternatives"
+
+
 def test_drift_is_the_largest_change_of_a_likely_token() -> None:
     first = [token("a", a=-0.1, b=-3.0), token("c", c=-0.2, d=-9.0)]
     second = [token("a", a=-0.1, b=-3.4), token("c", c=-0.2, d=-7.0)]
@@ -71,6 +81,23 @@ def test_draws_by_their_log_probabilities_raise_no_alarm_and_others_do() -> None
 
 def test_a_token_that_a_server_adds_because_it_was_drawn_counts_as_not_listed() -> None:
     top = {b"a": math.log(0.6), b"b": math.log(0.3), b"rare": math.log(0.01)}
-    counts = rank_counts([TokenChoice(b"rare", math.log(0.01), top)], 2)
+    counts = rank_counts([TokenChoice(b"rare", math.log(0.01), top)], 3)
     assert [count.observed for count in counts] == [0, 0, 0, 1]
     assert counts[3].expected == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("how", ["added", "in the place of the last", "left out"])
+def test_how_a_server_shows_the_drawn_token_raises_no_alarm(how: str) -> None:
+    """4,000 right draws, 3 alternatives asked for; the probability of a false alarm is below 4e-6."""
+    shares = {b"a": 0.4, b"b": 0.2, b"c": 0.15, b"y": 0.13, b"z": 0.12}
+    kept = 2 if how == "in the place of the last" else 3
+
+    def shown(drawn: bytes) -> TokenChoice:
+        best = list(shares)[: 3 if drawn in (b"a", b"b", b"c") else kept]
+        names = {*best, *([drawn] if how != "left out" else [])}
+        return TokenChoice(drawn, math.log(shares[drawn]), {name: math.log(shares[name]) for name in names})
+
+    draws = random.Random(1).choices(list(shares), list(shares.values()), k=4000)
+    counts = rank_counts([shown(drawn) for drawn in draws], 3)
+    assert min(count.p_value for count in counts) > 1e-6
+    assert sum(count.observed for count in counts) == 4000

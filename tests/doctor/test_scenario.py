@@ -42,6 +42,32 @@ def test_what_a_server_refuses_is_not_shown_and_never_ok(tmp_path: Path) -> None
     assert set(statuses(report)) == {"not shown"}
 
 
+def test_a_server_that_answers_nothing_is_told_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(lambda body: None) as url:
+        assert main(["doctor", url, "--quick"]) == 2
+    printed = capsys.readouterr().err
+    assert "takes neither chat completions nor completions (it answered 400: " in printed and "not here" in printed
+
+
+def test_differences_where_a_server_gives_no_alternatives_are_not_shown(tmp_path: Path) -> None:
+    """A near-tie under speculation cannot be told from a fault there: 1 answer of 5 differs."""
+    asked = itertools.count()
+
+    def reply(body: Json) -> Json | None:
+        if set(body) & {"tools", "response_format"}:
+            return None
+        differs = body.get("stream") and not body.get("logprobs") and next(asked) == 1
+        choice = text_choice("It rains here and there" if differs else "It rains here and now")
+        with_logprobs = with_gap(choice, body, [], 0.0)
+        for entry in (with_logprobs.get("logprobs") or {}).get("content", ()):
+            entry |= {"logprob": 0.0, "top_logprobs": []}
+        return with_logprobs
+
+    with scripted_server(reply) as url:
+        report = doctor(url, tmp_path, "--scenarios", "streaming")
+    assert report["exit_status"] == 3 and "fault" not in statuses(report)
+
+
 def test_a_server_with_the_bare_api_is_examined_as_far_as_it_goes(tmp_path: Path) -> None:
     with scripted_server(plain) as url:
         report = doctor(url, tmp_path, "--scenarios", "prefix-cache,streaming,concurrency")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -24,7 +25,7 @@ from paceline.layers.moe_kernels import (
 )
 from paceline.layers.moe_tiling import FEW_EXPERTS, MANY_EXPERTS, PROMPT
 from paceline.layers.norm_triton import norm_kernel
-from paceline.quantization.packed_kernel import packed_kernel
+from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
 from paceline.quantization.packed_layout import Kind
 from paceline.quantization.packed_triton import FAST_KINDS, packed_tiling
 
@@ -36,16 +37,18 @@ FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
 Arguments = tuple[dict[str, str], dict[str, object]]
 
 
-def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False) -> Arguments:
+def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False, rounded: bool = False) -> Arguments:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
     floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
     pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
+    pointers |= {"keys": "*u8", "values": "*u8"} if rounded else {}
     pointers |= dict.fromkeys(("lengths", "counts", "depths", "tree_mask", "blocks"), LONG)
     numbers = {"offset": "i32", "table_width": "i32", "layer_base": "i64", "max_chunks": "i32", "lanes": "i32"}
     numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
     constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
     constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
-    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special} | dict.fromkeys(("SOFTCAP", "SINKS"), special)
+    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special, "ROUNDED": rounded}
+    constants |= dict.fromkeys(("SOFTCAP", "SINKS"), special)
     return pointers | numbers, constants | ({"HALF": 128} if special else {})
 
 
@@ -68,16 +71,32 @@ def vector(flags: dict[str, bool]) -> Arguments:
     return signature, flags | constants
 
 
-def packed(kind: Kind, group: int, splits: int, rows: int, flags: dict[str, bool]) -> Arguments:
-    zeros = kind is Kind.INT4 and group == 64
+def packed(
+    kind: Kind, group: int, splits: int, rows: int, flags: dict[str, bool], *, minimums: bool = False
+) -> Arguments:
+    """Groups of 16 and 32 with upper bits or minimums are those of GGUF's K formats: small integers as scales."""
+    zeros, outer = kind is Kind.INT4 and group == 64, minimums or kind is Kind.INT6
     signature = dict.fromkeys(("x", "bias", "residual", "scales", "zeros"), HALF) | {"weight": INT, "table": FLOAT}
+    signature |= {"high": "*i16" if kind is Kind.INT6 else "*u8", "minimums": "*u8"}
+    signature |= {"outer_scales": "*fp16", "outer_minimums": "*fp16"} | ({"scales": "*i8"} if outer else {})
     signature |= {"partial_sums": FLOAT, "programs_done": INT} | _outputs(flags)
     signature |= dict.fromkeys(("rows", "columns", "in_features", "out_features"), "i32")
-    signature |= dict.fromkeys(("steps", "steps_per_split", "groups"), "i32")
+    signature |= dict.fromkeys(("steps", "steps_per_split", "groups", "out_stride"), "i32")
     constants = {"USE_PDL": True, "KIND": int(kind), "FAST": kind in FAST_KINDS, "ZEROS": zeros, "GROUP": group}
+    constants |= {"HIGH": kind.high_bits > 0, "MINIMUMS": minimums, "OUTER": outer}
     columns = packed_tiling(4096, 32, rows, gate=flags["GATE"]).columns
     tile = {"ROWS": rows, "COLUMNS": columns, "WORDS": kind.words, "CODES": kind.codes}
     return signature, flags | constants | tile | {"EVEN": True, "SPLITS": splits, "PREFETCH": 2}
+
+
+def unpacking() -> Arguments:
+    """Rows of an embedding in Q6_K."""
+    pointers = {"weight": INT, "high": "*i16", "scales": "*i8", "zeros": HALF, "minimums": "*u8", "table": FLOAT}
+    pointers |= {"outer_scales": "*fp16", "outer_minimums": "*fp16", "order": LONG, "places": LONG, "out": HALF}
+    signature = pointers | dict.fromkeys(("rows", "in_features", "out_features", "groups"), "i32")
+    constants = {"KIND": int(Kind.INT6), "HIGH": True, "ZEROS": False, "MINIMUMS": False, "OUTER": True, "ORDER": False}
+    constants |= {"SOME": True, "GROUP": 16, "ROUNDING": tl.float32, "ROWS": 32, "WORDS": 16, "CODES": 8}
+    return signature, constants
 
 
 def compile_experts() -> None:
@@ -130,6 +149,13 @@ def compile_packed_products() -> None:
         (Kind.FP8, 128, 1, 16), (Kind.FP4, 32, 1, 16), (Kind.LUT4, 64, 1, 16),
     ):  # fmt: skip
         compile_kernel(packed_kernel, *packed(kind, group, splits, rows, FLAGS), num_warps=4)
+    for kind, group, rows, minimums, name in (
+        (Kind.INT4, 32, 16, True, "GATE"), (Kind.INT4, 32, 64, True, "RESIDUAL"), (Kind.INT5, 32, 16, True, "GATE"),
+        (Kind.INT5, 32, 16, False, "BIAS"), (Kind.INT6, 16, 16, False, "ARGMAX"), (Kind.INT6, 16, 64, False, "GATE"),
+    ):  # fmt: skip
+        arguments = packed(kind, group, 2, rows, FLAGS | {name: True}, minimums=minimums)
+        compile_kernel(packed_kernel, *arguments, num_warps=4)
+    compile_kernel(unpack_kernel, *unpacking(), num_warps=4)
 
 
 def compile_delta_nets() -> None:
@@ -154,6 +180,7 @@ def main() -> int:
     for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
         for special in (False, True):
             compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm, special))
+    compile_kernel(attend_kernel, *attention(6, 16, False, rounded=True))
     norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
     for other in (False, True):
         parts = {"CENTER": other, "BIAS": other, "RESIDUAL": other}

@@ -20,7 +20,7 @@ from paceline.layers.linear_triton import argmax
 from paceline.quantization import fp8, registry
 from paceline.quantization.int4 import pack_int4
 from paceline.quantization.packed import PackedLinear, fits_kernel, pack_weight, round_weight
-from paceline.quantization.packed_layout import Kind, decode, pack_words, unpack_words
+from paceline.quantization.packed_layout import Kind, decode, pack_high, pack_words, unpack_words
 from paceline.quantization.packed_triton import MAX_SPLITS, packed_tiling, unpack
 from paceline.quantization.quantized_weight import QuantizedWeight
 from paceline.runners.native import NativeRunner
@@ -70,8 +70,8 @@ def moved(weight: QuantizedWeight) -> QuantizedWeight:
 @pytest.mark.parametrize("kind", Kind)
 def test_every_code_of_a_word_comes_back(kind: Kind) -> None:
     codes = torch.randint(0, 1 << kind.bits, (5, 300)).to(torch.uint8)
-    words = pack_words(codes, kind)
-    assert words.shape == (3, 5, kind.words) and torch.equal(unpack_words(words, kind, 300), codes)
+    words, high = pack_words(codes, kind), pack_high(codes, kind)
+    assert words.shape == (3, 5, kind.words) and torch.equal(unpack_words(words, kind, 300, high), codes)
 
 
 def test_small_floats_stand_for_what_their_bits_say() -> None:

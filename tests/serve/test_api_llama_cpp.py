@@ -101,6 +101,15 @@ def test_probabilities_name_their_tokens(tiny_server: RunningServer) -> None:
     assert "".join(part["content"] for part in parts) == document["content"]
 
 
+def test_alternatives_of_a_sampled_token_are_the_likeliest_in_order(tiny_server: RunningServer) -> None:
+    fields = {"prompt": "abc", "n_predict": 24, "n_probs": 4, "temperature": 1.8, "seed": 3, "ignore_eos": True}
+    entries = post(tiny_server, "/completion", **fields).json()["completion_probabilities"]
+    for entry in entries:
+        values = [other["logprob"] for other in entry["top_logprobs"]]
+        assert len(values) == 4 and values == sorted(values, reverse=True)
+    assert any(entry["logprob"] < entry["top_logprobs"][-1]["logprob"] for entry in entries), "one is further down"
+
+
 def test_probabilities_after_sampling_are_those_that_were_drawn_from(tiny_server: RunningServer) -> None:
     fields: dict[str, Any] = {"prompt": "abc", "n_predict": 3, "n_probs": 260, "seed": 1, "post_sampling_probs": True}
     refused = post(tiny_server, "/completion", **{**fields, "n_probs": 5}, temperature=0.7)

@@ -115,6 +115,14 @@ def test_errors_have_anthropics_shape(server: RunningServer) -> None:
     assert response.status_code == 400 and "reads text" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_a_conversation_without_messages_is_refused(server: RunningServer, path: str) -> None:
+    response = post(server, path, messages=[])
+    error = response.json()
+    assert response.status_code == 400 and (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"].startswith("messages: "), "in Anthropic's words, it names the field"
+
+
 def test_a_conversation_that_is_too_long_is_said_in_anthropics_words(server: RunningServer) -> None:
     response = post(server, messages=[{"role": "user", "content": "x" * 100}])
     assert response.status_code == 400 and response.json()["error"]["message"].startswith("prompt is too long: ")
@@ -248,6 +256,17 @@ def test_blocks_of_earlier_turns_become_chat_messages() -> None:
     assert turn["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city":"Rome"}'}
     assert result == {"role": "tool", "tool_call_id": "1", "content": "rain"}
     assert failure["content"] == "Error: no such city" and question == {"role": "user", "content": "And now?"}
+
+
+def test_turns_of_the_assistant_that_follow_one_another_are_one(tiny_server: RunningServer) -> None:
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    turns = [{"role": "assistant", "content": "I look."}, {"role": "assistant", "content": [call]}]
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "rain"}]}
+    _, turn, answer = request_of(messages=[*BODY["messages"], *turns, result])["messages"]
+    assert turn["content"] == "I look." and len(turn["tool_calls"]) == 1 and answer["role"] == "tool"
+    texts = [{"role": "assistant", "content": text} for text in ("to be", "or not")]
+    assert request_of(messages=[*BODY["messages"], *texts])["messages"][-1]["content"] == "to be\n\nor not"
+    assert post(tiny_server, messages=[*BODY["messages"], *texts]).status_code == 200, "the answer goes on from both"
 
 
 def test_tools_and_their_choice_take_the_chat_spelling() -> None:

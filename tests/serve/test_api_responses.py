@@ -75,6 +75,29 @@ def test_log_probabilities_are_part_of_the_text(client: openai.OpenAI) -> None:
     assert [entry.token for entry in response.output[0].content[0].logprobs] == ["c", "b", "a"]
 
 
+@pytest.mark.parametrize("how", ["whole", "stream", "background"])
+def test_what_the_model_read_and_wrote_is_shown(client: openai.OpenAI, how: str) -> None:
+    extra, params = {"enable_response_messages": True}, {"instructions": "xy"}
+    if how == "stream":
+        response = list(create(client, extra_body=extra, stream=True, **params))[-1].response
+    else:
+        response = create(client, extra_body=extra, background=how == "background", **params)
+    while response.status == "queued":
+        response = client.responses.retrieve(response.id)
+    (read,), (written,) = response.input_messages, response.output_messages
+    assert (read["type"], read["message"]) == ("raw_message_tokens", "xyabc") and written["message"] == "cbayx"
+    assert (read["tokens"], written["tokens"]) == ([120, 121, 97, 98, 99], [99, 98, 97, 121, 120])
+    assert "input_messages" not in create(client).model_dump()
+
+
+def test_there_are_as_many_alternatives_as_asked_for(tiny_server: RunningServer) -> None:
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 5, "temperature": 1.8}
+    response = create(tiny_server.client(), max_output_tokens=24, extra_body={"seed": 3, "ignore_eos": True}, **fields)
+    entries = response.output[0].content[0].logprobs
+    assert entries and all(len(entry.top_logprobs) == 5 for entry in entries)
+    assert all(entry.logprob in [other.logprob for other in entry.top_logprobs] for entry in entries)
+
+
 def test_fields_of_the_server_reach_the_engine(client: openai.OpenAI, engine: ReversingEngine) -> None:
     create(client, extra_body={"seed": 7, "top_k": 3, "speculative": {"num_draft_tokens": 2}})
     request = engine.requests[-1]

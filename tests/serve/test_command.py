@@ -25,6 +25,7 @@ from fastapi import FastAPI
 from paceline.cli import main
 from paceline.cli.serve import api_keys, configure, engine_config_from_args, server_config
 from paceline.errors import OptionError
+from paceline.serve.auth import ApiKeys
 from paceline.serve.config import API_KEYS_VARIABLE, RequestLimits, ServerConfig
 from paceline.serve.limits import AdmissionControl
 from paceline.serve.run import DrainingServer, bind_socket, start_listening, uvicorn_config
@@ -240,12 +241,23 @@ def test_api_keys_come_from_flags_environment_and_file(tmp_path: Path, monkeypat
         (["--max-waiting", "-1"], "max_waiting"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--max-model-len", "1"], "max_model_len"),
-        (["--api-key", "short"], "8 characters"),
+        (["--api-key", ""], "an API key is empty"),
     ],
 )
 def test_impossible_flags_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         config_of(*flags)
+
+
+def test_a_short_api_key_works_and_is_warned_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cli.serve.open_app", lambda launches: None)
+    monkeypatch.setattr("paceline.serve.run.run", lambda app, bound_socket, limits: None)
+    for key, warns in (("sk-1234", True), ("sk-12345678", False)):
+        assert main(["serve", "--port", "0", "--api-key", key]) == 0
+        assert ("can be guessed" in capsys.readouterr().err) == warns
+    assert ApiKeys(config_of("--api-key", "sk-1234").network.api_keys).owner("Bearer sk-1234")
 
 
 def test_flags_reach_the_configuration() -> None:

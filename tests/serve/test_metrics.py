@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.protocols import Engine
-from paceline.core.stats import EngineStats, SpecStats
+from paceline.core.stats import EngineStats, LearningStats, SpecStats
 from paceline.core.types import RequestOutput
 from paceline.serve.fair_queue import FairQueue
 from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
@@ -38,6 +38,7 @@ class CountingEngine(ReversingEngine):
             failures=9,
             prompt_tokens=10,
             draft_lengths={0: 1, 3: 2, 200: 1},
+            learning=LearningStats(11, 12, 0.5, 13, 14, 15, 16),
         )
 
 
@@ -82,6 +83,13 @@ def test_the_engine_stats_are_exported_under_their_names(exposition: str) -> Non
         'paceline_spec_num_draft_tokens_bucket{le="128",model="model-0"} 3.0',
         'paceline_spec_num_draft_tokens_count{model="model-0"} 4.0',
         'paceline_spec_num_draft_tokens_sum{model="model-0"} 206.0',
+        'paceline_learning_ring_bytes{model="model-0"} 11.0',
+        'paceline_learning_ring_sequences{model="model-0"} 12.0',
+        'paceline_learning_acceptance{model="model-0"} 0.5',
+        'paceline_learning_head{model="model-0"} 13.0',
+        'paceline_learning_attempts_total{model="model-0"} 14.0',
+        'paceline_learning_swaps_total{model="model-0"} 15.0',
+        'paceline_learning_rollbacks_total{model="model-0"} 16.0',
         'paceline_http_requests_total{route="/v1/completions",status="200"} 1.0',
     ):
         assert line in exposition.splitlines()
@@ -90,6 +98,10 @@ def test_the_engine_stats_are_exported_under_their_names(exposition: str) -> Non
 def test_an_engine_without_methods_in_its_stats_is_counted_under_its_default() -> None:
     text = metrics_of(ReversingEngine()).exposition().decode()
     assert 'paceline_steps_total{method="reverse",model="model-0"} 0.0' in text
+
+
+def test_a_model_that_does_not_learn_has_no_metrics_of_learning() -> None:
+    assert "paceline_learning" not in metrics_of(ReversingEngine()).exposition().decode()
 
 
 def test_the_dashboard_uses_only_metrics_that_exist(exposition: str) -> None:

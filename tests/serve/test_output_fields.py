@@ -40,10 +40,19 @@ def test_the_sampled_token_is_always_among_the_alternatives(tiny_server: Running
     assert len(logprobs.tokens) == 40
     for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs):
         assert top[token] == logprob and max(1, count) <= len(top) <= count + 1
+        assert next(iter(top)) == token, "it is the first"
     if count:
         options = {"logprobs": True, "top_logprobs": count, **params}
         for entry in chat(tiny_server, {"ignore_eos": True}, **options).choices[0].logprobs.content:
             assert entry.logprob in [other.logprob for other in entry.top_logprobs]
+            assert len(entry.top_logprobs) == count, "no more than asked for: the sampled token takes the last place"
+
+
+def test_a_chat_that_ends_with_two_answers_is_refused(tiny_server: RunningServer) -> None:
+    question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be"}
+    with pytest.raises(openai.BadRequestError, match="both from the assistant"):
+        chat(tiny_server, {}, messages=[question, answer, answer])
+    assert chat(tiny_server, {}, messages=[question, answer, answer, question]).choices
 
 
 def test_parts_of_characters_are_told_apart_by_their_bytes(tiny_server: RunningServer) -> None:

@@ -35,7 +35,7 @@ COMMANDS = {
     "doctor": "find wrong output of any OpenAI-compatible server",
     "plan": "memory and predicted speed-up, before downloading anything",
     "pairs": "which draft models go with which targets",
-    "check": "whether a draft model fits a target",
+    "check": "whether a draft model fits a target, and a head is read as it was trained",
     "fetch": "download and convert a model; prints its directory",
     "models": "what is in the cache: list, show, rm",
 }

@@ -174,8 +174,20 @@ def _model_checks(args: argparse.Namespace) -> Iterator[AuditCheck]:
     rules = tuple(rule.strip() for rule in args.acceptance.split(","))
     for rule in rules:
         base_config(args, acceptance=rule)  # refuses an unknown rule before a model is loaded
+    yield from _lossy_cache(args)
     candidates = table_candidates(args) if args.model == TABLE else open_candidates(args)
-    return audit(candidates, _plan(args, candidates, rules))
+    yield from audit(candidates, _plan(args, candidates, rules))
+
+
+def _lossy_cache(args: argparse.Namespace) -> Iterator[AuditCheck]:
+    """Methods agree with plain decoding over a rounded cache too, but that is then not the model's own output."""
+    from paceline.bench.audit import AuditCheck
+    from paceline.bench.outcome import Outcome
+
+    cache = base_config(args).cache
+    if cache.rounded_kv:
+        detail = "keys and values are rounded to eight bits: with every method the output is not the model's"
+        yield AuditCheck(f"KV cache in {cache.kv_cache_dtype}", "cache", Outcome.DIFFERENT, detail, 0.0)
 
 
 def _plan(args: argparse.Namespace, candidates: Candidates, rules: tuple[str, ...]) -> AuditPlan:

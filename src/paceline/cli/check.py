@@ -1,11 +1,20 @@
-"""Can this draft model draft for this target?
+"""Can this draft model draft for this target? Is this head read as it was trained?
 
-    paceline check MODEL --draft-model DRAFT
+    paceline check MODEL --draft-model DRAFT        two vocabularies, token by token
+    paceline check MODEL --head HEAD                every reading of a trained head, by acceptance
+    paceline check MODEL --head HEAD --fix OUT      and a corrected copy
+    paceline check MODEL --head HEAD --url URL      and what a running server makes of it
 
-Compares the two vocabularies token by token (equal sizes say nothing), the special tokens and the chat template. No
-weights are loaded. Exit status 0: they fit together; 2: they do not, and the message names the first tokens that
-differ. Differences in special tokens or template cost speed at most, never correctness, and are only shown. A draft
-model of another vocabulary can still draft with `--method cross_vocab`: the last line says how, and at what cost.
+--draft-model compares the two vocabularies token by token (equal sizes say nothing), the special tokens and the chat
+template. No weights are loaded. Exit status 0: they fit together; 2: they do not, and the message names the first
+tokens that differ. Differences in special tokens or template cost speed at most, never correctness, and are only shown.
+A draft model of another vocabulary can still draft with `--method cross_vocab`: the last line says how, and at what
+cost.
+
+--head tries every reading of a head's files (layer offset, order of the inputs, norms, rotary settings, vocabulary map,
+mask token, block size, …) on text that the target writes, and shows the acceptance of each by position with its
+standard error. A wrong reading runs and only lowers acceptance. Exit status 0: no reading is better than the files'
+own; 2: another is, with an error probability below 0.01 over all readings, and the last lines say what to change.
 """
 
 from __future__ import annotations
@@ -24,11 +33,28 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT, metavar="MODEL", help="the target (the default model)")
-    parser.add_argument("--draft-model", required=True, metavar="DRAFT", help="Hub id, directory or .gguf of the draft")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--draft-model", metavar="DRAFT", help="Hub id, directory or .gguf of the draft")
+    subject.add_argument("--head", metavar="HEAD", help="directory or Hub id of a head, or eagle: the shipped one")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
+    heads = parser.add_argument_group("heads")
+    heads.add_argument("--tokens", type=int, default=2000, metavar="N", help="length of the text (2000)")
+    heads.add_argument("--text", metavar="FILE", help="a text instead of what the target writes")
+    heads.add_argument("--seed", type=int, default=0, metavar="N", help="chooses the prompts that the target answers")
+    heads.add_argument("--fix", metavar="OUT", help="write a corrected copy of the head to this new directory")
+    heads.add_argument("--url", metavar="URL", help="a server that drafts with this head: compare its acceptance")
+    heads.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (cuda if there is one)")
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.head is not None:
+        from paceline.cli.check_head import check_head
+
+        return check_head(args)
+    return _check_pair(args)
+
+
+def _check_pair(args: argparse.Namespace) -> int:
     from paceline.hub.vocabulary import compare, pairing
 
     target, draft = _tokenizers(args.model, args.draft_model)

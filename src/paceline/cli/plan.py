@@ -24,7 +24,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cli.runnable import support
-from paceline.config import AUTO, DRAFT_MODEL
+from paceline.config import AUTO, DRAFT_MODEL, KV_CACHE_DTYPES, LOSSY_FP8
 from paceline.drafting import registry as drafters
 from paceline.errors import OptionError, PairError
 from paceline.hub import DEFAULT
@@ -90,6 +90,9 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-seq-len", type=int, metavar="N", help="longest sequence, prompt and answer together")
     group.add_argument("--max-num-seqs", type=int, default=1, metavar="N", help="sequences at once")
     group.add_argument("-k", "--num-draft-tokens", type=int, default=5, metavar="N", help="draft tokens per step")
+    group.add_argument(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default=AUTO, help="lossy-fp8: keys and values in eight bits"
+    )
     group.add_argument("--tree-nodes", type=int, metavar="N", help="draft tokens verified per step, in a draft tree")
     group.add_argument("--acceptance-rate", type=float, metavar="RATE", help="predict with this rate, 0 to 1")
 
@@ -124,7 +127,11 @@ def main(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> PlanReport:
     installed, accelerator = support(), _accelerator(args)
     deployment = _deployment(args, installed, accelerator)
-    engine = installed.engine(num_gpus=deployment.num_gpus, gguf=deployment.precision.gguf)
+    on_cpu = accelerator is not None and accelerator.kind is AcceleratorKind.CPU
+    engine = installed.engine(
+        num_gpus=deployment.num_gpus,
+        packs=lambda engine: engine.packs(deployment.precision, deployment.target, on_cpu=on_cpu),
+    )
     deployment = replace(deployment, bounded_windows=engine is not None and engine.bounds_windows)
     plan = plan_memory(deployment)
     limits = FitLimits((*installed.dtypes(deployment.target), *_gguf_names(installed)), installed.max_gpus)
@@ -149,6 +156,7 @@ def _deployment(args: argparse.Namespace, installed: Support, accelerator: Accel
         method=method,
         draft=draft,
         draft_precision=_precision(args.draft_dtype, draft or target, installed) if args.draft_dtype else None,
+        kv_precision=find_precision("fp8") if args.kv_cache_dtype == LOSSY_FP8 else None,
         max_seq_len=min(_DEFAULT_SEQ_LEN, target.max_seq_len) if args.max_seq_len is None else args.max_seq_len,
         max_num_seqs=args.max_num_seqs,
         num_draft_tokens=args.num_draft_tokens,
@@ -184,8 +192,9 @@ def _precision(name: str | None, sizes: ModelSizes, installed: Support, *, on_cp
     """The named precision; else the one that the model would run in: that of its weight format, or by device."""
     if name is None:
         stored = PRECISIONS.get((sizes.stored_precision or "").lower())
-        kept = stored is not None and (installed.packs_gguf if stored.gguf else stored.name not in FLOAT_DTYPES)
-        return stored if stored is not None and kept else PRECISIONS["fp32" if on_cpu else "bf16"]
+        if stored is not None and stored.name not in FLOAT_DTYPES and installed.packs(stored, sizes, on_cpu=on_cpu):
+            return stored
+        return PRECISIONS["fp32" if on_cpu else "bf16"]
     precision = find_precision(name)
     choices = (*installed.dtypes(sizes), *_gguf_names(installed))
     if precision.name not in choices:

@@ -40,7 +40,8 @@ def _own_first() -> list[str]:
 
 def _engine(name: str) -> EngineSupport:
     spec = engines.spec(name)
-    return EngineSupport(name, spec.max_gpus, spec.packs_gguf, spec.bounds_windows)
+    packing = (spec.packs_gguf, spec.bounds_windows, spec.gguf_kinds, spec.gguf_types)
+    return EngineSupport(name, spec.max_gpus, *packing)
 
 
 @cache

@@ -4,6 +4,7 @@
     paceline serve MODEL --draft-model SMALL              draft tokens from a smaller model
     paceline serve MODEL --method ngram -k 4 --port 9000  four draft tokens a step, without a draft model
     PACELINE_API_KEYS=… paceline serve --host 0.0.0.0     serve other machines; this needs an API key
+    paceline serve --method eagle --learn DIR --learn-consent    the head learns from the traffic, which is stored
     paceline serve MODEL OTHER                            several models; requests choose by `model`
     paceline serve --config serve.toml                    … each with its own names and options
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import Field, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +35,7 @@ from paceline.serve.config import (
     API_KEYS_VARIABLE,
     FLAG_CLASSES,
     FailurePolicy,
+    LearnConfig,
     NetworkConfig,
     RequestLimits,
     ServerConfig,
@@ -68,9 +72,12 @@ def main(args: argparse.Namespace) -> int:
 
     launches = [Launch.of(model_args) for model_args in arguments_of_models(args)]
     check_names(name for launch in launches for name in launch.server.served_model_names)
+    check_learning(launches)
     for launch in launches:
         chat_template("", launch.server)  # a wrong name or file is an error before the model is loaded
     config = launches[0].server
+    if config.network.has_short_key:
+        print("paceline: a short API key can be guessed; `openssl rand -hex 24` makes a good one", file=sys.stderr)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
         app = open_app(launches)
         configure_logging(config.log_level)
@@ -79,6 +86,12 @@ def main(args: argparse.Namespace) -> int:
         print(f"paceline serves {names} at {url}/v1", flush=True)
         run(app, bound_socket, config.limits)
     return 0
+
+
+def check_learning(launches: list[Launch]) -> None:
+    """Raise OptionError where several models would learn in one folder."""
+    if len(launches) > 1 and launches[0].server.learning.learn is not None:
+        raise OptionError("--learn is for a server with one model; start one server for each model that learns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +111,42 @@ def open_app(launches: list[Launch]) -> FastAPI:
     """Open the engines, and return the application that serves them and restarts those that fail."""
     from paceline.serve.app import create_app
     from paceline.serve.context import ModelToServe
-    from paceline.serve.supervisor import SupervisedEngine
 
-    engines = [
-        SupervisedEngine(partial(open_served_engine, launch.engine), launch.server.failure) for launch in launches
-    ]
+    engines = [open_supervised(launch) for launch in launches]
     models = [
-        ModelToServe(engine, with_sampling_defaults(launch.server, launch.engine))
+        ModelToServe(engine.engine, with_sampling_defaults(launch.server, launch.engine))
         for engine, launch in zip(engines, launches)
     ]
     first, *others = models
-    return create_app(first.engine, first.config, others, [engine.watch for engine in engines])
+    return create_app(first.engine, first.config, others, [work for engine in engines for work in engine.background])
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAndWork:
+    """An engine to serve, and what runs beside the server for it."""
+
+    engine: Engine
+    background: list[Callable[[], Awaitable[None]]]
+
+
+def open_supervised(launch: Launch) -> EngineAndWork:
+    """The engine of one model, restarted where it fails; with --learn its head learns."""
+    from paceline.serve.supervisor import SupervisedEngine
+
+    learn, failure = launch.server.learning, launch.server.failure
+    if learn.learn is None:
+        engine = SupervisedEngine(partial(open_served_engine, launch.engine), failure)
+        return EngineAndWork(engine, [engine.watch])
+
+    from paceline.learning.learner import Learner, head_in_use
+    from paceline.learning.serving import learner_settings
+
+    settings = learner_settings(launch.engine, learn)
+    engine = SupervisedEngine(
+        lambda: open_served_engine(launch.engine.with_options(draft_model=str(head_in_use(settings)))), failure
+    )
+    learner = Learner(engine, settings)
+    return EngineAndWork(learner.engine, [engine.watch, learner.watch])
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -148,6 +186,7 @@ def server_config(args: argparse.Namespace, engine_config: EngineConfig) -> Serv
         network=NetworkConfig(**{**flag_values(args, NetworkConfig), "api_keys": api_keys(args)}),
         limits=RequestLimits(**flag_values(args, RequestLimits)),
         failure=FailurePolicy(**flag_values(args, FailurePolicy)),
+        learning=LearnConfig(**flag_values(args, LearnConfig)),
         max_num_seqs=engine_config.max_num_seqs,
         max_model_len=engine_config.model.max_model_len,
         num_draft_tokens=k if isinstance(k, int) else None,

@@ -36,6 +36,7 @@ from paceline.core.types import (
 from paceline.errors import CapabilityError
 
 Adapter = Callable[[Tensor], Tensor]
+HeadUpdate = Callable[[], None]  # puts new weights of a head in place, between two steps
 Preparation = Callable[[], None]  # compiles or captures one thing, and changes nothing that a sequence sees
 
 
@@ -208,6 +209,14 @@ class Drafter(Protocol):
         """
         return None
 
+    def head_update(self, folder: str) -> HeadUpdate | None:
+        """Read new weights of the trained head, and return what puts them in place between two steps.
+
+        Any thread may read. Shapes and addresses stay, so captured graphs stay valid. None: there is no head. Raises
+        ModelNotFound or WeightsError; the head is then unchanged.
+        """
+        return None
+
     def with_runner(self, wrap: Callable[[Runner], Runner]) -> Drafter:
         """The same drafter with its draft model's runner wrapped: audit counts and replays its passes."""
         return self
@@ -230,6 +239,9 @@ class NoEmbeddings:
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
+
+    async def update_head(self, folder: str) -> None:
+        raise CapabilityError("this engine takes no new head while it runs; serve the model with the local engine")
 
 
 @runtime_checkable
@@ -257,6 +269,13 @@ class Engine(Protocol):
         Raises CapabilityError where the engine has no hidden states; OptionError, PromptError or OutOfMemory.
         """
         return await NoEmbeddings().embed(token_ids, pooling)
+
+    async def update_head(self, folder: str) -> None:
+        """Give the drafter's trained head the weights in a directory, between two steps. Output does not change.
+
+        Raises CapabilityError where there is no head or the engine cannot; ModelNotFound or WeightsError.
+        """
+        await NoEmbeddings().update_head(folder)
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""

@@ -100,6 +100,24 @@ class SpecStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class LearningStats:
+    """What a head that learns from traffic has done.
+
+    acceptance  share of first draft tokens accepted in the latest sequences
+    head        number of the head in use; 0: the one that was given
+    attempts    trainings that were finished
+    """
+
+    ring_bytes: int = 0
+    ring_seqs: int = 0
+    acceptance: float = 0.0
+    head: int = 0
+    attempts: int = 0
+    swaps: int = 0
+    rollbacks: int = 0
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot of an engine. The first group is of now; counts only ever rise."""
@@ -119,3 +137,4 @@ class EngineStats:
     restarts: int = 0  # of the engine, after its worker has died
     prompt_tokens: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)  # steps of one sequence, by their num_draft_tokens
+    learning: LearningStats | None = None  # where the drafter's head learns from traffic

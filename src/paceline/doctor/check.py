@@ -152,10 +152,10 @@ async def _gap(tested: Exchange, reference: Exchange) -> float | None:
     for asked in (reference, tested):
         probe = asked.answer if asked.answer.tokens else await _probe(asked)
         if probe is not None:
-            known = True
-            gap = parting(tested.answer, reference.answer, probe).gap
-            if gap is not None:
-                return gap
+            place = parting(tested.answer, reference.answer, probe)
+            known = known or place.is_known
+            if place.gap is not None:
+                return place.gap
     return float("inf") if known else None
 
 

@@ -39,7 +39,8 @@ class ServerClient:
         self.url, self.model = base_url(url), model
         self._key_variable = key_variable if api_key else None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=128)
+        # A connection a request: one that the server closes while it is idle would look like a fault.
+        limits = httpx.Limits(max_connections=128, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False)
 
     async def close(self) -> None:

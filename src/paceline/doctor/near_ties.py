@@ -18,10 +18,14 @@ REPLACEMENT = "\ufffd".encode()  # stands for parts of characters: several token
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where an answer leaves another one. gap: of the log-probabilities of the two ways; None: one is not listed."""
+    """Where an answer leaves another one. gap: of the log-probabilities of the two ways; None: one is not listed.
+
+    is_known: whether the token there has alternatives; some servers give none for accepted draft tokens
+    """
 
     offset: int  # in bytes
     gap: float | None
+    is_known: bool = True
 
 
 def common_bytes(first: str, second: str) -> int:
@@ -47,6 +51,8 @@ def _at(offset: int, tested: Answer, reference: Answer, probe: Answer) -> Partin
     if index is None:
         return Parting(offset, None)
     choice = probe.tokens[index]
+    if len(choice.all) < 2:
+        return Parting(offset, None, is_known=False)
     start = ends[index] - len(choice.data)
     first, second = (_way(choice, answer.content.encode()[start:]) for answer in (tested, reference))
     return Parting(offset, None if first is None or second is None else abs(first - second))

@@ -87,10 +87,11 @@ async def _probed(
     near_tie: float | None,
 ) -> TestedServer:
     chat_query, completion_query = _probes()
-    has_chat = await _takes(client, chat_query)
-    has_completions = await _takes(client, completion_query)
+    refusals = [await _refusal(client, query) for query in (chat_query, completion_query)]
+    has_chat, has_completions = (refusal is None for refusal in refusals)
     if not has_chat and not has_completions:
-        raise OptionError(f"{client.url} takes neither chat completions nor completions; is it OpenAI-compatible?")
+        message = f"{client.url} takes neither chat completions nor completions ({refusals[0]})"
+        raise OptionError(f"{message}; is it OpenAI-compatible?")
     query = chat_query if has_chat else completion_query
     own = entry.get("x_paceline") or {}
     return TestedServer(
@@ -117,12 +118,13 @@ def _context(entry: dict[str, Any], own: dict[str, Any]) -> int:
     return int(declared) if declared else CONTEXT
 
 
-async def _takes(client: ServerClient, query: Query) -> bool:
+async def _refusal(client: ServerClient, query: Query) -> str | None:
+    """Why the server does not answer; None: it does."""
     try:
         await client.ask(query)
-    except (RequestRefused, RequestFailed):
-        return False
-    return True
+    except (RequestRefused, RequestFailed) as error:
+        return str(error)
+    return None
 
 
 async def _gives_logprobs(client: ServerClient, query: Query) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.core.draft_tree import ROOT, DraftTree, chain
 from paceline.core.draft_value import DraftValue
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
 
@@ -34,6 +34,9 @@ class ChainDrafter(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self.drafter.end(seq)
+
+    def head_update(self, folder: str) -> HeadUpdate | None:
+        return self.drafter.head_update(folder)
 
     def with_runner(self, wrap: Callable[[Runner], Runner]) -> Drafter:
         return ChainDrafter(self.drafter.with_runner(wrap))

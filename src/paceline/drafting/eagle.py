@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.device.properties import supports_graphs
@@ -40,10 +40,10 @@ from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.drafting.eagle_tree import TreeDrafting
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.errors import OptionError, PairError
+from paceline.errors import OptionError, PairError, WeightsError
 from paceline.heads.eagle import ChainHead, EagleHead
 from paceline.heads.registry import load_head
-from paceline.heads.rounded import round_linears
+from paceline.heads.rounded import round_linears, weight_copies
 from paceline.kv.prefix_cache import PrefixCache
 
 MAX_BATCHED_ROWS = 16  # states of one sequence that are read together with others; more are read alone, unpadded
@@ -129,6 +129,19 @@ class Eagle(Drafter):
         if state.length and seq.keep_cache:
             self._prefixes.keep(state)
         self._buffers.give(state.row)
+
+    def head_update(self, folder: str) -> HeadUpdate:
+        # In host memory: a thread that allocates on the device would disturb a graph that is being captured.
+        head, new = self._head, load_head(folder, EagleHead, dtype=self._head.like.dtype)
+        check_update(head, new, folder)
+        copies = weight_copies(new, head)
+
+        def put_in_place() -> None:
+            for copy in copies:
+                copy()
+            self._target_ids.copy_(head.target_ids)
+
+        return put_in_place
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
@@ -299,6 +312,12 @@ def _check_pair(head: ChainHead, target: Runner) -> None:
     largest = int(head.target_ids.max())
     if largest >= info.vocab_size:
         raise PairError(f"this head predicts token {largest}; {info.name} has {info.vocab_size} tokens")
+
+
+def check_update(head: ChainHead, new: ChainHead, folder: str) -> None:
+    """Raise WeightsError where new weights are not those of the same head."""
+    if new.config != head.config:
+        raise WeightsError(f"the head in {folder} has another shape than the one that drafts; restart with it instead")
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

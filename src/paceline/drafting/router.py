@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import PREDICTION, DraftValue
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, HeadUpdate
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 from paceline.errors import OptionError
@@ -61,6 +61,10 @@ class DrafterRouter(Drafter):
     def end(self, seq: Sequence) -> None:
         if seq.params.method is None or seq.params.method in self.drafters:  # else it was refused and never began
             self.drafters[self.method_of(seq)].end(seq)
+
+    def head_update(self, folder: str) -> HeadUpdate | None:
+        """The head of the default method; requests cannot choose another head."""
+        return self.drafters[self.default].head_update(folder)
 
     def _by_method(self, seqs: list[Sequence]) -> dict[str, list[int]]:
         """The indices of the sequences of each method."""

@@ -35,7 +35,9 @@ class EngineSpec:
 
     max_gpus     GPUs that it can divide one model over
     packs_gguf   weights of a GGUF file stay packed in memory
+    gguf_kinds   kinds of GGUF blocks that stay packed on a GPU, where not all do, for architectures of gguf_types
     bounds_windows  layers with a sliding window keep no more of a sequence than the window
+    rounded_kv    it takes kv_cache_dtype lossy-fp8
     options      what `engine_options` may hold
     distributed  names of DistributedConfig's fields that it takes
     per_request  a request may choose its method and number of draft tokens; False: both are fixed at the start
@@ -58,7 +60,10 @@ class EngineSpec:
     open: Callable[[EngineConfig, BuildLocal], Engine]
     max_gpus: int = 1
     packs_gguf: bool = False
+    gguf_kinds: frozenset[str] = frozenset()
+    gguf_types: frozenset[str] = frozenset()
     bounds_windows: bool = False
+    rounded_kv: bool = False
     options: tuple[EngineOption, ...] = ()
     distributed: frozenset[str] = frozenset()
     per_request: bool = True
@@ -110,6 +115,8 @@ def open_engine(config: EngineConfig, build: BuildLocal) -> Engine:
     chosen = spec(config.engine)
     if config.model.lora and not chosen.lora:
         raise OptionError(f"the engine {chosen.name} takes no LoRA adapters here; use engine local")
+    if config.cache.rounded_kv and not chosen.rounded_kv:
+        raise OptionError(f"the engine {chosen.name} takes no kv_cache_dtype here; use engine local, or its own option")
     _check_options(chosen, config)
     return chosen.open(config, build)
 

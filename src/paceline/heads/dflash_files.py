@@ -68,6 +68,11 @@ def load(checkpoint: Checkpoint) -> DFlashHead:
     return head
 
 
+def config_of(checkpoint: Checkpoint) -> DFlashConfig:
+    """What the files say of the head, without loading it. Raises WeightsError or OptionError."""
+    return _config_of(_renamed(checkpoint), ConfigKeys.of(checkpoint))
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 
 

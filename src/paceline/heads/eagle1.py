@@ -20,10 +20,14 @@ from paceline.heads.eagle import EagleConfig, EagleHead, EagleLayer
 from paceline.heads.eagle_files import LISTED, llama_fields, renamed, shared_fields, vocab_size_of, written_tensors
 from paceline.heads.registry import HeadSpec
 
+BEFORE_FINAL_NORM = "before_final_norm"  # of paceline's own: published configs never say it
+
 
 @dataclass(frozen=True, slots=True)
 class Eagle1Config(EagleConfig):
-    """Sizes of an EAGLE-1 head."""
+    """Sizes of an EAGLE-1 head. before_final_norm: it reads the target's states before the final norm, not after."""
+
+    before_final_norm: bool = False
 
     def __post_init__(self) -> None:
         EagleConfig.__post_init__(self)
@@ -34,15 +38,17 @@ class Eagle1Config(EagleConfig):
 class Eagle1Head(EagleHead):
     """Reads the mixture of embedding and state."""
 
-    def __init__(self, config: EagleConfig) -> None:
+    config: Eagle1Config
+
+    def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config, EagleLayer(config, config.hidden_size))
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
 
     def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return ()
+        return (num_layers,) if self.config.before_final_norm else ()
 
     def states(self, output: RowOutput) -> Tensor | None:
-        return output.hidden
+        return output.features if self.config.before_final_norm else output.hidden
 
     def fuse(self, features: Tensor) -> Tensor:
         """The last hidden state as it is; a target may run in another dtype than its head."""
@@ -83,7 +89,11 @@ def load(checkpoint: Checkpoint) -> Eagle1Head:
     fields, vocab_size = shared_fields(named), vocab_size_of(named)
     head = Eagle1Head(
         Eagle1Config(
-            **fields, vocab_size=vocab_size, draft_vocab_size=vocab_size, target_hidden_size=fields["hidden_size"]
+            **fields,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            target_hidden_size=fields["hidden_size"],
+            before_final_norm=bool(checkpoint.config.get(BEFORE_FINAL_NORM, False)),
         )
     )
     install(head, named)
@@ -99,6 +109,7 @@ def save(
         "base_model_name_or_path": provenance.target,
         "architectures": ["LlamaForCausalLM"],
         "bias": head.config.fc_bias,
+        **({BEFORE_FINAL_NORM: True} if head.config.before_final_norm else {}),
     }
     write_checkpoint(folder, config, written_tensors(head, LISTED, dtype))
 

@@ -30,6 +30,7 @@ from paceline.heads.mtp_names import QWEN, HeadNames, Layout, find_names
 from paceline.heads.registry import HeadSpec
 from paceline.hub.documents import checked_config
 
+BEFORE_FINAL_NORM = "mtp_reads_before_final_norm"  # of paceline's own: published configs never say it
 # Families whose code is not in transformers, and the one whose layers they have.
 LAYERS_OF = {"mimo": "qwen2"}
 
@@ -46,6 +47,11 @@ class MtpConfig(EagleConfig):
     layer: Any = field(default=None, compare=False)
     layout: Layout = QWEN
     document: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def before_final_norm(self) -> bool:
+        """Whether the head was trained on states before the target's final norm, as its config then says."""
+        return bool(self.document.get(BEFORE_FINAL_NORM))
 
 
 class MtpHead(ChainHead):
@@ -79,10 +85,10 @@ class MtpHead(ChainHead):
         return KeyBuffers(heads, key_dim, self.like, value_dim=keys.entries.values.shape[3])
 
     def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return ()
+        return (num_layers,) if self.config.before_final_norm else ()
 
     def states(self, output: RowOutput) -> Tensor | None:
-        return output.hidden
+        return output.features if self.config.before_final_norm else output.hidden
 
     def fuse(self, features: Tensor) -> Tensor:
         """The last hidden state as it is; a target may run in another dtype than its head."""

@@ -103,10 +103,11 @@ class GgufSource:
 
     packed  a quantized tensor is given as the bytes of its rows, under its name with its kind: `x.weight:Q4_K`;
             only the kinds named. All others are given in float32
+    device  where tensors are given
     """
 
-    def __init__(self, folder: Path, packed: frozenset[str] = frozenset()) -> None:
-        self._packed = packed
+    def __init__(self, folder: Path, packed: frozenset[str] = frozenset(), device: str = "cpu") -> None:
+        self._packed, self._device = packed, device
         self._tensors = {self._name(tensor): tensor for tensor in read_index(folder)}
 
     def _name(self, tensor: StoredTensor) -> str:
@@ -119,7 +120,7 @@ class GgufSource:
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        return tensor.stored() if tensor.kind in self._packed else tensor.dequantized()
+        return (tensor.stored() if tensor.kind in self._packed else tensor.dequantized()).to(self._device)
 
 
 def packed_name(name: str, kind: str) -> str:

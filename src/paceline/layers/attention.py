@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.layers.kv_rounding import STORED_DTYPE, from_cache, to_cache
 from paceline.layers.linear_attention import Recurrence
 from paceline.layers.rope import CosSin
 
@@ -165,7 +166,9 @@ class EagerAttention:
         self.node_by_node = node_by_node
 
     def views(self, slot_mapping: Tensor | slice, new_slots: Tensor | slice) -> CacheViews | None:
-        """What a pass reads and writes of a sequence whose blocks are neighbours; None where they are not."""
+        """What a pass reads and writes of a sequence whose blocks are neighbours; None: they are not, or rounded."""
+        if self.keys.dtype == STORED_DTYPE:
+            return None
         if isinstance(slot_mapping, Tensor) or isinstance(new_slots, Tensor):
             return None
         caches = (self.keys, self.values)
@@ -199,10 +202,10 @@ class EagerAttention:
             span.views.new_values[layer].copy_(values)
             k, v = span.views.keys[layer], span.views.values[layer]
         else:
-            self.keys[layer][span.new_slots] = keys
-            self.values[layer][span.new_slots] = values
-            k = self.keys[layer][span.slot_mapping].transpose(0, 1)[None]  # [1, key heads, keys, head_dim]
-            v = self.values[layer][span.slot_mapping].transpose(0, 1)[None]
+            k, v = (  # [1, key heads, keys, head_dim]
+                self._stored(cache[layer], new, span)
+                for cache, new in ((self.keys, keys), (self.values, values))
+            )
         if span.tiled:
             return self._by_tiles(q, k, v, span, kind)
         if not self.node_by_node and span.count > 1:
@@ -211,15 +214,20 @@ class EagerAttention:
             return self._by_node(q, k, v, span.mask, kind)
         return self._by_branch(q, k, v, span, layer, kind)
 
+    def _stored(self, cache: Tensor, new: Tensor, span: SequenceSpan) -> Tensor:
+        """Write the keys or values of a span, and read all that it sees."""
+        cache[span.new_slots] = to_cache(new, cache)
+        return from_cache(cache[span.slot_mapping], new.dtype).transpose(0, 1)[None]
+
     def _group(
         self, group: BatchedDecodeGroup, q: Tensor, keys: Tensor, values: Tensor, layer: int, kind: LayerAttention
     ) -> Tensor:
         sizes, num_seqs = self.sizes, q.shape[0]
         copies: list[Tensor] = []
         for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            cache.index_copy_(0, group.new_slots, new)
+            cache.index_copy_(0, group.new_slots, to_cache(new, cache))
             blocks = cache.view(-1, sizes.block_size * sizes.num_kv_heads * sizes.head_dim)
-            blocks = blocks.index_select(0, group.blocks)
+            blocks = from_cache(blocks.index_select(0, group.blocks), new.dtype)
             copies.append(blocks.view(num_seqs, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2))
         folded = q.view(num_seqs, sizes.num_kv_heads, sizes.group, sizes.head_dim)
         return mix(folded, copies[0], copies[1], group.mask, kind).reshape(num_seqs, sizes.query_size)
@@ -256,7 +264,8 @@ class EagerAttention:
         assert span.branch_slots is not None and span.mask is not None
         straight = span.count - span.branch_slots.shape[0]
         first = self._by_node(q[:straight], k, v, span.mask[:straight], kind)
-        branch_k, branch_v = (cache[layer][span.branch_slots].transpose(1, 2) for cache in (self.keys, self.values))
+        branches = (cache[layer][span.branch_slots] for cache in (self.keys, self.values))
+        branch_k, branch_v = (from_cache(branch, q.dtype).transpose(1, 2) for branch in branches)
         return torch.cat([first, self._by_node(q[straight:], branch_k, branch_v, span.mask[straight:], kind)])
 
     def _folded(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kind: LayerAttention) -> Tensor:

@@ -34,6 +34,28 @@ def _rotated(base, at_low, ok, cos, sin, norm, eps, HALF: tl.constexpr, NORM: tl
     return low, high
 
 
+@triton.jit
+def _rounded(numbers):
+    """Numbers as the bytes of e4m3, to the nearest, ties to even: the same bits as layers/kv_rounding.py."""
+    size = tl.minimum(tl.abs(numbers.to(tl.float32)), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # three bits of mantissa, the exponent less by 120
+    small = (size * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000  # below 2⁻⁶ steps are of 2⁻⁹
+    code = tl.where(size < 0.015625, small, normal)
+    return (code | ((numbers.to(tl.float32).to(tl.int32, bitcast=True) >> 24) & 128)).to(tl.uint8)
+
+
+@triton.jit
+def _cached(stored, DTYPE: tl.constexpr, ROUNDED: tl.constexpr):
+    """Entries of the cache as numbers in the dtype of the products."""
+    if ROUNDED:  # the exponent is 120 too small where the bits of the byte are those of a float32
+        code = stored.to(tl.int32)
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)
+    else:
+        return stored
+
+
 @triton.jit(do_not_specialize=["max_chunks", "lanes"])  # a longer context is no reason to compile again
 def attend_kernel(
     qkv, keys, values, rope_cache, query_rope_cache, query_norm, key_norm, sinks,
@@ -42,7 +64,7 @@ def attend_kernel(
     NODES: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     NEW_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr,
     PARTS: tl.constexpr, USE_PDL: tl.constexpr, TRIGGER_DEPENDENTS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr, ROUNDED: tl.constexpr,
 ):
     """Attention of some of a sequence's nodes, for one key head and every `lanes`-th chunk of its tokens.
 
@@ -102,7 +124,7 @@ def attend_kernel(
                 gdc_launch_dependents()
 
         # --- queries
-        dtype = keys.dtype.element_ty
+        dtype: tl.constexpr = qkv.dtype.element_ty if ROUNDED else keys.dtype.element_ty
         at_low = ((seq * NODES + node) * row_stride + (head * GROUP + row % GROUP) * size)[:, None] + half[None, :]
         low, high = _rotated(qkv, at_low, row_ok[:, None], row_cos, row_sin, query_norm, eps, HALF, QK_NORM, ROPE)
         q_low = tl.trans(low.to(dtype))
@@ -115,10 +137,17 @@ def attend_kernel(
             key_low, key_high = _rotated(qkv, key_at, new_ok[:, None], cos, sin, key_norm, eps, HALF, QK_NORM, ROPE)
             cache_at = cache_base + (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * (NUM_KV_HEADS * size)
             cache_at = cache_at[:, None]
-            tl.store(keys + cache_at + half[None, :], key_low.to(dtype), mask=new_ok[:, None])
-            tl.store(keys + cache_at + HALF + half[None, :], key_high.to(dtype), mask=new_ok[:, None])
+            new_low = key_low.to(dtype)
+            new_high = key_high.to(dtype)
+            if ROUNDED:
+                new_low = _rounded(new_low)
+                new_high = _rounded(new_high)
+            tl.store(keys + cache_at + half[None, :], new_low, mask=new_ok[:, None])
+            tl.store(keys + cache_at + HALF + half[None, :], new_high, mask=new_ok[:, None])
             value_at = node_at[:, None] + (heads + NUM_KV_HEADS + head) * size + dim[None, :]
             new_values = tl.load(qkv + value_at, mask=new_ok[:, None], other=0.0)
+            if ROUNDED:
+                new_values = _rounded(new_values)
             tl.store(values + cache_at + dim[None, :], new_values, mask=new_ok[:, None])
             tl.debug_barrier()
 
@@ -133,9 +162,10 @@ def attend_kernel(
             token_block = tl.load(blocks + seq * table_width + token // BLOCK_SIZE, mask=token < end, other=0)
             at = cache_base + (token_block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (NUM_KV_HEADS * size)
             at = at[:, None]
-            k_low = tl.load(keys + at + half[None, :], mask=token_ok, other=0.0)
-            k_high = tl.load(keys + at + HALF + half[None, :], mask=token_ok, other=0.0)
-            value = tl.load(values + at + dim[None, :], mask=token_ok, other=0.0)  # loads while scores are computed
+            k_low = _cached(tl.load(keys + at + half[None, :], mask=token_ok, other=0), dtype, ROUNDED)
+            k_high = _cached(tl.load(keys + at + HALF + half[None, :], mask=token_ok, other=0), dtype, ROUNDED)
+            # loads while scores are computed
+            value = _cached(tl.load(values + at + dim[None, :], mask=token_ok, other=0), dtype, ROUNDED)
             score = tl.dot(k_low, q_low, input_precision="ieee")
             score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
             if SOFTCAP:

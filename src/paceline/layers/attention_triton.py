@@ -12,6 +12,7 @@ from paceline.device.properties import multiprocessor_count
 from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
+from paceline.layers.kv_rounding import STORED_DTYPE
 from paceline.layers.linear_attention import DeltaNetSpans
 
 ROWS = 16  # of a tile, at least; fixed for a model, so that a node's sums run the same way in every pass
@@ -71,7 +72,8 @@ class TritonAttention:
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
             TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
             WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
-            ROPE=attention.rope is not None, num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,
+            ROPE=attention.rope is not None, ROUNDED=self.keys.dtype == STORED_DTYPE,
+            num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,
         )
         return out
 

@@ -69,6 +69,30 @@ class Gemm(Protocol):
         """The tensor, or the one that stands for none."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedWeight:
+    """A linear layer as it is written to a file. kind: who reads it (quantization/converted.py)."""
+
+    kind: str
+    tensors: dict[str, Tensor]
+    numbers: dict[str, int]
+
+
+class StoredEmbedding(Protocol):
+    """A matrix that is read row by row, in the format of a linear layer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+
+    @property
+    def linear(self) -> Linear:
+        """The same weight as a linear layer: an LM head that is tied to the embedding."""
+
+    def __getitem__(self, tokens: Tensor) -> Tensor:
+        """The rows of these tokens. [*tokens, hidden_size]"""
+
+
 class Linear(Protocol):
     """x · weightᵀ + bias, in one weight format."""
 
@@ -108,6 +132,14 @@ class Linear(Protocol):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight as one matrix [out_features, in_features], for products of many rows through cuBLAS."""
+
+    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
+        """The same weight read row by row; None: it has to be unpacked for that."""
+        return None
+
+    def saved(self) -> SavedWeight | None:
+        """What a file keeps of a weight that was converted at load; None: it cannot be kept."""
+        return None
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         """Launch this format's Triton kernel; None: it has none, and the dequantized weight is multiplied."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks, float_blocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, SavedWeight, StoredEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +52,12 @@ class UnquantizedLinear:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
+
+    def saved(self) -> SavedWeight | None:
+        return None
+
+    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
+        return None
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         from paceline.layers.linear_triton import launch_unquantized

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight, StoredEmbedding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +96,12 @@ class LoraLinear:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.inner.dequantize(dtype)
+
+    def saved(self) -> SavedWeight | None:
+        return None
+
+    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
+        return None
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None

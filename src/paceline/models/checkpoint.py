@@ -13,13 +13,13 @@ from torch import Tensor
 
 from paceline.errors import WeightsError
 from paceline.hub.shards import weight_files
-from paceline.layers.gemm_types import Linear
+from paceline.layers.gemm_types import Linear, StoredEmbedding
 from paceline.layers.linear import UnquantizedLinear
-from paceline.quantization.blocked import BlockedEmbedding, BlockedLinear
+from paceline.quantization.converted import ConvertedWeights
 from paceline.quantization.registry import WeightFormat
 
 Fetch = Callable[[str], Tensor | None]
-Embedding = Tensor | BlockedEmbedding
+Embedding = Tensor | StoredEmbedding
 # What only kernels that round activations or cached keys read; products here leave both exact.
 ACTIVATION_SUFFIXES = (".input_scale", ".input_scale_ub", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
@@ -81,6 +81,7 @@ class ModelCheckpoint:
     target        the format that linear layers are converted to; None: they stay as they are
     stored        the format they are stored in; None: floating point
     quantization  the quantization_config of such a checkpoint
+    converted     what an earlier start has converted; None: nothing is kept
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class ModelCheckpoint:
         target: WeightFormat | None = None,
         stored: WeightFormat | None = None,
         quantization: Mapping[str, Any] | None = None,
+        converted: ConvertedWeights | None = None,
     ) -> None:
         self._fetch, self._names, self._dtype, self._device = fetch, names, dtype, device
         self._target, self._stored, self._quantization = target, stored, quantization or {}
+        self._converted, self._num_unnamed = converted, 0
         self._used: set[str] = set()
 
     def renamed(self, prefixes: Mapping[str, str], *, dropped: tuple[str, ...]) -> ModelCheckpoint:
@@ -110,7 +113,8 @@ class ModelCheckpoint:
             return self._fetch(names[name]) if name in names else None
 
         parts = (fetch, names, self._dtype, self._device)
-        return ModelCheckpoint(*parts, target=self._target, stored=self._stored, quantization=self._quantization)
+        formats: Any = {"target": self._target, "stored": self._stored, "quantization": self._quantization}
+        return ModelCheckpoint(*parts, **formats, converted=self._converted)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -166,12 +170,36 @@ class ModelCheckpoint:
 
     def linear(self, names: list[str], out_features: list[int], in_features: int) -> Linear:
         """Layers with the same input as one linear layer, joined by rows. Names come without `.weight`."""
+        key = "+".join(names)
+        kept = self._kept(key)
+        if kept is not None:
+            self._check_size(kept, names, sum(out_features), in_features)
+            self._mark_used(names)
+            return kept
         stored = None if self._stored is None else self._stored.load(self, names)
         if stored is not None:
             self._check_size(stored, names, sum(out_features), in_features)
-            return stored if self._target is None else self.linear_of(stored.dequantize(self._dtype))
+            return stored if self._target is None else self._convert(stored.dequantize(self._dtype), key)
         weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
-        return self.linear_of(torch.cat(weights) if len(weights) > 1 else weights[0])
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return UnquantizedLinear(weight) if self._target is None else self._convert(weight, key)
+
+    def _kept(self, key: str) -> Linear | None:
+        """What an earlier start has converted."""
+        return None if self._converted is None else self._converted.get(key)
+
+    def _mark_used(self, layers: list[str]) -> None:
+        """The weights of layers that need not be read."""
+        prefixes = tuple(f"{name}." for name in layers)
+        self._used.update(name for name in self._names if name.startswith(prefixes) and not name.endswith(".bias"))
+
+    def _convert(self, weight: Tensor, key: str) -> Linear:
+        """The weight in the format that was asked for, remembered for the next start."""
+        assert self._target is not None
+        linear = self._target.quantize(weight)
+        if self._converted is not None:
+            self._converted.add(key, linear)
+        return linear
 
     def _check_size(self, linear: Linear, names: list[str], out_features: int, in_features: int) -> None:
         if (linear.out_features, linear.in_features) != (out_features, in_features):
@@ -184,13 +212,18 @@ class ModelCheckpoint:
         if stored is None:
             return self.tensor(f"{name}.weight", *shape)
         self._check_size(stored, [name], *shape)
-        return stored.dequantize(self._dtype) if stored.blocks is None else BlockedEmbedding(stored.blocks[0])
+        embedding = stored.as_embedding(self._dtype)
+        return stored.dequantize(self._dtype) if embedding is None else embedding
 
     def linear_of(self, weight: Embedding) -> Linear:
         """A linear layer of a weight that is already on the device."""
-        if isinstance(weight, BlockedEmbedding):
-            return BlockedLinear((weight.blocks,))
-        return UnquantizedLinear(weight) if self._target is None else self._target.quantize(weight)
+        if not isinstance(weight, Tensor):
+            return weight.linear
+        if self._target is None:
+            return UnquantizedLinear(weight)
+        key, self._num_unnamed = f"#{self._num_unnamed}", self._num_unnamed + 1  # an architecture asks in one order
+        kept = self._kept(key)
+        return self._convert(weight, key) if kept is None else kept
 
     def check_all_used(self) -> None:
         """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model is another one."""

@@ -287,7 +287,7 @@ def _drafter_bytes(deployment: Deployment) -> Mapping[str, int]:
     [whole], gpus = stages(drafter.num_layers, 1), deployment.draft_gpus
     return {
         f"{label} weights": stage_weight_bytes(drafter, deployment.drafter_precision, whole, gpus),
-        f"{label} KV cache": kv_bytes(stage_sizes(drafter, whole, gpus), deployment),
+        f"{label} KV cache": kv_bytes(stage_sizes(drafter, whole, gpus), replace(deployment, kv_precision=None)),
         f"{label} states": state_bytes(stage_sizes(drafter, whole, gpus), deployment),
     }
 

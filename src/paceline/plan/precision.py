@@ -41,6 +41,12 @@ class Precision:
     def storage(self, role: WeightRole) -> Storage:
         return self.roles.get(role, self.body)
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """How its matrices are stored; a mix is several. Norms and other vectors do not count."""
+        storages = (self.body, *(storage for role, storage in self.roles.items() if role is not WeightRole.SMALL))
+        return frozenset(kind for storage in storages for kind in storage.name.split("+"))
+
     def group_bytes(self, group: WeightGroup) -> int:
         return round(group.count * self.storage(group.role).bits_for_row(group.row_size) / 8)
 

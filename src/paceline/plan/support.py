@@ -5,10 +5,11 @@ The registries lie above this room, so the command line reads them and fills in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from paceline.plan.model_sizes import ModelSizes
+from paceline.plan.precision import Precision
 
 FLOAT_DTYPES = ("fp32", "bf16", "fp16")
 DRAFT_MODEL = "draft_model"
@@ -25,6 +26,14 @@ class EngineSupport:
     max_gpus: int = 1
     packs_gguf: bool = False
     bounds_windows: bool = False
+    gguf_kinds: frozenset[str] = frozenset()
+    gguf_types: frozenset[str] = frozenset()
+
+    def packs(self, precision: Precision, sizes: ModelSizes, *, on_cpu: bool) -> bool:
+        """Whether weights of a GGUF type stay as they are. True of other precisions: they have no such question."""
+        if self.packs_gguf or not precision.gguf:
+            return True
+        return not on_cpu and sizes.architecture in self.gguf_types and precision.kinds <= self.gguf_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +60,15 @@ class Support:
     def packs_gguf(self) -> bool:
         return any(engine.packs_gguf for engine in self.engines)
 
-    def engine(self, *, num_gpus: int = 1, gguf: bool = False) -> EngineSupport | None:
-        """The first engine that can do it; None: there is none."""
-        able = (e for e in self.engines if e.max_gpus >= num_gpus and (e.packs_gguf or not gguf))
-        return next(able, None)
+    def packs(self, precision: Precision, sizes: ModelSizes, *, on_cpu: bool) -> bool:
+        """Whether an engine keeps weights of this precision as they are."""
+        return any(engine.packs(precision, sizes, on_cpu=on_cpu) for engine in self.engines)
+
+    def engine(
+        self, *, num_gpus: int = 1, packs: Callable[[EngineSupport], bool] = lambda engine: True
+    ) -> EngineSupport | None:
+        """The first engine that can do it; None: there is none. packs: whether it keeps the weights as they are."""
+        return next((engine for engine in self.engines if engine.max_gpus >= num_gpus and packs(engine)), None)
 
     def runner_of(self, sizes: ModelSizes) -> str | None:
         """Which code runs a model; None: none does."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from paceline.device.memory import weight_buffer
 from paceline.layers.cpu_kernels import (
     CLinear,
     WeightBlocks,
@@ -20,7 +21,7 @@ from paceline.layers.cpu_kernels import (
     pack_blocks,
     unpack_blocks,
 )
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +60,23 @@ class BlockedLinear(Linear):
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None
 
+    def saved(self) -> SavedWeight | None:
+        if len(self.blocks) > 1:
+            return None
+        piece = self.blocks[0]
+        numbers = {"kind": int(piece.kind), "rows": piece.rows, "columns": piece.columns}
+        return SavedWeight("blocked", {"data": piece.data}, numbers)
+
+    @classmethod
+    def restored(cls, saved: SavedWeight) -> BlockedLinear:
+        """What `saved` has made, in memory of its own: a pass reads a mapped file more slowly."""
+        numbers, data = saved.numbers, saved.tensors["data"]
+        buffer = weight_buffer(data.nbytes).copy_(data)
+        return cls((WeightBlocks(buffer, WeightKind(numbers["kind"]), numbers["rows"], numbers["columns"]),))
+
+    def as_embedding(self, dtype: torch.dtype) -> BlockedEmbedding:
+        return BlockedEmbedding(self.blocks[0])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockedEmbedding:
@@ -69,6 +87,10 @@ class BlockedEmbedding:
     @property
     def dtype(self) -> torch.dtype:
         return torch.float32
+
+    @property
+    def linear(self) -> BlockedLinear:
+        return BlockedLinear((self.blocks,))
 
     def __getitem__(self, tokens: Tensor) -> Tensor:
         rows = unpack_blocks(self.blocks, tokens.flatten())

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
 from paceline.quantization.packed_layout import Kind
-from paceline.quantization.quantized_weight import OFFSETS, QuantizedWeight, sorted_by_group, unpack_int32
+from paceline.quantization.quantized_weight import QuantizedWeight, sorted_by_group, unpack_int32
 from paceline.quantization.registry import Tensors, quantization_of
 from paceline.quantization.stored_linear import load_linear
 
@@ -54,4 +54,4 @@ def _zeros(tensors: Tensors, name: str, kind: Kind) -> Tensor | None:
     zeros = unpack_int32(tensors.raw(f"{name}.qzeros"), kind.bits, dim=1).t()
     if tensors.quantization.get("checkpoint_format") != EXACT_ZEROS:
         zeros = (zeros.to(torch.int16) + 1) & ((1 << kind.bits) - 1)
-    return None if bool((zeros == OFFSETS[kind]).all()) else zeros
+    return None if bool((zeros == kind.offset).all()) else zeros

@@ -15,13 +15,25 @@ def _byte_pair(byte: int) -> str:
     return f"prmt.b32 p, $1, $2, 0x{4 + byte:X}{4 + byte:X}{byte:X}{byte:X};"
 
 
-def _int4(index: int, offset: str) -> str:
-    """Code + 128 by its bits, plus offset: a register with two negative bfloat16 numbers."""
+def _int4(index: int, offset: str, high: str = "") -> str:
+    """Code + 128 by its bits, plus offset: a register with two negative bfloat16 numbers. high: adds upper bits."""
     shift = "shr.b32 p, p, 4;" if index % 2 else ""
     return (
         f"{{.reg .b32 p, u; mov.b32 u, {ONE}; {_byte_pair(index // 2)} {shift} "
-        f"lop3.b32 p, p, 0x000F000F, 0x43004300, 0xEA; {offset}}}"
+        f"lop3.b32 p, p, 0x000F000F, 0x43004300, 0xEA; {high} {offset}}}"
     )
+
+
+def _high(index: int, bits: int) -> str:
+    """Upper bits of a code, out of the low halves of $3 and $4, to the places above its four lower ones."""
+    distance, mask = 4 - bits * index, "0x00100010" if bits == 1 else "0x00300030"
+    shift = f"shl.b32 h, h, {distance};" if distance >= 0 else f"shr.b32 h, h, {-distance};"
+    return f"{{.reg .b32 h; prmt.b32 h, $3, $4, 0x5410; {shift} and.b32 h, h, {mask}; or.b32 p, p, h;}}"
+
+
+def _minus(bits: str) -> str:
+    """Add a negative number: its bfloat16 twice."""
+    return f"{{.reg .b32 o; mov.b32 o, 0x{bits}{bits}; fma.rn.bf16x2 $0, p, u, o;}}"
 
 
 def _int8(index: int) -> str:
@@ -56,8 +68,12 @@ def _fp4(index: int) -> str:
     )
 
 
-_MINUS_136 = "{.reg .b32 o; mov.b32 o, 0xC308C308; fma.rn.bf16x2 $0, p, u, o;}"
-INT4_ASM = tuple(_int4(index, _MINUS_136) for index in range(8))
+MINUS_128, MINUS_136, MINUS_144, MINUS_160 = (_minus(bits) for bits in ("C300", "C308", "C310", "C320"))
+INT4_ASM = tuple(_int4(index, MINUS_136) for index in range(8))
+UINT4_ASM = tuple(_int4(index, MINUS_128) for index in range(8))
+INT5_ASM = tuple(_int4(index, MINUS_144, _high(index, 1)) for index in range(8))
+UINT5_ASM = tuple(_int4(index, MINUS_128, _high(index, 1)) for index in range(8))
+INT6_ASM = tuple(_int4(index, MINUS_160, _high(index, 2)) for index in range(8))
 INT4_ZERO_ASM = tuple(_int4(index, "fma.rn.bf16x2 $0, p, u, $3;") for index in range(8))
 INT8_ASM = tuple(_int8(index) for index in range(4))
 FP8_ASM = tuple(_fp8(index) for index in range(4))

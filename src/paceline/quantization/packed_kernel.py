@@ -14,14 +14,32 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from paceline.layers.gemm_kernels import clamped_index
-from paceline.quantization.packed_asm import FP4_ASM, FP8_ASM, INT4_ASM, INT4_ZERO_ASM, INT8_ASM
+from paceline.quantization.packed_asm import (
+    FP4_ASM,
+    FP8_ASM,
+    INT4_ASM,
+    INT4_ZERO_ASM,
+    INT5_ASM,
+    INT6_ASM,
+    INT8_ASM,
+    UINT4_ASM,
+    UINT5_ASM,
+)
 from paceline.quantization.packed_layout import Kind
+from paceline.quantization.quantized_weight import OUTER_GROUP
 
 INT4_KIND: tl.constexpr = tl.constexpr(int(Kind.INT4))
 INT8_KIND: tl.constexpr = tl.constexpr(int(Kind.INT8))
 FP8_KIND: tl.constexpr = tl.constexpr(int(Kind.FP8))
 FP4_KIND: tl.constexpr = tl.constexpr(int(Kind.FP4))
 LUT4_KIND: tl.constexpr = tl.constexpr(int(Kind.LUT4))
+INT5_KIND: tl.constexpr = tl.constexpr(int(Kind.INT5))
+INT6_KIND: tl.constexpr = tl.constexpr(int(Kind.INT6))
+OUTER_FEATURES: tl.constexpr = tl.constexpr(OUTER_GROUP)
+UINT4_CODE: tl.constexpr = tl.constexpr(UINT4_ASM)
+INT5_CODE: tl.constexpr = tl.constexpr(INT5_ASM)
+UINT5_CODE: tl.constexpr = tl.constexpr(UINT5_ASM)
+INT6_CODE: tl.constexpr = tl.constexpr(INT6_ASM)
 INT4_CODE: tl.constexpr = tl.constexpr(INT4_ASM)
 INT4_ZERO_CODE: tl.constexpr = tl.constexpr(INT4_ZERO_ASM)
 INT8_CODE: tl.constexpr = tl.constexpr(INT8_ASM)
@@ -30,9 +48,24 @@ FP4_CODE: tl.constexpr = tl.constexpr(FP4_ASM)
 
 
 @triton.jit
-def _decode_fast(words, zero, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+def _decode_fast(
+    words, high, zero, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr
+):
     """Code number INDEX of every word as bfloat16, two words at a time in packed arithmetic."""
-    if ZEROS:
+    if KIND == INT5_KIND:
+        code: tl.constexpr = UINT5_CODE if MINIMUMS else INT5_CODE
+        return tl.inline_asm_elementwise(
+            code[INDEX], "=r,r,r,r,r", [words, high], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == INT6_KIND:
+        return tl.inline_asm_elementwise(
+            INT6_CODE[INDEX], "=r,r,r,r,r", [words, high], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif MINIMUMS:
+        return tl.inline_asm_elementwise(
+            UINT4_CODE[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif ZEROS:
         offset = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16)[:, None], words.shape)
         return tl.inline_asm_elementwise(
             INT4_ZERO_CODE[INDEX], "=r,r,r,r", [words, offset], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -56,12 +89,18 @@ def _decode_fast(words, zero, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl
 
 
 @triton.jit
-def _decode(words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+def _decode(
+    words, high, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr
+):
     """Code number INDEX of every word as float32: the reference of `_decode_fast`, for any dtype and interpreter."""
     if KIND == INT8_KIND or KIND == FP8_KIND:  # noqa: SIM109 (constants of Triton are compared one by one)
         code = (words >> (8 * INDEX)) & 255
     else:
         code = (words >> (4 * INDEX)) & 15
+    if KIND == INT5_KIND:
+        code |= ((high >> INDEX) & 1) << 4
+    elif KIND == INT6_KIND:
+        code |= ((high >> (2 * INDEX)) & 3) << 4
     if KIND == FP8_KIND:  # the exponent is 120 too small where the bits of the code are those of a float32
         return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     elif KIND == FP4_KIND:  # 126 too small
@@ -70,22 +109,46 @@ def _decode(words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: 
         return tl.load(table + code)
     elif ZEROS:
         return code.to(tl.float32) - zero[:, None]
+    elif MINIMUMS:
+        return code.to(tl.float32)
     elif KIND == INT8_KIND:
         return code.to(tl.float32) - 128.0
+    elif KIND == INT5_KIND:
+        return code.to(tl.float32) - 16.0
+    elif KIND == INT6_KIND:
+        return code.to(tl.float32) - 32.0
     else:
         return code.to(tl.float32) - 8.0
 
 
 @triton.jit
 def _decoded(
-    words, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, FAST: tl.constexpr,
-    DTYPE: tl.constexpr,
+    words, high, zero, table, INDEX: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
+    FAST: tl.constexpr, DTYPE: tl.constexpr,
 ):
     """Code number INDEX of every word, in the dtype of the product."""
     if FAST:
-        return _decode_fast(words, zero, INDEX, KIND, ZEROS)
+        return _decode_fast(words, high, zero, INDEX, KIND, ZEROS, MINIMUMS)
     else:
-        return _decode(words, zero, table, INDEX, KIND, ZEROS).to(DTYPE)
+        return _decode(words, high, zero, table, INDEX, KIND, ZEROS, MINIMUMS).to(DTYPE)
+
+
+@triton.jit
+def _of_group(numbers, outer, at, outer_at, OUTER: tl.constexpr):
+    """Scales or minimums of a group of columns as float32, times those of the block around it."""
+    group = tl.load(numbers + at).to(tl.float32)
+    if OUTER:
+        group *= tl.load(outer + outer_at).to(tl.float32)
+    return group
+
+
+@triton.jit
+def _high_bits(high_at, words, HIGH: tl.constexpr):
+    """What 5-bit and 6-bit codes have beside their words; for others the words, which are not read then."""
+    if HIGH:
+        return tl.load(high_at).to(tl.int32)
+    else:
+        return words
 
 
 @triton.jit
@@ -99,7 +162,7 @@ def _prefetch(addresses):
 
 @triton.jit
 def _store_tile(
-    total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+    total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns, out_stride,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
 ):
     """Finish the sums of a tile [columns, rows]: bias, gate, residual, store, argmax of the program."""
@@ -112,7 +175,7 @@ def _store_tile(
     if GATE:
         total = total * tl.sigmoid(total) * tl.trans(total_up)
     ok = row_ok[:, None] & column_ok[None, :]
-    at = row[:, None] * columns + column[None, :]
+    at = row[:, None] * out_stride + column[None, :]
     if RESIDUAL:
         total += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=ok)
@@ -127,17 +190,24 @@ def _store_tile(
 
 @triton.jit
 def packed_kernel(
-    x, weight, scales, zeros, table, bias, residual, out, best_value, best_index, partial_sums, programs_done,
-    rows, columns, in_features, out_features, steps, steps_per_split, groups,
+    x, weight, high, scales, zeros, minimums, outer_scales, outer_minimums, table, bias, residual, out, best_value,
+    best_index, partial_sums, programs_done,
+    rows, columns, out_stride, in_features, out_features, steps, steps_per_split, groups,
     USE_PDL: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
-    KIND: tl.constexpr, FAST: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, FAST: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
+    OUTER: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     SPLITS: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
     CODES: tl.constexpr,
 ):
     """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the argmax.
 
     weight        words [steps, out_features, WORDS] of CODES codes each; GATE: rows of gate, then rows of up
+    high          upper bits of 5-bit and 6-bit codes, one element for every word
     scales        [groups, out_features]; GROUP: input features that share one, 0 for all
+    minimums      the same, added to code times scale: times the sum of the inputs, which the tensor cores make too,
+                  since their order of sums does not depend on the number of rows
+    outer_scales  [in_features / 256, out_features]: what the scales of so many features are multiplied by
+    out_stride    columns from one row of out and residual to the next
     SPLITS        programs that share the sums of a tile; the last to end adds them, first to last
     PREFETCH      steps whose words are fetched into the cache while the kernel before this one ends
     """
@@ -156,11 +226,15 @@ def packed_kernel(
     step_words = tl.cast(out_features, tl.int64) * WORDS
     weight_at = weight + first * step_words + weight_column[:, None] * WORDS + word[None, :]
     up_at = weight_at + tl.cast(columns, tl.int64) * WORDS
+    high_at = high + first * step_words + weight_column[:, None] * WORDS + word[None, :]
+    high_up_at = high_at + tl.cast(columns, tl.int64) * WORDS
     x_at = x + row[:, None] * in_features + first * STEP + word[None, :]
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     zero = tl.zeros((COLUMNS,), dtype=tl.float32)
     zero_up = zero
+    x_sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+    ones = tl.full((COLUMNS, WORDS), 1.0, dtype=dtype)
     for ahead in tl.static_range(PREFETCH):
         row_at = weight + tl.minimum(first + ahead, last - 1) * step_words + weight_column * WORDS
         _prefetch(row_at)
@@ -171,8 +245,10 @@ def packed_kernel(
         gdc_launch_dependents()
     for step in range(first, last):
         words = tl.load(weight_at)
+        high_words = _high_bits(high_at, words, HIGH)
         if GATE:
             up_words = tl.load(up_at)
+            high_up_words = _high_bits(high_up_at, up_words, HIGH)
         part = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         for index in tl.static_range(CODES):
@@ -180,9 +256,18 @@ def packed_kernel(
                 group = (step * STEP + index * WORDS) // GROUP
                 group = group if EVEN else tl.minimum(group, groups - 1)
                 scale_at = group.to(tl.int64) * out_features + weight_column
-                scale = tl.load(scales + scale_at).to(tl.float32)[:, None]
+                outer_at = scale_at
+                if OUTER:
+                    outer_at = (group // (OUTER_FEATURES // GROUP)).to(tl.int64) * out_features + weight_column
+                scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)[:, None]
                 if GATE:
-                    scale_up = tl.load(scales + columns + scale_at).to(tl.float32)[:, None]
+                    up_scale_at = scale_at + columns
+                    up_outer_at = outer_at + columns
+                    scale_up = _of_group(scales, outer_scales, up_scale_at, up_outer_at, OUTER)[:, None]
+                if MINIMUMS:
+                    minimum = _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER)[:, None]
+                    if GATE:
+                        minimum_up = _of_group(minimums, outer_minimums, up_scale_at, up_outer_at, OUTER)[:, None]
                 if ZEROS:
                     zero = tl.load(zeros + scale_at).to(tl.float32)
                     if GATE:
@@ -190,9 +275,13 @@ def packed_kernel(
             feature = step * STEP + index * WORDS + word
             x_ok = row_ok if EVEN else row_ok & (feature < in_features)[None, :]
             x_tile = tl.trans(tl.load(x_at + index * WORDS, mask=x_ok, other=0.0))
-            weights = _decoded(words, zero, table, index, KIND, ZEROS, FAST, dtype)
+            weights = _decoded(words, high_words, zero, table, index, KIND, ZEROS, MINIMUMS, FAST, dtype)
             if GATE:
-                up_weights = _decoded(up_words, zero_up, table, index, KIND, ZEROS, FAST, dtype)
+                up_weights = _decoded(
+                    up_words, high_up_words, zero_up, table, index, KIND, ZEROS, MINIMUMS, FAST, dtype
+                )
+            if MINIMUMS:
+                x_sums = tl.dot(ones, x_tile, x_sums, input_precision="ieee")
             if GROUP == 0:
                 total = tl.dot(weights, x_tile, total, input_precision="ieee")
                 if GATE:
@@ -207,8 +296,15 @@ def packed_kernel(
                     if GATE:
                         total_up += part_up * scale_up
                         part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
+                    if MINIMUMS:
+                        total += x_sums * minimum
+                        if GATE:
+                            total_up += x_sums * minimum_up
+                        x_sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         weight_at += step_words
         up_at += step_words
+        high_at += step_words
+        high_up_at += step_words
         x_at += STEP
     if GROUP == 0:
         total *= tl.load(scales + weight_column).to(tl.float32)[:, None]
@@ -216,7 +312,7 @@ def packed_kernel(
             total_up *= tl.load(scales + columns + weight_column).to(tl.float32)[:, None]
     if SPLITS == 1:
         _store_tile(
-            total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+            total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns, out_stride,
             BIAS, RESIDUAL, GATE, ARGMAX,
         )
     else:
@@ -238,32 +334,41 @@ def packed_kernel(
                     total_up += tl.load(other_at + columns, mask=ok, other=0.0, cache_modifier=".cg")
             tl.store(programs_done + tile, 0)
             _store_tile(
-                total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns,
+                total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns, out_stride,
                 BIAS, RESIDUAL, GATE, ARGMAX,
             )
 
 
 @triton.jit
 def unpack_kernel(
-    weight, scales, zeros, table, order, out, in_features, out_features, groups,
-    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDER: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
+    weight, high, scales, zeros, minimums, outer_scales, outer_minimums, table, order, places, out,
+    rows, in_features, out_features, groups,
+    KIND: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, OUTER: tl.constexpr,
+    ORDER: tl.constexpr, SOME: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
 ):
-    """out [out_features, in_features]: the numbers that the words of a packed weight stand for."""
+    """out [rows, in_features]: the numbers that the words of a packed weight stand for. SOME: of the rows at places."""
     step = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
-    row_ok = row < out_features
-    word_at = (step.to(tl.int64) * out_features + row[:, None]) * WORDS + word[None, :]
-    words = tl.load(weight + word_at, mask=row_ok[:, None], other=0)
+    row_ok = row < rows
+    source = tl.where(row_ok, row, 0)  # clamped instead of masked: loads stay plain
+    if SOME:
+        source = tl.load(places + source)
+    word_at = (step.to(tl.int64) * out_features + source[:, None]) * WORDS + word[None, :]
+    words = tl.load(weight + word_at)
+    high_words = _high_bits(high + word_at, words, HIGH)
+    outer_at = (step * CODES * WORDS // OUTER_FEATURES).to(tl.int64) * out_features + source
     zero = tl.zeros((ROWS,), dtype=tl.float32)
     for index in tl.static_range(CODES):
         first = (step * CODES + index) * WORDS
-        scale_at = tl.minimum(first // GROUP, groups - 1).to(tl.int64) * out_features + row
-        scale = tl.load(scales + scale_at, mask=row_ok, other=0.0).to(tl.float32)
+        scale_at = tl.minimum(first // GROUP, groups - 1).to(tl.int64) * out_features + source
+        scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)
         if ZEROS:
-            zero = tl.load(zeros + scale_at, mask=row_ok, other=0.0).to(tl.float32)
-        numbers = _decode(words, zero, table, index, KIND, ZEROS) * scale[:, None]
+            zero = tl.load(zeros + scale_at).to(tl.float32)
+        numbers = _decode(words, high_words, zero, table, index, KIND, ZEROS, MINIMUMS) * scale[:, None]
+        if MINIMUMS:
+            numbers += _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER)[:, None]
         ok = row_ok[:, None] & (first + word < in_features)[None, :]
         column = first + word
         if ORDER:

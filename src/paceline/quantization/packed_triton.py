@@ -16,6 +16,7 @@ from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput
 from paceline.layers.linear_triton import columns_of
 from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
 from paceline.quantization.packed_layout import STEP, Kind
+from paceline.quantization.quantized_weight import BlockScales
 
 PROGRAMS = 528  # of a product at least, where its sums can be shared: four on each multiprocessor of an H200
 SPLIT_COLUMNS = 64  # columns of the tile that splits are counted with
@@ -24,10 +25,11 @@ TILE_ROWS = (16, 32, 64)
 FEW_ROWS = 4  # up to so many, programs are small and many; both kinds of tensor-core products give the same bits
 STAGES = 4
 PREFETCH = 2  # steps
-FAST_KINDS = (Kind.INT4, Kind.INT8, Kind.FP8, Kind.FP4)
+FAST_KINDS = (Kind.INT4, Kind.INT5, Kind.INT6, Kind.INT8, Kind.FP8, Kind.FP4)
 UNPACK_ROWS = 32  # of one program
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_TILES = 1 << 17  # tiles with counters
+NO_BLOCK = BlockScales()
 
 
 class PackedWeights(Protocol):
@@ -44,6 +46,12 @@ class PackedWeights(Protocol):
 
     @property
     def table(self) -> Tensor | None: ...
+
+    @property
+    def high(self) -> Tensor | None: ...
+
+    @property
+    def block(self) -> BlockScales | None: ...
 
     @property
     def kind(self) -> Kind: ...
@@ -77,14 +85,18 @@ class PackedTiling:
     prefetch: int = PREFETCH
 
 
-def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool) -> PackedTiling:
-    """Few columns a program for few rows; more where every program would read much of x again."""
+def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool, blocks: bool = False) -> PackedTiling:
+    """Few columns a program for few rows; more where every program would read much of x again.
+
+    blocks: weights in blocks of GGUF, whose further sums do not fit the registers of four warps beside many rows.
+    """
     tiles = triton.cdiv(out_features, SPLIT_COLUMNS)
     splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
     per_split = triton.cdiv(steps, splits)
     tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
     columns, warps = (64, 2) if rows <= FEW_ROWS else (128, 4)
     columns = columns // 2 if gate else columns
+    warps = 2 * warps if blocks and not gate and tile_rows > TILE_ROWS[0] else warps
     return PackedTiling(tile_rows, columns, triton.cdiv(steps, per_split), per_split, warps)
 
 
@@ -95,23 +107,35 @@ def _programs_done(device: torch.device) -> Tensor:
 
 
 def launch_packed(
-    gemm: Gemm, x: Tensor, linear: PackedWeights, epilogue: Epilogue, tile: PackedTiling | None = None
+    gemm: Gemm,
+    x: Tensor,
+    linear: PackedWeights,
+    epilogue: Epilogue,
+    tile: PackedTiling | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> GemmOutput:
-    """x, already normed, through a packed linear layer. tile: another than the usual one."""
+    """x, already normed, through a packed linear layer.
+
+    tile  another than the usual one
+    out   where the product goes, which may be some columns of a larger one; a residual is then as wide as that
+    """
     columns, rows, steps = columns_of(linear.out_features, epilogue), x.shape[0], linear.words.shape[0]
-    tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate)
-    output = gemm.buffers(x, columns, tile.columns, epilogue)
-    shared, fast = tile.splits > 1, _is_fast(x, linear)
+    blocks = linear.block is not None
+    tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate, blocks=blocks)
+    output = gemm.buffers(x, columns, tile.columns, epilogue) if out is None else GemmOutput(out, gemm.none, gemm.none)
+    shared, fast, block = tile.splits > 1, _is_fast(x, linear), linear.block or NO_BLOCK
     sums = x.new_empty(tile.splits, rows, linear.out_features, dtype=torch.float32) if shared else gemm.none
     packed_kernel[(triton.cdiv(columns, tile.columns), tile.splits, triton.cdiv(rows, tile.rows))](
-        x, linear.words, linear.scales, gemm.or_none(linear.zeros), gemm.or_none(linear.table),
-        gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
+        x, linear.words, gemm.or_none(linear.high), linear.scales, gemm.or_none(linear.zeros),
+        gemm.or_none(block.minimums), gemm.or_none(block.outer_scales), gemm.or_none(block.outer_minimums),
+        gemm.or_none(linear.table), gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
         output.out, output.best_value, output.best_index, sums, _programs_done(x.device) if shared else gemm.none,
-        rows, columns, linear.in_features, linear.out_features, steps, tile.steps_per_split, linear.scales.shape[0],
-        KIND=int(linear.kind), FAST=fast, ZEROS=linear.zeros is not None,
-        GROUP=0 if linear.scales.shape[0] == 1 else linear.group_size, EVEN=linear.in_features % STEP == 0,
+        rows, columns, output.out.stride(0), linear.in_features, linear.out_features, steps, tile.steps_per_split,
+        linear.scales.shape[0],
+        FAST=fast, GROUP=0 if linear.scales.shape[0] == 1 and linear.block is None else linear.group_size,
+        EVEN=linear.in_features % STEP == 0, **_constants(linear, block),
         SPLITS=tile.splits, PREFETCH=tile.prefetch if fast else 0, ROWS=tile.rows, COLUMNS=tile.columns,
-        WORDS=linear.kind.words, CODES=linear.kind.codes,
         num_warps=tile.warps, num_stages=tile.stages, **gemm.flags(epilogue),
     )
     return output
@@ -123,15 +147,32 @@ def _is_fast(x: Tensor, linear: PackedWeights) -> bool:
     return x.dtype == torch.bfloat16 and not on_host(x.device) and not plain
 
 
-def unpack(linear: PackedWeights, dtype: torch.dtype) -> Tensor:
-    """The weight [out_features, in_features] of a packed linear layer, for products of many rows."""
-    out = torch.empty(linear.out_features, linear.in_features, dtype=dtype, device=linear.words.device)
-    unpack_kernel[(triton.cdiv(linear.out_features, UNPACK_ROWS), linear.words.shape[0])](
-        linear.words, linear.scales, _or(linear.zeros, out), _or(linear.table, out), _or(linear.order, out), out,
-        linear.in_features, linear.out_features, linear.scales.shape[0],
-        KIND=int(linear.kind), ZEROS=linear.zeros is not None, ORDER=linear.order is not None, GROUP=linear.group_size,
-        ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype],
-        ROWS=UNPACK_ROWS, WORDS=linear.kind.words, CODES=linear.kind.codes,
+def _constants(linear: PackedWeights, block: BlockScales) -> dict[str, int | bool]:
+    """What both kernels know of a weight when they are compiled."""
+    return {
+        "KIND": int(linear.kind),
+        "HIGH": linear.high is not None,
+        "ZEROS": linear.zeros is not None,
+        "MINIMUMS": block.minimums is not None,
+        "OUTER": block.outer_scales is not None,
+        "WORDS": linear.kind.words,
+        "CODES": linear.kind.codes,
+    }
+
+
+def unpack(linear: PackedWeights, dtype: torch.dtype, places: Tensor | None = None) -> Tensor:
+    """The weight [out_features, in_features] of a packed linear layer, for products of many rows.
+
+    places: int64, the rows to unpack instead of all.
+    """
+    rows, block = linear.out_features if places is None else places.shape[0], linear.block or NO_BLOCK
+    out = torch.empty(rows, linear.in_features, dtype=dtype, device=linear.words.device)
+    unpack_kernel[(triton.cdiv(rows, UNPACK_ROWS), linear.words.shape[0])](
+        linear.words, _or(linear.high, out), linear.scales, _or(linear.zeros, out), _or(block.minimums, out),
+        _or(block.outer_scales, out), _or(block.outer_minimums, out), _or(linear.table, out), _or(linear.order, out),
+        _or(places, out), out, rows, linear.in_features, linear.out_features, linear.scales.shape[0],
+        ORDER=linear.order is not None, SOME=places is not None, GROUP=linear.group_size,
+        ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype], ROWS=UNPACK_ROWS, **_constants(linear, block),
     )
     return out
 

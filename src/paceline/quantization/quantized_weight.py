@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,7 +10,37 @@ from torch import Tensor
 
 from paceline.quantization.packed_layout import Kind, decode
 
-OFFSETS = {Kind.INT4: 8, Kind.INT8: 128}  # of codes without zero points
+OUTER_GROUP = 256  # input features of a block of GGUF's K formats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockScales:
+    """What the blocks of GGUF files have beside codes and scales. Tensors are [out_features, groups], or transposed.
+
+    minimums        added to code · scale; codes have no offset then
+    outer_scales    of 256 input features, what their scales are multiplied by
+    outer_minimums  the same for their minimums
+    """
+
+    minimums: Tensor | None = None
+    outer_scales: Tensor | None = None
+    outer_minimums: Tensor | None = None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
+        """The same with every tensor changed."""
+        tensors = (self.minimums, self.outer_scales, self.outer_minimums)
+        return BlockScales(*(None if tensor is None else change(tensor) for tensor in tensors))
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.minimums, self.outer_scales, self.outer_minimums)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def joined_scales(parts: list[BlockScales]) -> BlockScales:
+    """Those of weights that are joined by rows."""
+    columns = zip(*((part.minimums, part.outer_scales, part.outer_minimums) for part in parts))
+    return BlockScales(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +52,7 @@ class QuantizedWeight:
     order       the input feature that each column belongs to, where columns are sorted by group (act-order)
     table       what the codes of Kind.LUT4 stand for
     rounding    the dtype that unpacked weights are rounded to first; None: that of the scales
+    block       what blocks of GGUF files have beside
     """
 
     kind: Kind
@@ -31,20 +63,36 @@ class QuantizedWeight:
     order: Tensor | None = None  # int64 [in_features]
     table: Tensor | None = None  # float32 [16]
     rounding: torch.dtype | None = None
+    block: BlockScales | None = None
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight as the format's own library unpacks it. [out_features, in_features]"""
         values = decode(self.codes, self.kind, self.table)
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
-        else:
-            values -= OFFSETS.get(self.kind, 0)
-        weight = values.mul_(self._by_column(self.scales)).to(self.rounding or self.scales.dtype).to(dtype)
+        elif self.block is None or self.block.minimums is None:
+            values -= self.kind.offset
+        weight = self._scaled(values).to(self.rounding or self.scales.dtype).to(dtype)
         if self.order is None:
             return weight
         unsorted = torch.empty_like(weight)
         unsorted[:, self.order] = weight
         return unsorted
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        """Numbers of codes times their scales, plus their minimums."""
+        if self.block is None:
+            return values.mul_(self._by_column(self.scales))
+        values.mul_(self._by_column(self._within(self.scales, self.block.outer_scales)))
+        if self.block.minimums is None:
+            return values
+        return values.add_(self._by_column(self._within(self.block.minimums, self.block.outer_minimums)))
+
+    def _within(self, groups: Tensor, outer: Tensor | None) -> Tensor:
+        """Numbers of groups times those of the blocks that they are in."""
+        if outer is None:
+            return groups
+        return groups.float() * outer.float().repeat_interleave(OUTER_GROUP // self.group_size, dim=1)
 
     def _by_column(self, groups: Tensor) -> Tensor:
         """Numbers of groups as numbers of columns, float32."""
@@ -60,6 +108,7 @@ class QuantizedWeight:
             and (self.kind, self.group_size, self.scales.dtype) == (other.kind, other.group_size, other.scales.dtype)
             and (self.zeros is None, self.rounding) == (other.zeros is None, other.rounding)
             and (self.table is other.table or _equal(self.table, other.table))
+            and (self.block is None) == (other.block is None)
         )
 
 
@@ -74,7 +123,8 @@ def joined(weights: list[QuantizedWeight]) -> QuantizedWeight:
     if first.zeros is not None:
         zeros = torch.cat([weight.zeros for weight in weights if weight.zeros is not None])
     codes, scales = (torch.cat(tensors) for tensors in zip(*((part.codes, part.scales) for part in weights)))
-    return replace(first, codes=codes, scales=scales, zeros=zeros)
+    block = None if first.block is None else joined_scales([part.block for part in weights if part.block is not None])
+    return replace(first, codes=codes, scales=scales, zeros=zeros, block=block)
 
 
 def unpack_int32(packed: Tensor, bits: int, *, dim: int) -> Tensor:

@@ -161,7 +161,8 @@ class HuggingFaceRunner(TransformersRunner):
         hidden = _packed(states[-1], sizes) if states is not None and self.want_hidden else None
         features = None
         if states is not None and self.feature_layers:
-            features = _packed(torch.cat([states[layer] for layer in self.feature_layers], dim=-1), sizes)
+            entering = [self._entering(states, layer) for layer in self.feature_layers]
+            features = _packed(torch.cat(entering, dim=-1), sizes)
         if ends is None:
             return ModelOutput(_packed(logits, sizes), sizes, hidden, features)
         last = torch.stack([logits[index, ends.index(size - 1)] for index, size in enumerate(sizes)])

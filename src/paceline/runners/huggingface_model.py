@@ -16,6 +16,7 @@ from paceline.core.protocols import Runner
 from paceline.core.types import Capability, ModelInfo, Row
 from paceline.errors import ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
+from paceline.runners.last_states import LastStates
 from paceline.runners.loading import eos_token_ids_of
 
 UNLIMITED = 1 << 20  # tokens, where a config names no longest sequence
@@ -30,6 +31,7 @@ class TransformersRunner(Runner):
         self.info = model_info(model, name)
         self.blocks = blocks or BlockManager()
         self.want_hidden, self.feature_layers = False, tuple[int, ...]()
+        self._last_states: LastStates | None = None
         self.capabilities = frozenset({Capability.HIDDEN_STATES})
         self.plain_only: str | None = None
         self._picks_logits = takes(model, "logits_to_keep")
@@ -50,6 +52,14 @@ class TransformersRunner(Runner):
     def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
         self.want_hidden = self.want_hidden or hidden
         self.feature_layers = features or self.feature_layers
+        if self.info.num_layers in self.feature_layers and self._last_states is None:
+            self._last_states = LastStates(self.model)
+
+    def _entering(self, states: Any, layer: int) -> Tensor:
+        """States that enter a layer, of a pass that has just ended; behind the last layer those before the norm."""
+        recorded = self._last_states.states if self._last_states is not None else None
+        entering: Tensor = states[layer] if layer < self.info.num_layers or recorded is None else recorded
+        return entering
 
     def hidden_view(self) -> Self:
         view = copy.copy(self)

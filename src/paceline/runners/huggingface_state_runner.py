@@ -170,7 +170,7 @@ class HuggingFaceStateRunner(TransformersRunner):
         if self.want_hidden:
             hidden = output.hidden_states[-1][0, -num_states:]
         if self.feature_layers:
-            layers = [output.hidden_states[layer][0, -num_states:] for layer in self.feature_layers]
+            layers = [self._entering(output.hidden_states, layer)[0, -num_states:] for layer in self.feature_layers]
             features = torch.cat(layers, dim=-1)
         return RowOutput(for_sampling(output.logits[0, -num_logits:]), hidden, features)
 

@@ -83,7 +83,7 @@ class LlamaRequest:
 
     def _probabilities(self, token: str, logprob: float, top: dict[str, float] | None) -> Json:
         name = "top_probs" if self.post_sampling else "top_logprobs"
-        best = list((top or {}).items())[: self.fields["logprobs"]]  # the token itself comes after them
+        best = sorted((top or {}).items(), key=lambda item: -item[1])[: self.fields["logprobs"]]
         return self._probability(token, logprob) | {name: [self._probability(*other) for other in best]}
 
     def _probability(self, spelling: str, logprob: float) -> Json:

@@ -23,6 +23,7 @@ OWN_FIELDS = frozenset(
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"max": "xhigh"}  # the highest that a chat knows
 UNREAD_BLOCKS = ("redacted_thinking",)  # only its author can read them
+BILLING_HEADER = "x-anthropic-billing-header:"  # begins a block for Anthropic's accounts, new with every request
 
 
 class MessageParam(LenientModel):
@@ -58,8 +59,9 @@ class MessagesRequest(CountTokensRequest):
 
 def prompt_document(body: CountTokensRequest) -> Json:
     """What the chat template reads: messages, tools and the choice of one."""
-    system = [{"role": "system", "content": text_of(body.system, "system")}] if body.system else []
-    messages = [message for index, turn in enumerate(body.messages) for message in _messages(turn, index)]
+    text = _system_text(body.system)
+    system = [{"role": "system", "content": text}] if text else []
+    messages = _combined([message for index, turn in enumerate(body.messages) for message in _messages(turn, index)])
     tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
     document = given(model=body.model, tools=tools or None, thinking=body.thinking)
     document |= _tool_choice(body.tool_choice or {}) | {"messages": [*system, *messages]}
@@ -81,6 +83,14 @@ def chat_document(body: MessagesRequest) -> Json:
     return document
 
 
+def _system_text(system: str | list[Json] | None) -> str:
+    """The system prompt. A block that differs with every request would keep the rest off the prefix cache."""
+    if not isinstance(system, list):
+        return system or ""
+    texts = [part_text(block, "system") for block in system]
+    return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
+
+
 # --- content blocks ---------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +101,25 @@ def _messages(turn: MessageParam, index: int) -> list[Json]:
     if turn.role == "assistant":
         return [_assistant(turn.content, f"messages.{index}.content")]
     return _user(turn.role, turn.content, f"messages.{index}.content")
+
+
+def _combined(messages: list[Json]) -> list[Json]:
+    """Turns of the assistant that follow one another are one, as Anthropic's API has it."""
+    combined: list[Json] = []
+    for message in messages:
+        if combined and combined[-1]["role"] == message["role"] == "assistant":
+            combined[-1] = _joined(combined[-1], message)
+        else:
+            combined.append(message)
+    return combined
+
+
+def _joined(first: Json, second: Json) -> Json:
+    message = {**first, "content": "\n\n".join(text for text in (first["content"], second["content"]) if text)}
+    for name, empty in (("tool_calls", []), ("reasoning_content", "")):
+        if name in first or name in second:
+            message[name] = first.get(name, empty) + second.get(name, empty)
+    return message
 
 
 def _user(role: str, blocks: list[Json], param: str) -> list[Json]:

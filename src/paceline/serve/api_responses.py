@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from paceline.serve.api_chat import chat_request
 from paceline.serve.api_responses_input import ResponsesRequest, chat_document, shown_fields
-from paceline.serve.api_responses_output import FAILED, ResponseDocument, ResponsesShape, new_id
+from paceline.serve.api_responses_output import FAILED, RawMessages, ResponseDocument, ResponsesShape, new_id
 from paceline.serve.api_responses_store import ResponseStore, StoredResponse
 from paceline.serve.api_shape import Document, Json
 from paceline.serve.auth import KEY_SCOPE
@@ -42,7 +42,8 @@ class ResponsesApi:
                 items = [*history, *inputs, *document["output"]]
                 self.store.put(StoredResponse(owner, document, inputs, items))
 
-        response = ResponseDocument(new_id("resp"), shown_fields(body), keep)
+        raw = RawMessages(self._context.formatter.prompt_text) if body.enable_response_messages else None
+        response = ResponseDocument(new_id("resp"), shown_fields(body), keep, raw)
         if body.background:
             return await self._in_background(StoredResponse(owner, response.document(QUEUED), inputs), chat, response)
         return await chat_response(self._context, request, chat, ResponsesShape(response))
@@ -88,7 +89,9 @@ class ResponsesApi:
             with held:
                 try:
                     document = await builder.whole(context.generate(task, stored.owner))
-                    ResponsesShape(response).whole(document)
+                    shape = ResponsesShape(response)
+                    shape.prompt_ids = task.choices[0].request.prompt
+                    shape.whole(document)
                 except Exception as error:  # a client reads it from the response
                     self._fail(stored, response, error)
 

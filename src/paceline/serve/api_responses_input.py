@@ -41,6 +41,7 @@ SHOWN_FIELDS: Json = {
 OWN_FIELDS = frozenset(
     {
         *SHOWN_FIELDS, "input", "include", "model", "stream", "stream_options", "conversation", "prompt",
+        "enable_response_messages",
     }
     - {"temperature", "top_p", "metadata", "user", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"}
 )  # fmt: skip
@@ -68,6 +69,7 @@ class ResponsesRequest(LenientModel):
     parallel_tool_calls: bool | None = None
     truncation: str | None = None
     metadata: dict[str, Any] | None = None
+    enable_response_messages: bool | None = Field(default=None, description="show what the model read and wrote")
 
     @property
     def fields(self) -> Json:
@@ -111,6 +113,8 @@ def chat_document(body: ResponsesRequest, items: list[Json]) -> Json:
         document["truncate_prompt_tokens"] = -1
     if body.stream:
         document |= {"stream": True, "stream_options": {"include_usage": True}}
+    if body.enable_response_messages:
+        document["return_token_ids"] = True
     return {**document, "messages": with_one_system_message(system + messages_of(items))}
 
 

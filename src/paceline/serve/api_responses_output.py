@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -79,15 +79,40 @@ class OutputItem:
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
+@dataclass(slots=True)
+class RawMessages:
+    """What the model read and wrote, as vLLM's enable_response_messages shows it. decode: token ids to text."""
+
+    decode: Callable[[list[int]], str]
+    prompt_ids: Sequence[int] = ()
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, document: Json) -> None:
+        """Take the tokens of a chat completion or a chunk."""
+        for choice in document["choices"]:
+            self.token_ids += choice.get("token_ids") or ()
+
+    def fields(self) -> Json:
+        read, written = self._message(list(self.prompt_ids)), self._message(self.token_ids)
+        return {"input_messages": [read], "output_messages": [written]}
+
+    def _message(self, token_ids: list[int]) -> Json:
+        return {"type": "raw_message_tokens", "message": self.decode(token_ids), "tokens": token_ids}
+
+
 class ResponseDocument:
     """The response while its output arrives.
 
     fields     what the response repeats of the request
     on_finish  called once with the finished response
+    raw        for a request that asks for it
     """
 
-    def __init__(self, response_id: str, fields: Json, on_finish: OnFinish) -> None:
+    def __init__(
+        self, response_id: str, fields: Json, on_finish: OnFinish, raw: RawMessages | None = None
+    ) -> None:
         self.id, self._fields, self._on_finish = response_id, fields, on_finish
+        self.raw = raw
         self._created = int(time.time())
         self._items: list[OutputItem] = []
         self._usage: Json | None = None
@@ -147,6 +172,7 @@ class ResponseDocument:
             "output": [self.item_document(item) for item in self._items] if done else [],
             "usage": usage_of(self._usage) if self._usage else None,
             **self._fields,
+            **(self.raw.fields() if self.raw and done else {}),
         }
 
 
@@ -170,6 +196,7 @@ class ResponsesShape(NamedEvents):
         self._open: OutputItem | None = None
 
     def whole(self, document: Json) -> Json:
+        self._read_tokens(document)
         self._response.read(document)
         choice = document["choices"][0]
         for piece in output_pieces(choice["message"], choice.get("logprobs")):
@@ -199,7 +226,13 @@ class ResponsesShape(NamedEvents):
         self._sequence_number += 1
         return event
 
+    def _read_tokens(self, document: Json) -> None:
+        if self._response.raw is not None:
+            self._response.raw.prompt_ids = self.prompt_ids
+            self._response.raw.add(document)
+
     def _chunk_events(self, chunk: Json) -> Iterator[Json]:
+        self._read_tokens(chunk)
         for piece in chunk_pieces(chunk):
             yield from self._piece_events(piece)
         self._response.read(chunk)

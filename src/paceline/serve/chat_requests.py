@@ -65,6 +65,7 @@ class ChatPlanner:
 
     def plan(self, body: ChatRequest) -> ChatPlan:
         """Everything about one request."""
+        check_last_messages(body)
         offer = tool_offer(body)
         if offer is not None and offer.is_forced and self._template.tools is None:
             message = "this server runs with --tool-parser none: tool_choice can be auto or none"
@@ -208,6 +209,13 @@ def template_variables(body: ChatRequest) -> dict[str, object]:
             message = f"chat_template_kwargs cannot set {name[:40]!r}"
             raise ApiError(400, message, param="chat_template_kwargs")
     return dict(variables)
+
+
+def check_last_messages(body: ChatRequest) -> None:
+    """Raise ApiError for a chat that ends with two answers: which of them the next one continues is not said."""
+    if [message.role for message in body.messages[-2:]] == ["assistant", "assistant"]:
+        message = "the last two messages are both from the assistant; join them, or put a user message between them"
+        raise ApiError(400, message, param="messages")
 
 
 def tool_offer(body: ChatRequest) -> ToolOffer | None:

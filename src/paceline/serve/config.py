@@ -14,7 +14,7 @@ from paceline.errors import OptionError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
-MIN_API_KEY_LENGTH = 8
+SHORT_API_KEY = 8  # characters; fewer are guessed
 MAX_PORT = 65535
 ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -55,15 +55,18 @@ class NetworkConfig:
             raise OptionError(f"--root-path is a path such as /llm, not {self.root_path!r}")
         if not 0 <= self.port <= MAX_PORT:
             raise OptionError(f"--port must be 0 to {MAX_PORT}, not {self.port}")
-        if any(len(key) < MIN_API_KEY_LENGTH for key in self.api_keys):
-            raise OptionError(
-                f"an API key has at least {MIN_API_KEY_LENGTH} characters; `openssl rand -hex 24` makes a good one"
-            )
+        if not all(key.strip() for key in self.api_keys):
+            raise OptionError("an API key is empty; `openssl rand -hex 24` makes a good one")
         if not (self.is_loopback or self.api_keys or self.no_api_key):
             raise OptionError(
                 f"anyone could use a server on {self.host}: set an API key (--api-key, --api-key-file or "
                 f"{API_KEYS_VARIABLE}), or pass --no-api-key"
             )
+
+    @property
+    def has_short_key(self) -> bool:
+        """Whether a key is so short that it can be guessed; it works all the same, as in other servers."""
+        return any(len(key) < SHORT_API_KEY for key in self.api_keys)
 
     @property
     def is_loopback(self) -> bool:
@@ -139,6 +142,30 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnConfig:
+    """Whether the head that drafts learns from the server's traffic."""
+
+    learn: str | None = option(None, "--learn", "DIR", "adapt the head to the traffic, and keep both in this folder")
+    learn_consent: bool = option(
+        False, "--learn-consent", "", "agree that --learn stores prompts and answers as token ids"
+    )
+    learn_ring_mb: int = option(64, "--learn-ring-mb", "N", "size of what --learn stores; the oldest is deleted")
+    learn_device: str | None = option(
+        None, "--learn-device", "D", "where --learn trains; default: the model's device, while no request runs"
+    )
+    learn_steps: int = option(64, "--learn-steps", "N", "training steps before a new head is first compared")
+
+    def __post_init__(self) -> None:
+        if self.learn is not None and not self.learn_consent:
+            raise OptionError(
+                f"--learn stores every prompt and answer as token ids, which can be turned back into text, in "
+                f"{self.learn} (at most {self.learn_ring_mb} MB); add --learn-consent if you and your users agree"
+            )
+        if self.learn_ring_mb < 1 or self.learn_steps < 1:
+            raise OptionError("--learn-ring-mb and --learn-steps must be 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How the server presents the engine.
 
@@ -195,6 +222,7 @@ class ServerConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     failure: FailurePolicy = field(default_factory=FailurePolicy)
+    learning: LearnConfig = field(default_factory=LearnConfig)
     loras: tuple[str, ...] = ()
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_num_seqs: int = 16
@@ -216,4 +244,4 @@ class ServerConfig:
 
 
 # The order of their flags in --help and in the docs.
-FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy)
+FLAG_CLASSES = (ServerConfig, NetworkConfig, RequestLimits, FailurePolicy, LearnConfig)

@@ -22,9 +22,13 @@ class TokenFormatter:
     def prompt_text(self, token_ids: list[int]) -> str:
         return self.token_text.decode(token_ids)
 
-    def chat(self, tokens: list[ShownToken], *, as_ids: bool = False) -> Json:
-        """The logprobs of a chat completion's choice. The token that ends it is no part of a message."""
-        return {"content": [self._chat_entry(shown, as_ids) for shown in tokens if not shown.is_end], "refusal": None}
+    def chat(self, tokens: list[ShownToken], *, as_ids: bool = False, most: int | None = None) -> Json:
+        """The logprobs of a chat completion's choice. The token that ends it is no part of a message.
+
+        most: alternatives of a token, itself included; None: all there are.
+        """
+        entries = [self._chat_entry(shown, as_ids, most) for shown in tokens if not shown.is_end]
+        return {"content": entries, "refusal": None}
 
     def completion(self, tokens: list[ShownToken], *, as_ids: bool = False) -> Json:
         """The logprobs of a completion's choice. as_ids: tokens are spelled token_id:5."""
@@ -40,22 +44,24 @@ class TokenFormatter:
         return [None, *(self._prompt_entry(entry, top) for entry in entries)]
 
     def _alternatives(self, shown: ShownToken, entry: TokenLogprob, as_ids: bool) -> Json:
-        """Log-probabilities by spelling. Tokens that are spelled alike are told apart by their ids."""
-        own, by_spelling = id_spelling(shown.token) if as_ids else shown.text, Json()
-        for token, logprob in with_own(entry):
-            spelling = own if token == shown.token else self._spelling(token, as_ids)
-            if token != shown.token and (spelling == own or spelling in by_spelling):
-                spelling = id_spelling(token)
-            by_spelling[spelling] = finite(logprob)
+        """Log-probabilities by spelling, the token itself first, as vLLM has them.
+
+        Tokens that are spelled alike are told apart by their ids.
+        """
+        by_spelling = {id_spelling(shown.token) if as_ids else shown.text: finite(entry.logprob)}
+        for token, logprob in entry.top:
+            if token != shown.token:
+                spelling = self._spelling(token, as_ids)
+                by_spelling[id_spelling(token) if spelling in by_spelling else spelling] = finite(logprob)
         return by_spelling
 
     def _spelling(self, token: int, as_ids: bool) -> str:
         return id_spelling(token) if as_ids else self.token_text.spelling(token)
 
-    def _chat_entry(self, shown: ShownToken, as_ids: bool) -> Json:
+    def _chat_entry(self, shown: ShownToken, as_ids: bool, most: int | None) -> Json:
         entry = shown.entry
         assert entry is not None, "a chat has no echo"
-        pairs = with_own(entry) if entry.top else ()
+        pairs = with_own(entry, most) if entry.top else ()
         own_bytes = list(shown.text.encode("utf-8", "replace")) if shown.is_piece else None
         return {
             **self._token(entry.token, entry.logprob, as_ids, shown.text, own_bytes),
@@ -78,11 +84,13 @@ class TokenFormatter:
         }
 
 
-def with_own(entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-    """The likeliest tokens, and the token itself also where it is not among them."""
-    yield from entry.top
-    if all(token != entry.token for token, _ in entry.top):
-        yield entry.token, entry.logprob
+def with_own(entry: TokenLogprob, most: int | None = None) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens, and the token itself also where it is not among them: then in the place of the last."""
+    if any(token == entry.token for token, _ in entry.top):
+        yield from entry.top
+        return
+    yield from entry.top if most is None else entry.top[: most - 1]
+    yield entry.token, entry.logprob
 
 
 def finite(logprob: float) -> float:

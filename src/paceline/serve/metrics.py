@@ -15,6 +15,7 @@ from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.types import RequestOutput
 from paceline.errors import EngineFailed
 from paceline.serve.fair_queue import FairQueue
+from paceline.serve.learning_metrics import learning_metrics
 
 FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -126,6 +127,7 @@ class EngineCollector(Collector):
         yield from _spec_counters(readings)
         yield from _position_counters(readings)
         yield _draft_length_histogram(readings)
+        yield from learning_metrics({reading.model: reading.stats.learning for reading in readings})
 
 
 def _gauges(readings: list[EngineReading]) -> Iterator[Metric]:

@@ -97,7 +97,7 @@ class ResponseFormat(Protocol):
     is_completion: bool  # each choice has a prompt of its own, and the last text comes with the finish reason
 
     def writer(self, choice: ChoiceRequest) -> ChoiceWriter: ...
-    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json: ...
+    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool, most: int | None) -> Json: ...
 
 
 class ChatFormat:
@@ -112,8 +112,8 @@ class ChatFormat:
     def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
         return ChatWriter(choice.syntax, choice.echo)
 
-    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json:
-        return self.formatter.chat(tokens, as_ids=as_ids)
+    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool, most: int | None) -> Json:
+        return self.formatter.chat(tokens, as_ids=as_ids, most=most)
 
 
 class CompletionWriter(ChoiceWriter):
@@ -155,8 +155,8 @@ class CompletionFormat:
     def writer(self, choice: ChoiceRequest) -> ChoiceWriter:
         return CompletionWriter(choice.echo)
 
-    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool) -> Json:
-        return self.formatter.completion(tokens, as_ids=as_ids)
+    def logprobs(self, tokens: list[ShownToken], *, as_ids: bool, most: int | None) -> Json:
+        return self.formatter.completion(tokens, as_ids=as_ids)  # one more than asked for, as OpenAI's API says
 
 
 class ResponseBuilder:
@@ -278,7 +278,9 @@ class ResponseBuilder:
         return {**choice, "x_paceline": state.speculation()} if self._task.include_stats else choice
 
     def _logprobs(self, tokens: list[ShownToken]) -> Json:
-        return self._format.logprobs(tokens, as_ids=self._task.tokens_as_ids)
+        request = self._task.choices[0].request
+        most = None if request.logprob_token_ids else request.logprobs
+        return self._format.logprobs(tokens, as_ids=self._task.tokens_as_ids, most=most)
 
     def _prompt_details(self, state: ChoiceState) -> Json:
         top, entries = self._task.prompt_logprobs, state.prompt_logprobs or ()

@@ -58,6 +58,9 @@ class SupervisedEngine(Engine):
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         return await self._running().embed(token_ids, pooling)
 
+    async def update_head(self, folder: str) -> None:
+        await self._running().update_head(folder)
+
     def stats(self) -> EngineStats:
         if self._engine is not None:
             self._last_stats = self._engine.stats()

@@ -250,3 +250,17 @@ def frequent_tokens(corpus: Corpus, vocab_size: int, count: int, always: frozens
     counts[[token for token in always if token < vocab_size]] = np.iinfo(np.int64).max
     best = np.argsort(-counts, kind="stable")[: min(count, vocab_size)]
     return torch.from_numpy(np.sort(best).astype(np.int64))
+
+
+def adapted_tokens(corpus: Corpus, present: Tensor, vocab_size: int, always: frozenset[int] = frozenset()) -> Tensor:
+    """As many ascending ids as are present: those that repeat in the corpus first, then the present ones.
+
+    Of the present ones that the corpus does not need the highest ids, in most vocabularies the rarest, make room.
+    """
+    counts = np.bincount(corpus.tokens, minlength=vocab_size)[:vocab_size].astype(np.int64)
+    counts[counts < 2] = 0  # a token seen once may never come again
+    counts[[token for token in always if token < vocab_size]] = np.iinfo(np.int64).max
+    absent = np.ones(vocab_size, dtype=bool)
+    absent[present.cpu().numpy()] = False
+    best = np.lexsort((np.arange(vocab_size), absent, -counts))[: present.numel()]
+    return torch.from_numpy(np.sort(best).astype(np.int64))

@@ -14,10 +14,11 @@ from paceline.errors import OptionError
 from paceline.heads.checkpoint import Provenance
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from paceline.heads.registry import load_head, save_head
-from paceline.train.corpus import CorpusSplit, TrainingBatch
+from paceline.runners.loading import eos_token_ids_of
+from paceline.train.corpus import CorpusSplit, TrainingBatch, adapted_tokens
 from paceline.train.losses import blend, soft_loss
 from paceline.train.options import setting
-from paceline.train.task import Positions, TrainerSpec, TrainingTarget, in_parts
+from paceline.train.task import HeadAdaptation, Positions, TrainerSpec, TrainingTarget, in_parts
 from paceline.train.teacher import Teacher, draft_ids_of
 from paceline.train.training_time_test import unroll
 
@@ -87,10 +88,17 @@ class _ScaledHead(nn.Module):
 class EagleTask:
     """An EAGLE-3 head in training."""
 
-    def __init__(self, teacher: Teacher, target_ids: Tensor, options: EagleOptions, name: str = "") -> None:
-        """target_ids: ascending ids of the tokens the head can draft."""
+    def __init__(
+        self,
+        teacher: Teacher,
+        target_ids: Tensor,
+        options: EagleOptions,
+        name: str = "",
+        config: Eagle3Config | None = None,
+    ) -> None:
+        """target_ids: ascending ids of the tokens the head can draft. config: of a trained head; None: by options."""
         self.teacher, self.options, self._name = teacher, options, name
-        head = Eagle3Head(eagle_config(teacher, options))
+        head = Eagle3Head(config or eagle_config(teacher, options))
         head.bind_target(teacher.embed, teacher.logits)
         head.choose_vocabulary(target_ids)
         self.module = _ScaledHead(head).to(teacher.device)
@@ -99,6 +107,10 @@ class EagleTask:
     @property
     def head(self) -> Eagle3Head:
         return self.module.head
+
+    @property
+    def _feature_layers(self) -> tuple[int, ...]:
+        return self.head.feature_layers(self.teacher.num_layers)
 
     @torch.no_grad()
     def start(self, sample: TrainingBatch) -> None:
@@ -128,9 +140,22 @@ class EagleTask:
         self.head.fc.weight.div_(self.module.scale)
         self._draft_ids = draft_ids_of(self.head.target_ids, self.teacher.vocab_size)
 
+    @torch.no_grad()
+    def go_on_from(self, trained: Eagle3Head, sample: TrainingBatch) -> None:
+        """First weights: those of a trained head; tokens that it cannot draft yet get the target's own output rows."""
+        head, own_ids = self.head, self.head.target_ids
+        rows = self.teacher.model.get_output_embeddings().weight[own_ids].to(trained.lm_head.weight.dtype).clone()
+        trained_rows = draft_ids_of(trained.target_ids, self.teacher.vocab_size)[own_ids]  # -1: not in its vocabulary
+        known = trained_rows >= 0
+        rows[known] = trained.lm_head.weight[trained_rows[known]]
+        vocabulary = {"d2t": head.d2t.clone(), "t2d": head.t2d.clone(), "lm_head.weight": rows}
+        head.load_state_dict({**trained.state_dict(), **vocabulary})
+        self.measure_scale(sample)
+        head.fc.weight.div_(self.module.scale)
+
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
-        features = self.teacher.states(sample.tokens).features(self.head.config.feature_layers)
+        features = self.teacher.states(sample.tokens).features(self._feature_layers)
         inside = torch.arange(sample.tokens.shape[1], device=features.device)[None] < sample.lengths[:, None]
         inside[:, 0] = False
         usual = features[inside].float().square().mean(dim=0).sqrt()
@@ -146,7 +171,7 @@ class EagleTask:
         positions = Positions.of(batch, self.options.ttt_steps)
         targets = self.teacher.targets(positions.pick(states.final), self._draft_ids)
         labels = blend(targets, self.options.greedy_weight)
-        features = states.features(self.head.config.feature_layers)
+        features = states.features(self._feature_layers)
         del states
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for step, hidden in enumerate(self._unrolled(batch, features), start=1):
@@ -158,7 +183,7 @@ class EagleTask:
 
     @torch.no_grad()
     def draft_tokens(self, batch: TrainingBatch) -> Tensor:
-        features = self.teacher.states(batch.tokens).features(self.head.config.feature_layers)
+        features = self.teacher.states(batch.tokens).features(self._feature_layers)
         drafts = []
         for hidden in self._unrolled(batch, features):
             best = torch.cat([self.head.logits(part).argmax(dim=-1) for part in in_parts(hidden)])
@@ -179,10 +204,40 @@ def _build(target: TrainingTarget, parts: CorpusSplit, options: EagleOptions) ->
     return EagleTask(target.teacher, target_ids, options, target.name)
 
 
+def _adaptable(folder: Path, device: str = "cpu") -> Eagle3Head:
+    """The head in a directory. Raises OptionError where the scaled features of this training do not fit it."""
+    trained = load_head(folder, Eagle3Head, device=device)
+    config = trained.config
+    if type(trained) is not Eagle3Head:  # P-EAGLE: all draft tokens in one pass
+        raise OptionError(f"the head in {folder} does not draft token by token as EAGLE-3 does; it cannot be adapted")
+    if config.norm_before_fc or config.fc_norm or config.norm_output:
+        raise OptionError(f"the head in {folder} has norms around fc or its output; it cannot be adapted")
+    return trained
+
+
+def _adapt(target: TrainingTarget, adaptation: HeadAdaptation) -> EagleTask:
+    teacher = target.teacher
+    trained = _adaptable(adaptation.folder, str(teacher.device))
+    config, ids, eos_ids = trained.config, trained.target_ids, eos_token_ids_of(target.model)
+    if adaptation.corpus is not None:
+        ids = adapted_tokens(adaptation.corpus, ids, teacher.vocab_size, eos_ids)
+    steps = adaptation.num_draft_tokens
+    options = EagleOptions(config.draft_vocab_size, config.intermediate_size, ttt_steps=steps)
+    task = EagleTask(teacher, ids, options, target.name, config)
+    task.go_on_from(trained, adaptation.sample)
+    return task
+
+
+def _check_adaptable(folder: Path) -> None:
+    _adaptable(folder)
+
+
 SPEC = TrainerSpec(
     name="eagle",
     summary="an EAGLE-3 head: one layer over states of three of the target's layers",
     usage="--method eagle --draft-model OUT",
     options=EagleOptions,
     build=_build,
+    adapt=_adapt,
+    check_adaptable=_check_adaptable,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.runners.loading import eos_token_ids_of
-from paceline.train.corpus import CorpusSplit, TrainingBatch, frequent_tokens
+from paceline.train.corpus import Corpus, CorpusSplit, TrainingBatch, frequent_tokens
 from paceline.train.losses import ROWS_AT_A_TIME
 from paceline.train.teacher import Teacher
 
@@ -59,6 +59,22 @@ class TrainingTarget:
         return frequent_tokens(parts.train, self.teacher.vocab_size, draft_vocab_size, eos_ids)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadAdaptation:
+    """A trained head that goes on learning, with its own shape.
+
+    sample            some sequences, to measure scales on
+    corpus            what it will be trained on: frequent tokens take the place of unused ones in its vocabulary; None:
+                      the vocabulary stays
+    num_draft_tokens  draft tokens in a row that it is trained for and measured with
+    """
+
+    folder: Path
+    sample: TrainingBatch
+    corpus: Corpus | None
+    num_draft_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
     """One trainable kind of drafter.
@@ -68,6 +84,8 @@ class TrainerSpec:
     usage    options of the other commands that use the result in OUT
     options  dataclass of the kind's own settings
     build    the task for a target, its data and these options
+    adapt    the task of a head that is trained already (see HeadAdaptation); None: this kind cannot go on from one
+    check_adaptable  raises OptionError for the head in a directory that cannot
     """
 
     name: str
@@ -75,6 +93,8 @@ class TrainerSpec:
     usage: str
     options: type
     build: Callable[[TrainingTarget, CorpusSplit, Any], TrainingTask]
+    adapt: Callable[[TrainingTarget, HeadAdaptation], TrainingTask] | None = None
+    check_adaptable: Callable[[Path], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

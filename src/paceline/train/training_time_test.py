@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.heads.attention import Attention, JoinedKeys, KeyValues
+from paceline.heads.eagle import ChainHead
 from paceline.heads.eagle3 import Eagle3Head
 from paceline.train.task import shifted
 
 
-def reference(head: Eagle3Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
+def reference(head: ChainHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
     """Hidden states of step 1, 2, …: [batch, length, hidden_size]."""
     rows = torch.arange(tokens.shape[1], device=tokens.device)
     causal, own = rows[:, None] >= rows[None], rows[:, None] == rows[None]

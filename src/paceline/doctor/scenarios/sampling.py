@@ -74,8 +74,12 @@ async def _against_logprobs(exam: Examination, first: Check, ranks: Check, query
 
 
 def listed(choice: TokenChoice, number: int) -> list[bytes]:
-    """The best alternatives, likeliest first. Some servers add the token that was drawn, which must not count."""
-    return sorted(choice.top, key=lambda data: -choice.top[data])[:number]
+    """The best alternatives but the last, likeliest first. number: how many were asked for.
+
+    Some servers add the token that was drawn, others put it in the place of the last: which tokens count must not
+    depend on the draw.
+    """
+    return sorted(choice.top, key=lambda data: -choice.top[data])[: number - 1]
 
 
 def _chi2(check: Check, draws: list[Exchange], number: int, level: float) -> None:

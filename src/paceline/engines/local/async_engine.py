@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.core.protocols import Tokenizer
 from paceline.core.sequence import Sequence
@@ -26,7 +26,8 @@ from paceline.errors import EngineClosed, EngineFailed, PacelineError
 from paceline.hub.tokenizer import StreamDetokenizer
 
 LOG = logging.getLogger(__name__)
-CHECK_SECONDS = 1.0  # how long an embedding waits before it asks whether the worker lives
+CHECK_SECONDS = 1.0  # how long a task waits before it asks whether the worker lives
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,15 @@ class _Command:
     """What the worker should do before its next step."""
 
     run: Callable[[Any], None]
-    request: RequestState | _Embedding
+    request: RequestState | _Task
 
 
 @dataclass(frozen=True, slots=True)
-class _Embedding:
-    """A prompt to embed, and where the vector goes."""
+class _Task:
+    """Work between two steps, and where its result goes."""
 
-    token_ids: list[int]
-    pooling: str
-    deliver: Callable[[list[float] | Exception], None]
+    work: Callable[[], Any]
+    deliver: Callable[[Any], None]
 
 
 class AsyncEngine:
@@ -67,26 +67,11 @@ class AsyncEngine:
         return self._stream(self.engine.sequence(request))
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
-        loop = asyncio.get_running_loop()
-        vectors: asyncio.Queue[list[float] | Exception] = asyncio.Queue()
+        return await self._between_steps(lambda: self.engine.embed(token_ids, pooling))
 
-        def deliver(vector: list[float] | Exception) -> None:
-            try:
-                loop.call_soon_threadsafe(vectors.put_nowait, vector)
-            except RuntimeError:  # the reader's loop has closed
-                LOG.debug("an embedding ended after its reader")
-
-        self._commands.put(_Command(self._embed, _Embedding(token_ids, pooling, deliver)))
-        while True:
-            self._check_open()  # the worker may have taken its last command, or have died
-            try:
-                async with asyncio.timeout(CHECK_SECONDS):
-                    vector = await vectors.get()
-            except TimeoutError:
-                continue
-            if isinstance(vector, Exception):
-                raise vector
-            return vector
+    async def update_head(self, folder: str) -> None:
+        update = await asyncio.to_thread(self.engine.head_update, folder)
+        await self._between_steps(update)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -139,6 +124,29 @@ class AsyncEngine:
             self._requests.discard(state)
             self._commands.put(_Command(self.engine.abort, state))
 
+    async def _between_steps(self, work: Callable[[], Result]) -> Result:
+        """Let the worker do something between two steps, and return its result or raise its error."""
+        loop = asyncio.get_running_loop()
+        results: asyncio.Queue[Result | Exception] = asyncio.Queue()
+
+        def deliver(result: Result | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(results.put_nowait, result)
+            except RuntimeError:  # the reader's loop has closed
+                LOG.debug("a task ended after its reader")
+
+        self._commands.put(_Command(_run_task, _Task(work, deliver)))
+        while True:
+            self._check_open()  # the worker may have taken its last command, or have died
+            try:
+                async with asyncio.timeout(CHECK_SECONDS):
+                    result = await results.get()
+            except TimeoutError:
+                continue
+            if isinstance(result, Exception):
+                raise result
+            return result
+
     # --- the worker's side --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -161,12 +169,6 @@ class AsyncEngine:
         for state in tuple(self._requests):
             state.fail(self._failure)
 
-    def _embed(self, embedding: _Embedding) -> None:
-        try:
-            embedding.deliver(self.engine.embed(embedding.token_ids, embedding.pooling))
-        except Exception as error:  # a model or a driver may raise anything at all
-            embedding.deliver(error)
-
     def _take_commands(self, wait: bool) -> None:
         """Run the commands since the last step; without work, sleep until one comes."""
         while wait or not self._commands.empty():
@@ -174,6 +176,13 @@ class AsyncEngine:
             wait = False
             if command is not None:
                 command.run(command.request)
+
+
+def _run_task(task: _Task) -> None:
+    try:
+        task.deliver(task.work())
+    except Exception as error:  # a model or a driver may raise anything at all
+        task.deliver(error)
 
 
 def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, stopping: StopRules) -> RequestOutput:

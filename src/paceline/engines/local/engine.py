@@ -22,7 +22,7 @@ from paceline.config import NONE, EngineConfig
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
 from paceline.core.draft_tree import DraftTree, empty
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import Capability, ModelOutput, Request, RowOutput, StepResult, VerifyResult
@@ -36,7 +36,7 @@ from paceline.engines.local.request_state import OnOutput, RequestState, ignore_
 from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
 from paceline.engines.local.sequences import SequenceBuilder
 from paceline.engines.local.verifier import Verifier, logprobs_of
-from paceline.errors import OutOfMemory, PacelineError, StepFailed
+from paceline.errors import CapabilityError, OutOfMemory, PacelineError, StepFailed
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.prefix_cache import PrefixCache
 
@@ -105,6 +105,13 @@ class LocalEngine:
     def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         """The pooled hidden states of a prompt, computed between two steps."""
         return self._embedder.embed(token_ids, pooling)
+
+    def head_update(self, folder: str) -> HeadUpdate:
+        """What gives the drafter's head the weights in a directory; to be called between two steps."""
+        update = self._drafter.head_update(folder)
+        if update is None:
+            raise CapabilityError("the method of this engine has no trained head; use one that has, such as eagle")
+        return update
 
     @property
     def has_work(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.core.draft_tree import DraftTree, empty
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, HeadUpdate
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult
 from paceline.errors import OutOfMemory
@@ -41,6 +41,9 @@ class GuardedDrafter(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self._try(lambda: self.drafter.end(seq))
+
+    def head_update(self, folder: str) -> HeadUpdate | None:
+        return self.drafter.head_update(folder)
 
     def _checked_trees(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         trees = self.drafter.propose(seqs, num_draft_tokens)

@@ -108,7 +108,7 @@ class BatchBuilder:
         windows: Collection[int | None] = (None,),
     ) -> None:
         self._kv, self._attention, self._rope_caches, self._windows = kv, attention, rope_caches, windows
-        self._dtype, self._device = kv.keys.dtype, kv.device
+        self._dtype, self._device = kv.dtype, kv.device
 
     def batch(self, rows: list[Row], skips: list[int] | None = None, *, prefill: bool = False) -> EagerBatch:
         """skips: nodes at the start of each row that are cached already. prefill: only last nodes are asked for."""

@@ -101,7 +101,7 @@ def triton_ops(
 ) -> TritonOps:
     """The fused operations of a model over its cache."""
     eps = model.config.rms_norm_eps
-    gemm = GemmLauncher(kv.keys.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant)
+    gemm = GemmLauncher(kv.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant)
     return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_caches, gemm))
 
 

@@ -10,6 +10,7 @@ from paceline.core.types import Row, SequenceCache
 from paceline.device.memory import zeroed_cache
 from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
+from paceline.layers.kv_rounding import STORED_DTYPE
 from paceline.models.config import ArchConfig
 from paceline.runners.native.early_exit import EarlyExitState
 from paceline.runners.native.recurrent_states import NoStates, RecurrentStates, num_slots
@@ -43,15 +44,28 @@ def _does_not_fit(tokens: int) -> OutOfMemory:
 
 
 class KVCache:
-    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory."""
+    """The tensors [layers, tokens, key heads, head_dim] behind a BlockManager. Raises OutOfMemory.
 
-    def __init__(self, config: ArchConfig, blocks: BlockManager, dtype: torch.dtype, device: torch.device) -> None:
-        self.blocks, self.block_size = blocks, blocks.block_size
+    dtype    of the numbers that attention reads
+    rounded  keys and values are kept in eight bits (layers/kv_rounding.py)
+    """
+
+    def __init__(
+        self,
+        config: ArchConfig,
+        blocks: BlockManager,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rounded: bool = False,
+    ) -> None:
+        self.blocks, self.block_size, self.dtype = blocks, blocks.block_size, dtype
         self.num_tokens = blocks.num_blocks * blocks.block_size
         self.padding_slot = self.num_tokens  # in a block behind the last one, which belongs to no sequence
         shape = (config.num_kv_layers, self.num_tokens + blocks.block_size, config.num_kv_heads, config.head_dim)
         try:
-            self.keys, self.values = (zeroed_cache(shape, dtype, device) for _ in range(2))
+            stored = STORED_DTYPE if rounded else dtype
+            self.keys, self.values = (zeroed_cache(shape, stored, device) for _ in range(2))
             self.states = self._states(config)
         except (torch.OutOfMemoryError, OSError, RuntimeError) as error:
             raise _does_not_fit(self.num_tokens) from error
@@ -59,8 +73,8 @@ class KVCache:
     def _states(self, config: ArchConfig) -> NoStates:
         if config.delta_net is None:
             return NoStates()
-        slots = num_slots(config.delta_net, self.keys.dtype, 2 * self.keys.nbytes)
-        return RecurrentStates(config.delta_net, slots, self.keys.dtype, self.device)
+        slots = num_slots(config.delta_net, self.dtype, 2 * self.keys.nbytes)
+        return RecurrentStates(config.delta_net, slots, self.dtype, self.device)
 
     @property
     def device(self) -> torch.device:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,17 @@ from paceline.device.properties import default_dtype, supports_graphs
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
-from paceline.hub.gguf_index import GgufSource, has_index, read_index
+from paceline.hub.gguf_index import GgufSource, StoredTensor, has_index, read_index
 from paceline.models import registry
 from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.quantization import gguf
 from paceline.quantization import registry as formats
+from paceline.quantization.converted import converted_weights
 from paceline.runners.loading import dtype_named
 
+LOG = logging.getLogger("paceline")
 DEFAULT_SEQS = 8
 EXACT_DTYPE = "float32"  # holds every number of a GGUF file, so that none is rounded on the way
 DEFAULT_SEQ_TOKENS = 8192
@@ -53,9 +57,23 @@ def default_cache_tokens(config: ArchConfig) -> int:
 def stored_dtype(folder: Path, name: str | None, device: str) -> str:
     """The dtype of this name; unless one is named, `gguf` where a model is stored in blocks that can be kept here."""
     dtype = dtype_named(name, device)
-    if name not in (None, "auto") or not has_index(folder) or not gguf.runs_on(device):
+    if name not in (None, "auto") or not has_index(folder):
         return dtype
-    return gguf.NAME if any(tensor.kind in gguf.KINDS for tensor in read_index(folder)) else dtype
+    packed = [tensor for tensor in read_index(folder) if tensor.kind in gguf.KINDS]
+    if packed and not gguf.runs_on(device):
+        _say_unpacked(packed, dtype)
+    return gguf.NAME if packed and gguf.runs_on(device) else dtype
+
+
+def _say_unpacked(packed: list[StoredTensor], dtype: str) -> None:
+    """Memory is then many times that of the file, which may surprise."""
+    size = sum(prod(tensor.shape) for tensor in packed) * getattr(torch, dtype).itemsize / 2**30
+    LOG.warning(
+        "no kernels for GGUF blocks on this device: the weights are unpacked to %s, %.2g GiB; "
+        "--quantize int8 is smaller, --engine llama_cpp runs the file as it is",
+        dtype,
+        size,
+    )
 
 
 def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
@@ -65,26 +83,30 @@ def load_folder(folder: Path, config: Any, dtype: str, device: str) -> DecoderMo
     folder = unpacked_folder(folder)
     target = formats.get(dtype) if dtype in formats.names() else None
     float_dtype = getattr(torch, dtype if target is None else default_dtype(device))
+    converted = None if target is None else converted_weights(folder, dtype, float_dtype, device)
     with ExitStack() as stack:
         # Each tensor is copied to the device once and not kept on the host; joined weights are built layer by layer.
         tensors = Safetensors(folder, stack, device)
         stored = formats.format_of(config)
         quantization = formats.quantization_of(config)
-        checkpoint = ModelCheckpoint(
-            tensors, tensors.names(), float_dtype, device, target=target, stored=stored, quantization=quantization
-        )
+        formats_of: Any = {"target": target, "stored": stored, "quantization": quantization, "converted": converted}
+        checkpoint = ModelCheckpoint(tensors, tensors.names(), float_dtype, device, **formats_of)
         try:
-            return _load(checkpoint, config)
+            model = _load(checkpoint, config)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{folder.name} does not fit on {device}: choose a smaller --dtype") from error
+    if converted is not None:
+        converted.save()
+    return model
 
 
 def _load_gguf(folder: Path, config: Any, dtype: str, device: str) -> DecoderModel:
     """Read GGUF files: quantized tensors as they are, or all of them in float32."""
     is_packed = dtype == gguf.NAME
-    source = GgufSource(folder, gguf.KINDS if is_packed else frozenset())
+    source = GgufSource(folder, gguf.KINDS if is_packed else frozenset(), device)
     stored = gguf if is_packed else None
-    return _load(ModelCheckpoint(source, source.names(), torch.float32, device, stored=stored), config)
+    float_dtype = getattr(torch, default_dtype(device) if is_packed else EXACT_DTYPE)
+    return _load(ModelCheckpoint(source, source.names(), float_dtype, device, stored=stored), config)
 
 
 @torch.no_grad()

@@ -127,6 +127,8 @@ class PersistentPass:
         weights = [layer.weights() for layer in model.layers]
         if not supports_persistent_kernels(kv.device) or not fits(model) or not all(map(_is_plain, weights)):
             return None
+        if kv.keys.dtype != kv.dtype:  # rounded
+            return None
         rows, blocks = max_rows(model), multiprocessor_count(kv.device)
         splits = -(-rope_cache.shape[0] // SPLIT)
         addresses = [layer.addresses() for layer in weights if layer is not None]

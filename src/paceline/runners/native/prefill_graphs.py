@@ -204,11 +204,11 @@ class PrefillGraphs:
         return SequenceSpan(0, size, places.shape[0], torch.cat([slots, inputs.slots]), inputs.slots, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self._kv.keys.dtype, device=hidden.device)
+        mask = torch.zeros(hidden.shape, dtype=self._kv.dtype, device=hidden.device)
         return mask.masked_fill(hidden, -torch.inf)
 
     def _rotations(self, positions: Tensor | slice) -> tuple[CosSin, ...]:
-        return tuple(cos_sin(cache, positions, self._kv.keys.dtype) for cache in self._rope_caches)
+        return tuple(cos_sin(cache, positions, self._kv.dtype) for cache in self._rope_caches)
 
 
 def _hidden(keys: Tensor, nodes: Tensor, window: int | None) -> Tensor:

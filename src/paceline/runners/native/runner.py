@@ -50,13 +50,20 @@ class NativeRunner(PagedRunner):
 
     blocks           the blocks of its KV cache; the runner owns the tensors behind them
     batch_invariant  on CUDA, a token's logits do not depend on what else is in the pass, in the largest batch neither
+    rounded_kv       keys and values are kept in eight bits; the output is then not that of the model
     """
 
     def __init__(
-        self, model: DecoderModel, info: ModelInfo, blocks: BlockManager, *, batch_invariant: bool = False
+        self,
+        model: DecoderModel,
+        info: ModelInfo,
+        blocks: BlockManager,
+        *,
+        batch_invariant: bool = False,
+        rounded_kv: bool = False,
     ) -> None:
         self.model, self.info, self.blocks, self.batch_invariant = model, info, blocks, batch_invariant
-        self.kv = KVCache(model.config, blocks, model.embedding.dtype, torch.device(info.device))
+        self.kv = KVCache(model.config, blocks, model.embedding.dtype, torch.device(info.device), rounded=rounded_kv)
         self.options = OutputOptions(last_layer=model.config.num_layers)
         self.capabilities = RECURRENT_CAPABILITIES if model.config.recurrent_layers else CAPABILITIES
         positions = model.config.max_seq_len + EXTRA_POSITIONS
@@ -102,13 +109,14 @@ class NativeRunner(PagedRunner):
         kv_cache_tokens: int | None = None,
         *,
         batch_invariant: bool = False,
+        rounded_kv: bool = False,
     ) -> NativeRunner:
         """Read a Hugging Face directory. dtype: a floating-point type, or a weight format of quantization/."""
         config = read_config(folder, name)
         model = load_folder(folder, config, dtype, device)
         info = model_info(name, model.config, eos_token_ids_in(folder, config), device, dtype)
         blocks = block_manager(kv_cache_tokens or default_cache_tokens(model.config))
-        return cls(model, info, blocks, batch_invariant=batch_invariant)
+        return cls(model, info, blocks, batch_invariant=batch_invariant, rounded_kv=rounded_kv)
 
     @classmethod
     def of_model(
@@ -119,6 +127,7 @@ class NativeRunner(PagedRunner):
         *,
         batch_invariant: bool = False,
         weight_format: str | None = None,
+        rounded_kv: bool = False,
     ) -> NativeRunner:
         """Run a loaded transformers model. weight_format: convert its linear layers to a format of quantization/."""
         first = next(model.parameters())
@@ -126,7 +135,7 @@ class NativeRunner(PagedRunner):
         dtype = weight_format or str(first.dtype).removeprefix("torch.")
         info = model_info(name, native.config, eos_token_ids_of(model), str(first.device), dtype)
         blocks = block_manager(kv_cache_tokens or default_cache_tokens(native.config))
-        return cls(native, info, blocks, batch_invariant=batch_invariant)
+        return cls(native, info, blocks, batch_invariant=batch_invariant, rounded_kv=rounded_kv)
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """Its graphs; nothing where there are none."""

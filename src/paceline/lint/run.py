@@ -1,0 +1,169 @@
+"""Every reading of a head on one text, and the changes that make its files say what they were trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.errors import OptionError, WeightsError
+from paceline.heads.checkpoint import Checkpoint
+from paceline.heads.registry import spec_of
+from paceline.lint.comparison import Acceptance, error_probability, paired
+from paceline.lint.reading import HeadReading
+from paceline.lint.registry import lint_of
+from paceline.lint.target import StatedText, TargetFacts
+
+POSITIONS = 3  # draft tokens after every anchor
+ALPHA = 0.01  # chance of naming a change although no reading is better
+MOST_CHANGES = 4
+# A reading that a part of the text shows to be worse is not read on the whole. One that the whole text would show to be
+# better at z = 4 is lost by this once in 100 times.
+FIRST_SHARE, FEWEST_FIRST_ANCHORS, WORSE = 0.15, 160, -1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TriedReading:
+    """A reading on the text.
+
+    acceptance  on the whole text, or on the part that showed it to be worse; None: the head does not load like this
+    gain        tokens per step more than the reading it was tried against, on the same places of the text
+    z           of that comparison; positive is better
+    error       why it does not load
+    """
+
+    reading: HeadReading
+    acceptance: Acceptance | None
+    gain: float = 0.0
+    z: float = 0.0
+    error: str = ""
+
+    @property
+    def tokens_per_step(self) -> float:
+        return 0.0 if self.acceptance is None else self.acceptance.tokens_per_step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """A reading that is better than the one before it. probability: of naming it although it is not, corrected."""
+
+    tried: TriedReading
+    probability: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LintResult:
+    """The outcome for one head.
+
+    as_given    the reading of the files as they are
+    tried       all others, in the order of the head's kind
+    changes     what the files should say instead, one change after the other; empty: they are right
+    files       the corrected files
+    num_tested  comparisons made, which the error probabilities are corrected for
+    """
+
+    kind: str
+    as_given: TriedReading
+    tried: list[TriedReading]
+    changes: list[Change]
+    files: Checkpoint
+    num_tested: int
+
+    @property
+    def correct(self) -> bool:
+        return not self.changes
+
+    @property
+    def best(self) -> TriedReading:
+        return self.changes[-1].tried if self.changes else self.as_given
+
+
+Watcher = Callable[[TriedReading], None]
+AS_GIVEN = HeadReading("as the files say", "", lambda files: files)
+
+
+def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Watcher = lambda _: None) -> LintResult:
+    """Try every reading. Raises OptionError for a kind without readings, PairError for a head of another target."""
+    kind = spec_of(checkpoint).name
+    readings = lint_of(kind).readings
+    files, changes, first_tried, num_tested = checkpoint, list[Change](), list[TriedReading](), 0
+    as_given = base = _as_given(checkpoint, text)
+    watch(as_given)
+    while len(changes) < MOST_CHANGES:
+        tried = _Trial(text, files, base).all(readings(files, facts), watch if not changes else lambda _: None)
+        num_tested += len(tried)
+        first_tried = first_tried or tried
+        change = _best_change(tried, num_tested)
+        if change is None:
+            break
+        changes.append(change)
+        files, base = change.tried.reading.edit(files), change.tried
+    if as_given.error and not changes:
+        raise WeightsError(f"{as_given.error}; no other reading of the files loads and drafts better")
+    return LintResult(kind, as_given, first_tried, changes, files, num_tested)
+
+
+def _best_change(tried: list[TriedReading], num_tested: int) -> Change | None:
+    better = [entry for entry in tried if entry.z > 0 and error_probability(entry.z, num_tested) < ALPHA]
+    if not better:
+        return None
+    best = max(better, key=lambda entry: entry.tokens_per_step)
+    return Change(best, error_probability(best.z, num_tested))
+
+
+def _as_given(checkpoint: Checkpoint, text: StatedText) -> TriedReading:
+    """A head that does not load as it is may load in another reading: until then nothing of it is accepted."""
+    try:
+        return TriedReading(AS_GIVEN, acceptance(checkpoint, text))
+    except (WeightsError, OptionError) as error:
+        nothing = torch.zeros(len(text.anchors(POSITIONS)), dtype=torch.int64)
+        return TriedReading(AS_GIVEN, Acceptance(nothing, POSITIONS), error=str(error))
+
+
+@torch.no_grad()
+def acceptance(checkpoint: Checkpoint, text: StatedText, k: int = POSITIONS) -> Acceptance:
+    """What the target accepts of a head's drafts along a text. Raises WeightsError, OptionError or PairError."""
+    kind = spec_of(checkpoint)
+    head = kind.load(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval().to(text.tokens.device)
+    anchors = text.anchors(k)
+    drafts = lint_of(kind.name).draft(head, text, anchors, k)
+    return Acceptance.of(drafts, text.labels(anchors, k))
+
+
+class _Trial:
+    """Readings of one checkpoint against what it says itself."""
+
+    def __init__(self, text: StatedText, files: Checkpoint, base: TriedReading) -> None:
+        assert base.acceptance is not None
+        self._text, self._files, self._base = text, files, base.acceptance
+        self._first = _first_part(text)
+
+    def all(self, readings: list[HeadReading], watch: Watcher) -> list[TriedReading]:
+        tried = []
+        for reading in readings:
+            tried.append(self._tried(reading))
+            watch(tried[-1])
+        return tried
+
+    def _tried(self, reading: HeadReading) -> TriedReading:
+        """On the first part, and where that does not show it to be worse, on the whole text."""
+        try:
+            files = reading.edit(self._files)
+            first = self._compared(reading, acceptance(files, self._first))
+            whole = self._first is not self._text and first.z > WORSE
+            return self._compared(reading, acceptance(files, self._text)) if whole else first
+        except (WeightsError, OptionError) as error:
+            return TriedReading(reading, None, error=str(error))
+
+    def _compared(self, reading: HeadReading, other: Acceptance) -> TriedReading:
+        base = Acceptance(self._base.lengths[: other.num_anchors], self._base.k)
+        return TriedReading(reading, other, other.tokens_per_step - base.tokens_per_step, paired(other, base))
+
+
+def _first_part(text: StatedText) -> StatedText:
+    """Whole sequences at the start of the text that hold a share of its anchors."""
+    per_seq = text.anchors(POSITIONS).row.bincount(minlength=len(text.lengths)).cumsum(dim=0)
+    needed = max(FEWEST_FIRST_ANCHORS, int(FIRST_SHARE * int(per_seq[-1])))
+    num_seqs = int((per_seq < needed).sum()) + 1
+    return text if num_seqs >= len(per_seq) else text.seqs(list(range(num_seqs)))

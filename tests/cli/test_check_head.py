@@ -1,0 +1,139 @@
+"""paceline check --head, in this process with a tiny target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import SpeculativeDecoder
+from paceline.lint.target import StatedText
+from paceline.train.teacher import Teacher
+from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_medusa, write_mtp
+from tests.support.served import serving_flags
+from tests.support.tiny import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lopsided_llama()
+
+
+@pytest.fixture(scope="module")
+def target(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "lopsided"
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def training(model: Any) -> StatedText:
+    return training_text(Teacher(model))
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "letters.txt"
+    path.write_text(letters(4, seed=2))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def wrong_head(model: Any, training: StatedText, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MTP head that was trained on states before the final norm; its config does not say so."""
+    folder = write_mtp(tmp_path_factory.mktemp("heads") / "mtp", model, training, before_norm=True)
+    (folder / "README.md").write_text("how it was trained")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def right_head(wrong_head: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(wrong_head, tmp_path_factory.mktemp("heads") / "right"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mtp_reads_before_final_norm": True}))
+    return folder
+
+
+def test_the_wrong_line_is_named_and_the_corrected_copy_is_right(
+    run_command: Any, target: Path, wrong_head: Path, text_file: str, tmp_path: Path
+) -> None:
+    options = ("--text", text_file, "--tokens", "1024")
+    fixed = tmp_path / "fixed"
+    result = run_command("check", str(target), "--head", str(wrong_head), *options, "--fix", str(fixed), "--json")
+    assert result.status == 2, result.err
+    document = result.json()
+    [change] = document["changes"]
+    assert change["change"] == 'config.json: "mtp_reads_before_final_norm": true, which is not there now'
+    assert change["z"] > 5 and change["error_probability"] < 1e-6 and document["num_tested"] >= 8
+    assert document["fixed"] == str(fixed) and (fixed / "README.md").read_text() == "how it was trained"
+    again = run_command("check", str(target), "--head", str(fixed), *options)
+    assert again.status == 0 and "the files are read as they were trained (mtp)" in again.out
+    given, best = document["readings"][0], change
+    assert best["acceptance"][0] > given["acceptance"][0] + 0.2
+    assert f"{best['acceptance'][0]:.3f} ± {best['standard_error'][0]:.3f}" in again.out
+
+
+@pytest.mark.slow
+def test_the_corrected_head_drafts_better_on_both_runners(target: Path, wrong_head: Path, right_head: Path) -> None:
+    """Through the decoder: the prompts end in different places of the alphabet."""
+    prompts = [letters(1, seed)[:40] for seed in range(24)]
+    outputs, accepted = [], []
+    for head in (wrong_head, right_head):
+        for runner in ("native", "hf"):
+            options = {"method": "mtp", "num_draft_tokens": 1, "runner": runner}
+            with SpeculativeDecoder(str(target), str(head), **options) as decoder:
+                results = decoder.generate(prompts, max_new_tokens=3)
+            outputs.append([result.token_ids for result in results])
+            accepted.append(sum(result.stats.accepted for result in results))
+    assert all(tokens == outputs[0] for tokens in outputs)
+    assert accepted[0] == accepted[1] < accepted[2] == accepted[3]
+
+
+def test_the_target_writes_the_text_and_a_correct_head_is_left_alone(
+    run_command: Any, target: Path, training: StatedText, tmp_path: Path
+) -> None:
+    heads = write_medusa(tmp_path / "heads", training)
+    out = tmp_path / "out"
+    result = run_command("check", str(target), "--head", str(heads), "--tokens", "256", "--fix", str(out))
+    assert result.status == 0, result.err
+    assert "written by" in result.out and "position 1" in result.out and "template" in result.out
+    assert "no other reading is better" in result.out and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--head", "nowhere"), "nowhere"),
+        (("--head", "TINY"), "holds no head of the kinds"),
+        (("--head", "HEAD", "--tokens", "10"), "--tokens must be 256 or more"),
+        (("--head", "HEAD", "--text", "missing.txt"), "missing.txt cannot be read"),
+        (("--head", "HEAD", "--fix", "TINY"), "exists already"),
+        (("--head", "HEAD", "--url", "http://127.0.0.1:9", "--text", "a.txt"), "leave out --text"),
+        (("--head", "HEAD", "--draft-model", "TINY"), "not allowed with"),
+        ((), "required"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error_in_one_line(
+    run_command: Any, target: Path, wrong_head: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    given = [argument.replace("HEAD", str(wrong_head)) for argument in arguments]
+    result = run_command("check", str(target), *given)
+    assert result.status == 2 and message in result.err and "Traceback" not in result.err
+
+
+@pytest.mark.slow
+def test_a_server_that_reads_a_head_wrongly_is_told_from_one_that_does_not(
+    run_command: Any, target: Path, wrong_head: Path, right_head: Path
+) -> None:
+    for served, status in ((wrong_head, 2), (right_head, 0)):
+        flags = ("-m", str(target), "--draft-model", str(served), "--method", "mtp", "-k", "1")
+        with serving_flags(*flags) as server:
+            arguments = ("--head", str(right_head), "--tokens", "512", "--url", server.url)
+            result = run_command("check", str(target), *arguments)
+        assert "this server's acceptance at position 1 is" in result.out, result.err
+        assert result.status == status, result.out
+        assert ("it reads the head like: states before the final norm off" in result.out) == (status == 2)

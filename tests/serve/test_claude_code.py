@@ -1,0 +1,187 @@
+"""A session as Claude Code holds it, through the anthropic client: system blocks, tools, betas, turns and streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.serve.config import NetworkConfig, ServerConfig
+from tests.serve.running import RunningServer, serving
+from tests.serve.scripted import THINKING_TEMPLATE, ScriptedEngine, tokenizer_with
+
+anthropic = pytest.importorskip("anthropic")
+
+KEY, MODEL, SMALL_MODEL = "sk-ant-test", "claude-local", "claude-local-small"
+BETAS = ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"]
+EPHEMERAL = {"type": "ephemeral", "ttl": "1h"}
+TEXT_SCHEMA = {"type": "string", "description": "text"}
+
+
+def tool(name: str, *required: str, **more: Any) -> dict[str, Any]:
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": dict.fromkeys(required, TEXT_SCHEMA),
+        "required": list(required),
+        "additionalProperties": False,
+    }
+    return {"name": name, "description": f"{name} of the editor", "input_schema": schema, **more}
+
+
+TOOLS = [
+    tool("Read", "file_path"),
+    tool("Grep", "pattern", type="custom"),
+    tool("mcp__tracker__get_issue", "id", cache_control=EPHEMERAL),
+]
+
+
+def system_blocks(request: int) -> list[dict[str, Any]]:
+    billing = f"x-anthropic-billing-header: cc_version=2.1.220.300; cc_entrypoint=cli; cch={request:05x};"
+    return [
+        {"type": "text", "text": billing},
+        {"type": "text", "text": "You are Claude Code.", "cache_control": EPHEMERAL},
+        {"type": "text", "text": "Working directory: /src/café", "cache_control": EPHEMERAL},
+    ]
+
+
+def call(name: str, **arguments: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def shared_engine() -> ScriptedEngine:
+    return ScriptedEngine(tokenizer_with(THINKING_TEMPLATE))
+
+
+@pytest.fixture
+def engine(shared_engine: ScriptedEngine) -> ScriptedEngine:
+    shared_engine.requests, shared_engine.outputs = [], []
+    return shared_engine
+
+
+@pytest.fixture(scope="module")
+def server(shared_engine: ScriptedEngine) -> Iterator[RunningServer]:
+    config = ServerConfig((MODEL, SMALL_MODEL), network=NetworkConfig(api_keys=(KEY,)))
+    with serving(shared_engine, config) as running:
+        yield running
+
+
+@dataclass
+class Session:
+    """What Claude Code sends: the whole conversation each time, the last user block marked for the cache."""
+
+    client: Any
+    messages: list[Any] = field(default_factory=list)
+    num_requests: int = 0
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "model": MODEL,
+            "messages": self.messages,
+            "system": system_blocks(self.num_requests),
+            "tools": TOOLS,
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+
+    def say(self, *blocks: dict[str, Any]) -> None:
+        *others, last = blocks
+        self.messages.append({"role": "user", "content": [*others, {**last, "cache_control": EPHEMERAL}]})
+
+    def count(self) -> int:
+        return int(self.client.beta.messages.count_tokens(**self.fields(), betas=BETAS).input_tokens)
+
+    def answer(self) -> Any:
+        """The streamed answer, which is sent back as it is with the next request."""
+        expected = self.count()
+        self.num_requests += 1
+        with self.client.beta.messages.stream(
+            **self.fields(),
+            max_tokens=2048,
+            betas=BETAS,
+            metadata={"user_id": "user_1_account__session_2"},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            extra_body={"temperature": 1, "output_config": {"effort": "medium"}},
+        ) as events:
+            start = next(event.message for event in events if event.type == "message_start")
+            message = events.get_final_message()
+        assert start.usage.input_tokens == expected, "the tokens that were counted before"
+        usage = message.usage
+        assert usage.input_tokens + usage.cache_read_input_tokens == expected and usage.output_tokens > 0
+        self.messages.append({"role": "assistant", "content": message.content})
+        return message
+
+
+def result(block: Any, content: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": block.id, "content": content, **more}
+
+
+@pytest.fixture
+def session(server: RunningServer) -> Session:
+    return Session(anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=120))
+
+
+def test_a_session_reads_searches_and_answers(session: Session, engine: ScriptedEngine) -> None:
+    engine.outputs = [
+        "<think>\nI read it.\n</think>\n\nI look." + call("Read", file_path="/src/café/a.py"),
+        call("Grep", pattern="def f") + call("mcp__tracker__get_issue", id="17"),
+        "<think>\nDone.\n</think>\n\nIt is a function.",
+    ]
+    session.say({"type": "text", "text": "<system-reminder>Be brief.</system-reminder>"}, {"type": "text", "text": "?"})
+    first = session.answer()
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    assert first.stop_reason == "tool_use" and first.content[-1].input == {"file_path": "/src/café/a.py"}
+
+    session.say(result(first.content[-1], [{"type": "text", "text": "1\tdef f(): ..."}]))
+    second = session.answer()
+    assert [block.name for block in second.content] == ["Grep", "mcp__tracker__get_issue"]
+    assert len({block.id for block in second.content}) == 2
+
+    grep, issue = second.content
+    session.say(result(grep, "a.py:1"), result(issue, "no such issue", is_error=True), {"type": "text", "text": "So?"})
+    third = session.answer()
+    assert third.content[-1].text == "It is a function." and third.stop_reason == "end_turn"
+
+    prompt = engine.prompts[-1]
+    assert "<s>system: You are Claude Code.\n\nWorking directory: /src/café</s>" in prompt
+    assert "<s>tool: 1\tdef f(): ...</s>" in prompt and "<s>tool: Error: no such issue</s><s>user: So?</s>" in prompt
+    assert '"name": "Read", "arguments": {"file_path": "/src/café/a.py"}' in prompt
+    assert all(f'"name": "{name["name"]}"' in prompt for name in TOOLS)
+
+
+def test_what_changes_with_every_request_is_not_in_the_prompt(session: Session, engine: ScriptedEngine) -> None:
+    """Else nothing of a session is ever found in the prefix cache."""
+    engine.outputs = [call("Read", file_path="a"), "Yes."]
+    session.say({"type": "text", "text": "?"})
+    first = session.answer()
+    session.say(result(first.content[0], "x"))
+    session.answer()
+    before, after = engine.prompts
+    assert after.startswith(before.removesuffix("<s>assistant: ")) and "billing" not in after
+
+
+def test_the_small_model_names_a_session_without_tools(session: Session, engine: ScriptedEngine) -> None:
+    engine.outputs = ['{"title": "A file"}']
+    schema = {"type": "object", "properties": {"title": TEXT_SCHEMA}, "required": ["title"]}
+    message = session.client.beta.messages.create(
+        model=SMALL_MODEL,
+        max_tokens=512,
+        system=system_blocks(0),
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Name it."}]}],
+        tools=[],
+        thinking={"type": "disabled"},
+        betas=[*BETAS, "structured-outputs-2025-12-15"],
+        extra_body={"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+    )
+    assert json.loads(message.content[0].text) == {"title": "A file"} and message.model == SMALL_MODEL
+    assert engine.requests[-1].structured_output is not None and engine.prompts[-1].endswith("<think>\n\n</think>\n\n")
+
+
+def test_tools_of_anthropics_own_servers_are_refused_in_words(session: Session) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    messages = [{"role": "user", "content": "Search."}]
+    with pytest.raises(anthropic.BadRequestError, match="the client's own tools only"):
+        session.client.messages.create(model=MODEL, max_tokens=9, messages=messages, tools=[search])

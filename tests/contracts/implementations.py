@@ -181,7 +181,7 @@ def _cross_vocab(target: TableRunner, way: str) -> Drafter:
 
 
 def _auto(target: TableRunner) -> Drafter:
-    return AutoDrafter(Suffix(), {"draft_model": _draft_model(target)}, clock=lambda: 0.0)
+    return AutoDrafter({"suffix": Suffix()}, {"draft_model": _draft_model(target)}, clock=lambda: 0.0)
 
 
 def _from_registry(name: str) -> MakeDrafter:

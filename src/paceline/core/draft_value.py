@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.acceptance import PositionRates
 from paceline.core.confidence import ConfidenceTable
-from paceline.core.cost_model import BatchCostModel, CostCurve, CostModel, StepTiming, draft_curve
+from paceline.core.cost_model import BatchCostModel, CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
 from paceline.core.draft_tree import ROOT, DraftTree, depths, select
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
@@ -54,6 +54,8 @@ class SourceRecord:
 
     def drafted(self, tokens: float, cost: float) -> None:
         """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
+        if self.num_drafts == 1 and HiccupFilter.OUTLIER * cost < self.cost:
+            self.num_drafts = 0  # the very first one was held up
         self.num_drafts += 1
         weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
         self.tokens += weight * (tokens - self.tokens)
@@ -98,7 +100,8 @@ class DraftValue:
     def token_seconds(self, num_seqs: int) -> float:
         """What a token takes in a batch of this size: less than in a plain step where drafts are accepted."""
         speedup = min(max(1.0, self._tokens / self._seconds), MAX_SPEEDUP)
-        return self.costs.plain_pass(num_seqs) / (num_seqs * speedup)
+        plain = self.costs.plain_pass(num_seqs) or 1.0  # by a clock that stands still
+        return plain / (num_seqs * speedup)
 
     def survival(self, seq: Sequence, tree: DraftTree) -> list[float]:
         """Of every node: the probability that it and all before it are accepted."""

@@ -114,10 +114,12 @@ class SelectiveDrafts:
         making = record.draft.at(count)
         saved = own.tokens * self.value.token_seconds(num_seqs)
         cost = min(own.added + making, saved + MAX_LOSS * self.value.costs.plain_pass(1))
+        record.drafted(own.tokens, cost)
+        if saved < cost and own.tree.source:
+            return making  # a drafter that chooses among several has tried one that loses; it sees to that itself
         kind = self._kinds[kind_of(seq)]
         kind.won += saved - cost
-        for known in (record, kind.total):
-            known.drafted(own.tokens, cost)
+        kind.total.drafted(own.tokens, cost)
         return making
 
     def _observe_step(

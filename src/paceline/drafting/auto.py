@@ -12,7 +12,7 @@ So the output is exactly the target's whichever drafter is chosen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.core import draft_tree
@@ -54,10 +54,82 @@ class _Turns:
     probed: int | None = None
     forgone: float = 0.0
     won: float = 0.0
-    seconds: float | None = None  # that it drafted in this step; None: it had no turn
+    had_turn: bool = False  # in this step
 
     def cost_of_reading(self, seq: Sequence) -> float:
         return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
+
+
+class _Chooser:
+    """Weighs the drafters against each other: for one sequence, or for all where the policy measures."""
+
+    def __init__(self, value: DraftValue, names: Iterable[str]) -> None:
+        """names: of the drafters that take time."""
+        self.value = value
+        self.turns = {name: _Turns() for name in names}
+
+    def best(self, seq: Sequence, drafts: list[DraftTree]) -> DraftTree:
+        """Of the drafts of lookups."""
+        if len(drafts) <= 1:
+            return drafts[0] if drafts else draft_tree.empty()
+        return max(drafts, key=lambda tree: self.value.gain(seq, tree))
+
+    def choose(self, seq: Sequence, tree: DraftTree) -> str | None:
+        """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
+        if not self.turns:
+            return None
+        best, gain = None, self.value.gain(seq, tree) if len(tree) else 0.0
+        for name, turns in self.turns.items():
+            own = self.value.usual_gain(self.value.record(seq, name))
+            if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
+                best, gain = name, own
+        return self._due(seq, best, gain) or best
+
+    def _due(self, seq: Sequence, best: str | None, gain: float) -> str | None:
+        """A drafter whose probe is due: it drafts although another one seems better. One sequence at a time."""
+        plain = self.value.costs.plain_pass(1)
+        for name, turns in self.turns.items():
+            record = self.value.record(seq, name)
+            is_known = record.num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST
+            if name == best or turns.probed is not None or is_known:
+                continue
+            turns.schedule.open(plain, 0.0)
+            turns.schedule.reading = turns.cost_of_reading(seq)
+            turns.schedule.cost = max(0.0, gain - self.value.usual_gain(record)) + turns.schedule.reading
+            if turns.schedule.is_due(turns.schedule.cost, plain, sure=record.num_drafts > 1):
+                turns.probed, turns.forgone = seq.seq_id, gain
+                return name
+        return None
+
+    def length(self, seq: Sequence, name: str, limit: int) -> int:
+        """Where confidences tell how much is sent, all there is room for; else what has paid best by depth."""
+        record = self.value.record(seq, name)
+        return limit if record.states_confidence else self.value.best_length(seq, name, limit)
+
+    def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float) -> None:
+        """A drafter that takes time has drafted."""
+        turns = self.turns[name]
+        if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD:
+            usual = self.value.record(seq, name).draft.at(tree.num_draft_tokens)
+            turns.reading += READING_WEIGHT * (max(0.0, seconds - usual) - turns.reading)
+        turns.read[seq.seq_id], turns.had_turn = len(seq.ids), True
+        if seq.seq_id == turns.probed:
+            turns.won = self.value.gain(seq, tree) - turns.forgone - seconds
+
+    def settle(self, num_seqs: int) -> None:
+        """After a step: charge probes with what they took and did not save."""
+        plain = self.value.costs.plain_pass(max(1, num_seqs))
+        for turns in self.turns.values():
+            if turns.had_turn:
+                won, is_probe = max(turns.won, -MAX_LOSS * plain), turns.probed is not None
+                turns.schedule.drafted(won, plain, probe=is_probe)
+            else:
+                turns.schedule.passed(plain, plain)
+            turns.probed, turns.had_turn, turns.won = None, False, 0.0
+
+    def forget(self, seq: Sequence) -> None:
+        for turns in self.turns.values():
+            turns.read.pop(seq.seq_id, None)
 
 
 class AutoDrafter(Drafter):
@@ -80,15 +152,13 @@ class AutoDrafter(Drafter):
         self.needs = frozenset().union(*(drafter.needs for drafter in self._drafters.values()))
         self.draft_runner = next((drafter.draft_runner for drafter in self.others.values()), None)
         self._clock = clock
-        self._turns = {name: _Turns() for name in self.others}
-        self._meter: SelectiveDrafts | None = SelectiveDrafts(DraftValue(CostModel()))  # None: the policy measures
-        self._value = self._meter.value
-        self._began = self._proposed = 0.0  # when the draft of this step began, and when it was ready
+        self._shared: _Chooser | None = None  # where the draft-length policy measures
+        self._own = _OwnMeasurements(self.others)
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        self._value, self._meter = value, None
+        self._shared = _Chooser(value, self.others)
         for name, drafter in self._drafters.items():
             drafter.use_value(value, name)
 
@@ -97,133 +167,98 @@ class AutoDrafter(Drafter):
             drafter.begin(seq, prompt)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        self._began = self._clock()
-        trees = self._look_up(seqs, num_draft_tokens)
-        for turns in self._turns.values():
-            turns.probed = turns.seconds = None
-        chosen = [self._choose(seq, tree) if k else None for seq, k, tree in zip(seqs, num_draft_tokens, trees)]
+        began = self._clock()
+        choosers = [self._shared or self._own.chooser(seq) for seq in seqs]
+        trees = self._look_up(seqs, num_draft_tokens, choosers)
+        chosen = [
+            chooser.choose(seq, tree) if k else None
+            for chooser, seq, k, tree in zip(choosers, seqs, num_draft_tokens, trees)
+        ]
         for name in self.others:
-            if name in chosen:
-                limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, chosen)]
-                self._draft_with(name, seqs, limits, trees)
-        if self._meter is not None:
-            self._meter.cut(seqs, trees, num_draft_tokens)  # noted, and sent whole
-        self._proposed = self._clock()
+            limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, chosen)]
+            if any(limits):
+                self._draft_with(name, seqs, limits, trees, choosers)
+        if self._shared is None:
+            self._own.proposed(seqs, trees, num_draft_tokens, began, self._clock())
         return trees
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
-        if self._meter is not None:
-            self._measure(self._meter, seqs, results)
-        self._settle(seqs)
+        if self._shared is None:
+            self._own.observe(seqs, results, self._clock())
+        else:
+            self._shared.settle(len(seqs))
         for drafter in self._drafters.values():
             drafter.observe(seqs, results)
 
     def end(self, seq: Sequence) -> None:
-        for turns in self._turns.values():
-            turns.read.pop(seq.seq_id, None)
+        if self._shared is not None:
+            self._shared.forget(seq)
+        self._own.forget(seq)
         for drafter in self._drafters.values():
             drafter.end(seq)
 
-    # --- lookups ------------------------------------------------------------------------------------------------------
+    # --- drafting -----------------------------------------------------------------------------------------------------
 
-    def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+    def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> list[DraftTree]:
         drafts: list[list[DraftTree]] = [[] for _ in seqs]
         for name, lookup in self.lookups.items():
             for own, tree in zip(drafts, lookup.propose(seqs, num_draft_tokens)):
                 if len(tree):
                     own.append(replace(tree, source=name))
-        return [self._best(seq, own) for seq, own in zip(seqs, drafts)]
+        return [chooser.best(seq, own) for chooser, seq, own in zip(choosers, seqs, drafts)]
 
-    def _best(self, seq: Sequence, drafts: list[DraftTree]) -> DraftTree:
-        if len(drafts) <= 1:
-            return drafts[0] if drafts else draft_tree.empty()
-        return max(drafts, key=lambda tree: self._value.gain(seq, tree))
-
-    # --- choosing -----------------------------------------------------------------------------------------------------
-
-    def _choose(self, seq: Sequence, tree: DraftTree) -> str | None:
-        """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
-        if not self.others:
-            return None
-        best, gain = None, self._value.gain(seq, tree) if len(tree) else 0.0
-        for name, turns in self._turns.items():
-            own = self._value.usual_gain(self._value.record(seq, name))
-            if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
-                best, gain = name, own
-        return self._due(seq, best, gain) or best
-
-    def _due(self, seq: Sequence, best: str | None, gain: float) -> str | None:
-        """A drafter whose probe is due: it drafts although another one seems better. One sequence at a time."""
-        plain = self._value.costs.plain_pass(1)
-        for name, turns in self._turns.items():
-            if name == best or turns.probed is not None:
-                continue
-            turns.schedule.open(plain, 0.0)
-            record = self._value.record(seq, name)
-            if record.num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST:
-                continue  # what it gains is known
-            lost = max(0.0, gain - self._value.usual_gain(record))
-            turns.schedule.reading = turns.cost_of_reading(seq)
-            turns.schedule.cost = lost + turns.schedule.reading
-            if turns.schedule.is_due(turns.schedule.cost, plain, sure=record.num_drafts > 1):
-                turns.probed, turns.forgone = seq.seq_id, gain
-                return name
-        return None
-
-    def _draft_with(self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree]) -> None:
+    def _draft_with(
+        self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree], choosers: list[_Chooser]
+    ) -> None:
         """Let one drafter draft for the sequences that chose it, where it can."""
-        turns, began = self._turns[name], self._clock()
-        lengths = [self._length(name, seq, limit) if limit else 0 for seq, limit in zip(seqs, limits)]
-        drafts = self._drafters[name].propose(seqs, lengths)
-        turns.seconds = self._clock() - began
-        for index, (seq, tree) in enumerate(zip(seqs, drafts)):
+        began = self._clock()
+        parts = zip(choosers, seqs, limits)
+        lengths = [chooser.length(seq, name, limit) if limit else 0 for chooser, seq, limit in parts]
+        drafts = self.others[name].propose(seqs, lengths)
+        seconds = self._clock() - began
+        for index, tree in enumerate(drafts):
             if lengths[index] and len(tree):
-                self._note_reading(turns, name, seq, tree)
                 trees[index] = replace(tree, source=name)
-        self._weigh(turns, seqs, trees)
+                choosers[index].drafted(seqs[index], name, trees[index], seconds)
 
-    def _weigh(self, turns: _Turns, seqs: list[Sequence], trees: list[DraftTree]) -> None:
-        """What the probe of this step wins, if there is one."""
-        saved = next((self._value.gain(seq, tree) for seq, tree in zip(seqs, trees) if seq.seq_id == turns.probed), 0.0)
-        turns.won = saved - turns.forgone - (turns.seconds or 0.0)
 
-    def _length(self, name: str, seq: Sequence, limit: int) -> int:
-        """Where confidences tell how much is sent, all there is room for; else what has paid best by depth."""
-        record = self._value.record(seq, name)
-        return limit if record.states_confidence else self._value.best_length(seq, name, limit)
+class _OwnMeasurements:
+    """Where no policy measures (a fixed k), every sequence learns for itself: its output is the same in any batch."""
 
-    def _note_reading(self, turns: _Turns, name: str, seq: Sequence, tree: DraftTree) -> None:
-        if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD and turns.seconds is not None:
-            usual = self._value.record(seq, name).draft.at(tree.num_draft_tokens)
-            turns.reading += READING_WEIGHT * (max(0.0, turns.seconds - usual) - turns.reading)
-        turns.read[seq.seq_id] = len(seq.ids)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = tuple(names)
+        self._choosers: dict[int, _Chooser] = {}
+        self._meters: dict[int, SelectiveDrafts] = {}
+        self._began = self._proposed = 0.0  # when the drafts of this step began, and when they were ready
 
-    # --- after a step -------------------------------------------------------------------------------------------------
+    def chooser(self, seq: Sequence) -> _Chooser:
+        chooser = self._choosers.get(seq.seq_id)
+        if chooser is None:
+            value = DraftValue(CostModel())
+            chooser = self._choosers[seq.seq_id] = _Chooser(value, self._names)
+            self._meters[seq.seq_id] = SelectiveDrafts(value)
+        return chooser
 
-    def _settle(self, seqs: list[Sequence]) -> None:
-        """Charge probes with what they took and did not save."""
-        plain = self._value.costs.plain_pass(max(1, len(seqs)))
-        for turns in self._turns.values():
-            if turns.seconds is None:
-                turns.schedule.passed(plain, plain)
-                continue
-            won = max(turns.won, -MAX_LOSS * plain)
-            turns.schedule.drafted(won, plain, probe=turns.probed is not None)
-            turns.forgone = 0.0
+    def proposed(
+        self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int], began: float, now: float
+    ) -> None:
+        self._began, self._proposed = began, now
+        for seq, tree, k in zip(seqs, trees, num_draft_tokens):
+            self._meters[seq.seq_id].cut([seq], [tree], [k])  # noted, and sent whole
 
-    def _measure(self, meter: SelectiveDrafts, seqs: list[Sequence], results: list[StepResult]) -> None:
-        """Without a policy that measures, this drafter's own clock does."""
-        trees = [result.tree for result in results]
-        timing = StepTiming(
-            self._proposed - self._began,
-            self._clock() - self._proposed,
-            len(seqs) + sum(map(len, trees)),
-            max((tree.num_draft_tokens for tree in trees), default=0),
-            len(seqs),
-            sum(tree.num_draft_tokens > 0 for tree in trees),
-        )
-        meter.observe(seqs, results, timing, caught_up=False)
-        self._value.costs.observe(replace(timing, num_draft_tokens=0))
+    def observe(self, seqs: list[Sequence], results: list[StepResult], now: float) -> None:
+        for seq, result in zip(seqs, results):
+            count = result.tree.num_draft_tokens
+            seconds = (self._proposed - self._began, now - self._proposed)
+            timing = StepTiming(*seconds, 1 + len(result.tree), count, 1, int(count > 0))
+            meter = self._meters[seq.seq_id]
+            meter.observe([seq], [result], timing, caught_up=False)
+            meter.value.costs.observe(replace(timing, num_draft_tokens=0))
+            self.chooser(seq).settle(1)
+
+    def forget(self, seq: Sequence) -> None:
+        self._choosers.pop(seq.seq_id, None)
+        self._meters.pop(seq.seq_id, None)
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

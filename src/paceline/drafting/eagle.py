@@ -77,7 +77,6 @@ class Eagle(Drafter):
         target.expose(hidden=not layers, features=layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
-        self._device = self._target_ids.device
         self._buffers = head.key_buffers()
         self._states: dict[int, HeadState] = {}
         self._prefixes = HeadPrefixes(self._buffers, prefix_cache, self.owner)
@@ -88,6 +87,10 @@ class Eagle(Drafter):
         captures = supports_graphs(self._device) and head.can_capture
         self.graphs = EagleGraphs(head, self._buffers, self._vocab_size) if captures else None
         self._stop: ChainStop | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        return self._target_ids.device
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: chains stop where they no longer pay."""

@@ -160,7 +160,7 @@ def test_greedy_outputs_are_unchanged(variant: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dflash", "dflash2", "dspark"])
 def test_blocks_carry_the_q_they_were_drawn_from(variant: str) -> None:
-    assert check_sampled(DFlash(toy_head(variant), toy()), samples=20_000).new_tokens >= 20_000
+    assert check_sampled(DFlash(toy_head(variant), toy()), samples=20_000, copies=64).new_tokens >= 20_000
 
 
 class WholeSoftmax(DFlash):
@@ -193,14 +193,14 @@ right_verify = drafter_exactness.verify_trees
 @pytest.mark.slow
 def test_a_q_over_the_whole_vocabulary_is_caught() -> None:
     with pytest.raises(AssertionError):
-        check_sampled(WholeSoftmax(toy_head("dflash2"), toy()), samples=6_000)
+        check_sampled(WholeSoftmax(toy_head("dflash2"), toy()), samples=6_000, copies=20)
 
 
 @pytest.mark.slow
 def test_a_residual_among_the_candidates_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafter_exactness, "verify_trees", residual_among_candidates)
     with pytest.raises(AssertionError):
-        check_sampled(DFlash(toy_head("dflash2"), toy()), samples=6_000)
+        check_sampled(DFlash(toy_head("dflash2"), toy()), samples=6_000, copies=20)
 
 
 def with_graphs(drafter: DFlash) -> DFlash:
@@ -354,7 +354,7 @@ def test_trees_leave_greedy_outputs_unchanged() -> None:
 
 @pytest.mark.slow
 def test_sampled_trees_are_exact() -> None:
-    check_sampled(DFlash(toy_head("dflash2"), toy(), nodes=3, branches=2), samples=20_000)
+    check_sampled(DFlash(toy_head("dflash2"), toy(), nodes=3, branches=2), samples=20_000, copies=64)
 
 
 # --- prefixes the target has read before ------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         chat_template("", launch.server)  # a wrong name or file is an error before the model is loaded
     config = launches[0].server
     if config.network.has_short_key:
-        print("paceline: a short API key can be guessed; `openssl rand -hex 24` makes a good one", file=sys.stderr)
+        print("paceline: a short API key can be found by trying; `openssl rand -hex 24` makes one", file=sys.stderr)
     with bind_socket(config.network.host, config.network.port) as bound_socket:
         app = open_app(launches)
         configure_logging(config.log_level)

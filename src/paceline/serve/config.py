@@ -14,7 +14,7 @@ from paceline.errors import OptionError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
-SHORT_API_KEY = 8  # characters; fewer are guessed
+SHORT_API_KEY = 8  # characters; fewer are found by trying
 MAX_PORT = 65535
 ZERO_ALLOWED = ("max_waiting", "max_requests_per_key", "default_max_tokens", "ping_interval", "drain_timeout")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -65,7 +65,7 @@ class NetworkConfig:
 
     @property
     def has_short_key(self) -> bool:
-        """Whether a key is so short that it can be guessed; it works all the same, as in other servers."""
+        """Whether a key is so short that trying finds it; it works all the same, as in other servers."""
         return any(len(key) < SHORT_API_KEY for key in self.api_keys)
 
     @property

@@ -112,7 +112,7 @@ def test_speculation_through_the_decoder_writes_what_plain_decoding_writes(kind:
     draft.load_state_dict(near)
     prompts, texts = [IDS[:9], IDS[:30], IDS[5:17]], []
     for options in ({"method": "none"}, {"draft_model": draft, "num_draft_tokens": 4}):
-        with SpeculativeDecoder(target, tokenizer=byte_tokenizer(), batch_invariant=True, **options) as decoder:
+        with SpeculativeDecoder(target, tokenizer=byte_tokenizer(), **options) as decoder:
             results = decoder.generate(prompts, max_new_tokens=64, ignore_eos=True)
         texts.append([result.token_ids for result in results])
     assert texts[0] == texts[1] and 1 < results[0].stats.tokens_per_step < 5

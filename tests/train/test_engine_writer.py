@@ -59,6 +59,23 @@ def test_a_question_ends_in_its_bridge_and_the_answer_starts_behind(target_model
         assert len(seq.tokens) <= 40 and EOS not in seq.tokens[seq.start : -1]
 
 
+def test_greedy_and_sampled_sequences_take_turns_where_greedy_steps_need_no_host(target_model: Any) -> None:
+    """Every plan is generated; while greedy answers run, nothing else does."""
+    writers = engine_writers(target_model, 2)
+    writers.engine.parts.target.decode_steps = 4
+    plans = [GenerationPlan((1, 2, tag), 8, 6, (EOS, 10), float(tag % 2), 24, tag) for tag in range(7)]
+    writer = writers.open(WriterLimits(2, 24, 2))
+    kinds: list[set[bool]] = []
+
+    def never() -> bool:
+        kinds.append({state.seq.sampling.greedy for state in writer._active})
+        return False
+
+    generated = list(writer.write(iter(plans), never))
+    assert sorted(seq.plan.tag for seq in generated) == list(range(7))
+    assert all(len(kind) <= 1 for kind in kinds) and {True} in kinds and {False} in kinds
+
+
 @pytest.fixture(scope="module")
 def ending_model() -> Any:
     """Its layers add nothing and its embeddings are all the same, so it always prefers the end-of-sequence token."""

@@ -28,6 +28,7 @@ from paceline.models.llama import read_layer, read_model
 from paceline.quantization import mxfp4
 
 MODEL_TYPES = ("gpt_oss",)
+USUAL_ALPHA, USUAL_LIMIT = 1.702, 7.0  # of the gate; configs of transformers before 5.20 do not name them
 
 
 def unsupported(config: Any) -> str | None:
@@ -40,7 +41,9 @@ def config_from_hf(config: Any) -> ArchConfig:
         num_experts=config.num_local_experts,
         top_k=config.num_experts_per_tok,
         intermediate_size=config.intermediate_size,
-        activation=ClampedSwiGlu(config.swiglu_alpha, config.swiglu_limit),
+        activation=ClampedSwiGlu(
+            getattr(config, "swiglu_alpha", USUAL_ALPHA), getattr(config, "swiglu_limit", USUAL_LIMIT)
+        ),
     )
     bias = bool(config.attention_bias)
     return replace(arch_config(config, qkv_bias=bias, output_bias=bias), moe=moe)

@@ -18,12 +18,13 @@ from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
 from paceline.quantization.packed_layout import STEP, Kind
 from paceline.quantization.quantized_weight import BlockScales
 
-PROGRAMS = 528  # of a product at least, where its sums can be shared: four on each multiprocessor of an H200
+PROGRAMS = 1184  # of a product at most, where its sums are shared: nine on each multiprocessor of an H200
 SPLIT_COLUMNS = 64  # columns of the tile that splits are counted with
 MAX_SPLITS = 16
 TILE_ROWS = (16, 32, 64)
-FEW_ROWS = 4  # up to so many, programs are small and many; both kinds of tensor-core products give the same bits
-STAGES = 4
+SPLIT_STEPS = 4  # of a program at least
+COLUMNS, WARPS = 128, 4  # of a program
+STAGES = 3
 PREFETCH = 2  # steps
 FAST_KINDS = (Kind.INT4, Kind.INT5, Kind.INT6, Kind.INT8, Kind.FP8, Kind.FP4)
 UNPACK_ROWS = 32  # of one program
@@ -86,17 +87,16 @@ class PackedTiling:
 
 
 def packed_tiling(out_features: int, steps: int, rows: int, *, gate: bool, blocks: bool = False) -> PackedTiling:
-    """Few columns a program for few rows; more where every program would read much of x again.
+    """Many programs a multiprocessor hide each other's waits; few steps a program hide nothing (docs/log.md).
 
     blocks: weights in blocks of GGUF, whose further sums do not fit the registers of four warps beside many rows.
     """
     tiles = triton.cdiv(out_features, SPLIT_COLUMNS)
-    splits = max(1, min(MAX_SPLITS, steps // 2, PROGRAMS // tiles))
+    splits = max(1, min(MAX_SPLITS, steps // SPLIT_STEPS, PROGRAMS // tiles))
     per_split = triton.cdiv(steps, splits)
     tile_rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
-    columns, warps = (64, 2) if rows <= FEW_ROWS else (128, 4)
-    columns = columns // 2 if gate else columns
-    warps = 2 * warps if blocks and not gate and tile_rows > TILE_ROWS[0] else warps
+    columns = COLUMNS // 2 if gate else COLUMNS
+    warps = 2 * WARPS if blocks and not gate and tile_rows > TILE_ROWS[0] else WARPS
     return PackedTiling(tile_rows, columns, triton.cdiv(steps, per_split), per_split, warps)
 
 

@@ -7,6 +7,7 @@ rest: batches, KV blocks, sampling.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ MIN_P = math.exp(-3.5)  # of the best token's probability: small models ramble w
 SHORTEST_CUT_ANSWER = 16
 NUM_SEQS_ON_CPU = 32
 FEWEST_NUM_SEQS = 16
+WAITING_PER_SEQ = 4  # requests that are read ahead, for each sequence generated at a time, where kinds take turns
 MOST_NUM_SEQS = 256  # the host's work per sequence is least up to here; more sequences generate fewer tokens a second
 
 
@@ -125,12 +127,41 @@ class _ActivePlan:
     start: int | None
 
 
+class _Waiting:
+    """Requests that wait for their turn.
+
+    Where the target takes several greedy steps without the host, one sampled sequence in the batch would end that:
+    greedy and sampled requests then take turns, many of each at a time. Elsewhere they are mixed, in their order.
+    """
+
+    def __init__(self, *, apart: bool) -> None:
+        self.apart = apart
+        self._requests: dict[bool, deque[tuple[Request, _ActivePlan]]] = {False: deque(), True: deque()}
+        self._greedy = False  # whose turn it is
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests.values()))
+
+    def add(self, request: Request, active: _ActivePlan) -> None:
+        self._requests[self.apart and request.sampling.greedy].append((request, active))
+
+    def begin_turn(self) -> None:
+        """The kind that more requests wait of is next."""
+        self._greedy = len(self._requests[True]) > len(self._requests[False])
+
+    def next(self) -> tuple[Request, _ActivePlan] | None:
+        """The next request of the kind whose turn it is."""
+        requests = self._requests[self._greedy]
+        return requests.popleft() if requests else None
+
+
 class EngineWriter:
     """Generates sequences through one engine: a SequenceWriter."""
 
     def __init__(self, engine: LocalEngine, limits: WriterLimits) -> None:
         self._engine, self._num_seqs = engine, _num_seqs(engine, limits)
         self._active: dict[RequestState, _ActivePlan] = {}
+        self._waiting = _Waiting(apart=engine.parts.target.decode_steps > 1)
 
     def write(self, plans: Iterator[GenerationPlan], stop: Callable[[], bool]) -> Iterator[GeneratedSequence]:
         """See SequenceWriter. The data is a function of the plans and of torch's seed."""
@@ -146,24 +177,35 @@ class EngineWriter:
             self._abort()
 
     def _take(self, plans: Iterator[GenerationPlan]) -> None:
-        """Start plans until as many sequences as allowed are generated, or the plans run out."""
+        """Start requests until as many sequences as allowed are generated, or the plans run out."""
+        if self._waiting.apart and not self._active:
+            self._read(plans, WAITING_PER_SEQ * self._num_seqs)
+            self._waiting.begin_turn()
         while len(self._active) < self._num_seqs:
+            if not self._waiting.apart:
+                self._read(plans, 1)
+            waiting = self._waiting.next()
+            if waiting is None:
+                return
+            request, active = waiting
+            self._active[self._engine.add(request)] = active
+
+    def _read(self, plans: Iterator[GenerationPlan], count: int) -> None:
+        """Read plans until so many requests wait."""
+        while len(self._waiting) < count:
             plan = next(plans, None)
             if plan is None:
                 return
             if plan.question_max_len > 0:
-                self._add(_question(plan), _ActivePlan(plan, None))
+                self._waiting.add(_question(plan), _ActivePlan(plan, None))
             else:
                 self._answer(plan, list(plan.prompt))
 
     def _answer(self, plan: GenerationPlan, tokens: list[int]) -> None:
-        """Start the answer, where there is room for one."""
+        """The answer waits for its turn, where there is room for one."""
         room = min(plan.max_len, self._engine.info.max_seq_len) - len(tokens)
         if room > 0:
-            self._add(Request(tokens, _sampling(plan.temperature), room), _ActivePlan(plan, len(tokens)))
-
-    def _add(self, request: Request, active: _ActivePlan) -> None:
-        self._active[self._engine.add(request)] = active
+            self._waiting.add(Request(tokens, _sampling(plan.temperature), room), _ActivePlan(plan, len(tokens)))
 
     def _finished(self) -> Iterator[GeneratedSequence]:
         """Finished answers; a finished question goes on to its answer."""

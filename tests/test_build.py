@@ -80,11 +80,11 @@ def test_the_output_does_not_depend_on_the_warm_up(warmup: str, tiny_folder: Pat
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("num_draft_tokens", [5, "auto"])
-def test_nothing_is_captured_inside_a_sequence(num_draft_tokens: int | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "k"), [("draft_model", 5), ("draft_model", "auto"), ("auto", "auto")])
+def test_nothing_is_captured_inside_a_sequence(method: str, k: int | str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     draft = write_tiny_model(tmp_path / "draft", seed=9)
-    options: dict[str, Any] = {"draft_model": draft, "num_draft_tokens": num_draft_tokens}
+    options: dict[str, Any] = {"method": method, "draft_model": draft, "num_draft_tokens": k}
     with SpeculativeDecoder(folder, device="cuda", **options) as decoder:
         before = num_one_off_works()
         for length in (1, 10, 100):

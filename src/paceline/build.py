@@ -389,10 +389,10 @@ def _rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
     """Run the loop a few times where its first steps compile and capture; elsewhere that would only delay loading."""
     if plan is None or not supports_graphs(engine.info.device):
         return
-    rehearsal = Rehearsal(engine)
-    run_preparations(rehearsal.preparations(plan), "rehearsing")
+    rehearsals = [Rehearsal(engine, drafter) for drafter in engine.parts.drafter.rehearsed()]
+    run_preparations([piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)], "rehearsing")
     if engine.config.tuned is None:
-        engine.parts.draft_length.rehearsed(rehearsal.timings)
+        engine.parts.draft_length.rehearsed(rehearsals[0].timings)
 
 
 def _unmeasured_widths(config: EngineConfig) -> tuple[int, ...]:

@@ -182,6 +182,11 @@ class Drafter(Protocol):
         """As of a runner; what drafts a few tokens more or less is also met when the loop is rehearsed."""
         return []
 
+    def rehearsed(self) -> list[Drafter]:
+        """The drafters that the loop is rehearsed with, itself first: one that chooses adds those it may not choose
+        on made-up sequences."""
+        return [self]
+
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """What drafts are worth, for a drafter that chooses among several or stops by it. source: its own name there.
 

@@ -20,10 +20,10 @@ from paceline.core.cost_model import CostModel, StepTiming
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
 from paceline.core.probing import ProbeSchedule
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Preparation
 from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult
+from paceline.core.types import RowOutput, StepResult, WarmupPlan
 from paceline.drafting.head_folder import shipped_head_folder
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, head_names, options_of
@@ -156,6 +156,12 @@ class AutoDrafter(Drafter):
         self._own = _OwnMeasurements(self.others)
 
     # --- the protocol -------------------------------------------------------------------------------------------------
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        return [piece for drafter in self._drafters.values() for piece in drafter.preparations(plan)]
+
+    def rehearsed(self) -> list[Drafter]:
+        return [self, *self.others.values()]
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         self._shared = _Chooser(value, self.others)

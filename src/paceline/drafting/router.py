@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import PREDICTION, DraftValue
-from paceline.core.protocols import Drafter, HeadUpdate
+from paceline.core.protocols import Drafter, HeadUpdate, Preparation
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult
+from paceline.core.types import RowOutput, StepResult, WarmupPlan
 from paceline.errors import OptionError
 
 __all__ = ["PREDICTION", "DrafterRouter"]
@@ -37,6 +37,13 @@ class DrafterRouter(Drafter):
         if seq.params.method not in self.drafters:
             raise OptionError(f"method {seq.params.method!r} is not offered here; there is {', '.join(self.drafters)}")
         return seq.params.method
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        return [piece for drafter in self.drafters.values() for piece in drafter.preparations(plan)]
+
+    def rehearsed(self) -> list[Drafter]:
+        """Made-up sequences name no method, so the default drafts for them."""
+        return [self, *self.drafters[self.default].rehearsed()[1:]]
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         for drafter in self.drafters.values():

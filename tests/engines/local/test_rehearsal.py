@@ -7,7 +7,11 @@ import pytest
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
 from paceline.core.draft_length import AdaptiveDraftLength
 from paceline.core.types import WarmupPlan
+from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.ngram import Ngram
+from paceline.drafting.router import DrafterRouter
+from paceline.drafting.suffix import Suffix
 from paceline.engines.local import rehearsal
 from paceline.engines.local.rehearsal import Rehearsal
 from tests.support.build import plain_tokens, sequence, toy_engine
@@ -32,6 +36,20 @@ def test_every_number_of_draft_tokens_is_run_and_nothing_is_left() -> None:
     assert not runner.open_caches and not draft.open_caches
     assert engine.stats().spec.new_tokens == 0 and not engine.has_work
     assert engine.run([sequence([0, 1, 2], 12)])[0].generated == plain_tokens([0, 1, 2], 12)
+
+
+def test_drafters_that_are_chosen_among_are_prepared_and_rehearsed_too() -> None:
+    """Lookups draft for made-up sequences that repeat themselves; a user's first sequence may need the draft model."""
+    runner, draft = ToyRunner(), ToyRunner()
+    model = DraftModel(draft, draft.info.vocab_size)
+    auto = AutoDrafter({"suffix": Suffix()}, {"draft_model": model})
+    router = DrafterRouter({"auto": auto, "ngram": Ngram()}, "auto")
+    assert auto.rehearsed() == [auto, model] and router.rehearsed() == [router, model]
+    assert len(router.preparations(PLAN)) == len(model.preparations(PLAN))
+    engine = toy_engine(runner, router, AdaptiveDraftLength())
+    for prepare in Rehearsal(engine, model).preparations(PLAN):
+        prepare()
+    assert draft.passes and not draft.open_caches and engine.stats().spec.new_tokens == 0
 
 
 def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:

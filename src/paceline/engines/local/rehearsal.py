@@ -12,7 +12,7 @@ from functools import partial
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy, within_room
-from paceline.core.protocols import Preparation
+from paceline.core.protocols import Drafter, Preparation
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
@@ -55,10 +55,12 @@ class RehearsedSteps(DraftLengthPolicy):
 class Rehearsal:
     """Runs made-up sequences through an engine of its own over the same parts; nothing of them is kept or counted."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: LocalEngine, drafter: Drafter | None = None) -> None:
+        """drafter: instead of the engine's own."""
         self.steps = RehearsedSteps()
         own = PrefixCache(max_tokens={TARGET: 0})
-        parts: EngineParts = replace(engine.parts, draft_length=self.steps, prefix_cache=own)
+        drafter = drafter or engine.parts.drafter
+        parts: EngineParts = replace(engine.parts, drafter=drafter, draft_length=self.steps, prefix_cache=own)
         self._engine = LocalEngine(parts, engine.tokenizer, engine.config, engine.methods)
         self._max_seq_len = engine.info.max_seq_len
 

@@ -85,6 +85,7 @@ def engine_config(model: PreTrainedModel, tokenizer: Any, options: CollectOption
         kv_cache_tokens=max(num_seqs * in_whole_blocks(short_len), in_whole_blocks(options.max_seq_len)),
         prefix_cache_tokens=0,
         max_num_seqs=num_seqs,
+        warmup="none",  # it prepares for a first sequence that comes alone; here many come at once
     )
 
 

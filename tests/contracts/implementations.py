@@ -26,8 +26,8 @@ from paceline.drafting.ngram import Ngram
 from paceline.drafting.registry import build_drafter, names
 from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
-from paceline.heads.eagle import EagleConfig, EagleHead
-from paceline.heads.eagle1 import Eagle1Head
+from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
@@ -127,7 +127,7 @@ def _draft_model(target: TableRunner) -> Drafter:
 
 def _eagle1(target: TableRunner, **options: Any) -> Drafter:
     size = target.info.vocab_size
-    return _eagle(lambda: Eagle1Head(EagleConfig(size, 8, 2, 1, 2, size, size, size)), target, **options)
+    return _eagle(lambda: Eagle1Head(Eagle1Config(size, 8, 2, 1, 2, size, size, size)), target, **options)
 
 
 def _eagle3(target: TableRunner, **options: Any) -> Drafter:

@@ -22,8 +22,8 @@ from paceline.drafting.eagle_state import HeadEntries
 from paceline.drafting.registry import build_drafter
 from paceline.errors import OptionError, PairError
 from paceline.heads.attention import KeyValues, causal_mask
-from paceline.heads.eagle import EagleConfig, EagleHead
-from paceline.heads.eagle1 import Eagle1Head
+from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.registry import load_head
 from paceline.kv.prefix_cache import PrefixCache
@@ -53,7 +53,7 @@ def toy_head(kind: str = "eagle3", seed: int = 0, vocab: int = 4) -> EagleHead:
         torch.manual_seed(seed)
         head: EagleHead
         if kind == "eagle1":
-            head = Eagle1Head(EagleConfig(vocab, 8, 2, 1, 2, vocab, vocab, vocab))
+            head = Eagle1Head(Eagle1Config(vocab, 8, 2, 1, 2, vocab, vocab, vocab))
         else:
             head = Eagle3Head(Eagle3Config(vocab, 8, 2, 1, 2, vocab, vocab - 1, vocab))
             head.choose_vocabulary(torch.tensor([token for token in range(vocab) if token != 1]))
@@ -84,7 +84,7 @@ def target(tiny_model: Any) -> HuggingFaceRunner:
 def token_oracle(target: TableRunner) -> EagleHead:
     """For a toy that looks one token back: its next state stands in its table under the token t + 1."""
     size = target.info.vocab_size
-    head = Eagle1Head(EagleConfig(size, 4, 1, 1, 2, size, size, size)).requires_grad_(False)
+    head = Eagle1Head(Eagle1Config(size, 4, 1, 1, 2, size, size, size)).requires_grad_(False)
     _zero_the_rest(head)
     head.fc.weight.copy_(torch.cat([target.table[:size].T, torch.zeros(size, size)], dim=1))
     return head
@@ -97,7 +97,7 @@ def state_oracle(target: TableRunner) -> EagleHead:
     """
     size = target.info.vocab_size
     generator = torch.Generator().manual_seed(3)
-    head = Eagle1Head(EagleConfig(size, 1500, 1, 1, 2, size, size, size)).requires_grad_(False)
+    head = Eagle1Head(Eagle1Config(size, 1500, 1, 1, 2, size, size, size)).requires_grad_(False)
     _zero_the_rest(head)
     for weight, scale in ((head.fc.weight, 1.0), (head.midlayer.mlp.gate_proj.weight, 3.0)):
         weight.copy_(torch.randn(weight.shape, generator=generator) * scale)

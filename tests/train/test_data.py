@@ -16,8 +16,8 @@ from paceline.train.collect import CollectOptions, collect, template_parts
 from paceline.train.corpus import Corpus, TrainingSequence, shards
 from paceline.train.data import DataLine, DataReader, collect_from, read_lines
 from paceline.train.engine_writer import EngineWriters
+from paceline.train.library_texts import LibraryTexts
 from paceline.train.prefetch import prefetched
-from paceline.train.seeds import LibraryTexts
 from paceline.train.sequence_writer import GenerationPlan, answer_plan
 from tests.support.tiny import byte_tokenizer
 from tests.train.conftest import engine_writers
@@ -108,9 +108,10 @@ def test_a_file_is_read_once_and_an_interrupted_run_continues_after_the_last_sha
 @pytest.fixture
 def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the whole standard library takes seconds and is not what is tested here."""
-    monkeypatch.setattr(
-        "paceline.train.seeds.library", lambda: LibraryTexts(('def f():\n    """Say f."""\n',), ("A passage.",))
-    )
+    function, passage = 'def f():\n    """Say f."""\n', "A passage."
+    texts = LibraryTexts((function,), (f"{function}    return 1\n",), (passage,), (passage,))
+    for maker in ("seed_makers", "task_makers"):
+        monkeypatch.setattr(f"paceline.train.{maker}.library", lambda: texts)
 
 
 @pytest.mark.usefixtures("small_library")

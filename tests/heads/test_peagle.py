@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM
 
 from paceline.drafting.eagle import Eagle
 from paceline.errors import OptionError, WeightsError
@@ -117,7 +118,7 @@ def turned(heads: Tensor) -> Tensor:
     return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
 
 
-def test_draft_tokens_are_those_of_a_float64_reference(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
+def test_draft_tokens_are_those_of_a_float64_reference(tiny_folder: Path, tmp_path: Path) -> None:
     """Through the engine that a user gets, in a batch of different lengths."""
     engine = tiny_engine(tiny_folder, method="eagle", draft_model=str(written(tmp_path)), num_draft_tokens=4)
     made, propose = [], engine.parts.drafter.propose
@@ -130,10 +131,11 @@ def test_draft_tokens_are_those_of_a_float64_reference(tiny_folder: Path, tiny_m
     engine.parts.drafter.propose = recorded  # type: ignore[method-assign]
     engine.run([sequence(prompt, 9) for prompt in ([5, 7, 9], [250], list(range(40)))])
     assert len(made) > 15
-    reference = Reference(tmp_path, tiny_model.get_input_embeddings().weight.detach())
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32).eval()  # one that no test has used
+    reference = Reference(tmp_path, model.get_input_embeddings().weight.detach())
     for ids, tokens in made[::2]:
         with torch.no_grad():
-            states = tiny_model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
+            states = model(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states
         features = torch.cat([states[layer][0] for layer in (0, 1, 2)], dim=-1)
         assert reference.draft(features, ids, len(tokens)) == tokens
     assert json.loads((tmp_path / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]

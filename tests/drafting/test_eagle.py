@@ -370,7 +370,7 @@ def test_a_reused_prefix_is_as_good_as_one_read_now(shape: str, over: bool) -> N
     seq, whole = begun(continuing, second, 4, states), begun(fresh, second, 0, states)
     (found,), (expected,) = continuing.propose([seq], [4]), fresh.propose([whole], [4])
     assert (found.tokens.tolist(), found.parents) == (expected.tokens.tolist(), expected.parents)
-    reused, read = continuing._states[seq.seq_id], fresh._states[whole.seq_id]
+    reused, read = continuing._contexts.of(seq), fresh._contexts.of(whole)
     assert (reused.start, reused.length) == (read.start, read.length) == (0, 8)
     torch.testing.assert_close(reused.out, read.out)
 
@@ -380,7 +380,7 @@ def test_sequences_that_have_not_drafted_have_no_entries_to_reuse() -> None:
     states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
     for _ in range(3):
         begun(drafter, [0, 2, 1, 3, 0], 0, states)
-    memory = drafter._states[begun(drafter, [0, 2, 1, 3, 0, 2], 4, states).seq_id]
+    memory = drafter._contexts.of(begun(drafter, [0, 2, 1, 3, 0, 2], 4, states))
     assert (memory.start, memory.length) == (4, 0)
 
 
@@ -397,9 +397,9 @@ def test_an_entry_with_another_next_token_is_not_reused() -> None:
     states, drafter = torch.randn(9, 4), Eagle(toy_head(seed=3), toy())
     earlier = begun(drafter, [0, 2, 1, 3, 0], 0, states)
     drafter.propose([earlier], [3])
-    memory = drafter._states[begun(drafter, [0, 2, 1, 2, 0, 3], 3, states).seq_id]
+    memory = drafter._contexts.of(begun(drafter, [0, 2, 1, 2, 0, 3], 3, states))
     assert (memory.start, memory.length) == (1, 2), "after the last of three shared tokens comes another one"
-    stranger = drafter._states[begun(drafter, [3, 2, 1, 2, 0, 3], 3, states).seq_id]
+    stranger = drafter._contexts.of(begun(drafter, [3, 2, 1, 2, 0, 3], 3, states))
     assert (stranger.start, stranger.length) == (3, 0)
 
 
@@ -425,7 +425,7 @@ def test_ended_sequences_leave_no_state() -> None:
     target = toy()
     drafter = Eagle(toy_head(), target)
     assert_unchanged(target, drafter, [[1, 2, 3]] * 20, 9, 3)
-    assert not drafter._states
+    assert not len(drafter._contexts)
     assert drafter._buffers.num_rows <= 8, "rows of finished sequences are used again"
 
 

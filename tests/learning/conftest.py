@@ -7,7 +7,7 @@ traffic  greedy sequences of the target
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,34 +20,17 @@ from paceline.heads.registry import save_head
 from paceline.train.corpus import TrainingSequence
 from paceline.train.eagle import EagleOptions, eagle_config
 from paceline.train.teacher import Teacher
-from tests.support.tiny import byte_tokenizer
-from tests.train.conftest import greedy_sequences, learnable_llama, random_prompts
+from tests.train.conftest import greedy_sequences, one_thread, random_prompts, target_folder, target_model
+
+__all__ = ["one_thread", "target_folder", "target_model"]  # fixtures of the trainer's tests, used here too
 
 DRAFT_VOCAB_SIZE, UNUSED_TOKENS = 64, range(100, 164)
 NEW_TOKENS = 32
 
 
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="session")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("learning") / "tiny"
-    learnable_llama().save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def target_model(target: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+def target(target_folder: Path) -> Path:
+    return target_folder
 
 
 @pytest.fixture(scope="session")

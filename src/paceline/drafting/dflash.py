@@ -79,7 +79,8 @@ class DFlash(Drafter):
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._context_product = ContextProduct(head)
         heads = head.config.num_layers * head.config.num_kv_heads  # of all layers side by side
-        self.contexts = HeadContexts(KeyBuffers(heads, head.config.head_dim, head.like), prefix_cache, OWNER)
+        buffers = KeyBuffers(heads, head.config.head_dim, head.like)
+        self.contexts = HeadContexts(buffers, prefix_cache, OWNER, ahead=0)
         # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
         self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded

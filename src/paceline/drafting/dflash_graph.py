@@ -18,7 +18,7 @@ from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
 from paceline.drafting.block_rows import DraftRows, block_rows
-from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, widened
+from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, put_draws, widened
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
@@ -84,11 +84,7 @@ class BlockBuffers:
                 self.states[index, first : first + part.shape[0]].copy_(part)
                 first += part.shape[0]
         if starts[0].uniforms is not None:
-            count = len(starts)
-            temperatures = torch.tensor([start.temperature for start in starts])
-            self.temperatures[:count, 0].copy_(temperatures, non_blocking=True)
-            uniforms = torch.tensor([start.uniforms for start in starts], dtype=torch.float64)
-            self.uniforms[:count].copy_(uniforms, non_blocking=True)
+            put_draws(starts, self.temperatures, self.uniforms)
 
 
 class BlockGraphs:

@@ -36,8 +36,9 @@ from paceline.drafting.draft_sampling import (
 )
 from paceline.drafting.eagle_graph import ChainInput, EagleGraphs, widened
 from paceline.drafting.eagle_parallel import ParallelDrafting
-from paceline.drafting.eagle_state import HeadPrefixes, HeadState
+from paceline.drafting.eagle_state import HeadState
 from paceline.drafting.eagle_tree import TreeDrafting
+from paceline.drafting.head_contexts import HeadContexts
 from paceline.drafting.head_folder import checked_target, head_folder
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError, WeightsError
@@ -78,8 +79,7 @@ class Eagle(Drafter):
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._buffers = head.key_buffers()
-        self._states: dict[int, HeadState] = {}
-        self._prefixes = HeadPrefixes(self._buffers, prefix_cache, self.owner)
+        self._contexts = HeadContexts(self._buffers, prefix_cache, self.owner, ahead=1)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
         mask_token_id = head.mask_token_id
         self._parallel = None if mask_token_id is None else ParallelDrafting(head, mask_token_id, self._chain_pass)
@@ -100,35 +100,16 @@ class Eagle(Drafter):
 
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        states = None if prompt is None else self._head.states(prompt)
-        num_read = 0 if states is None else states.shape[0]
-        self.end(seq)
-        state = HeadState(seq, self._buffers.take(), len(seq.ids) - 1 - num_read)
-        if state.start:
-            self._prefixes.reuse(state, [other for other in self._states.values() if other.length])
-        if states is not None:
-            state.add(states)
-        self._states[seq.seq_id] = state
+        self._contexts.begin(seq, None if prompt is None else self._head.states(prompt))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
-            state, new_states = self._states.get(seq.seq_id), self._head.states(result.output)
-            if state is None or new_states is None:
-                continue
-            # An end token may have cut inside the accepted run: only positions with a next token count.
-            rows = [0, *(node + 1 for node in result.verified.accepted)][: len(result.emitted)]
-            first = len(seq.ids) - 1 - len(rows)
-            if first != state.next_position + state.num_pending:  # steps were not observed: restart here
-                state.restart_at(first)
-            state.add(new_states[rows] if len(rows) > 1 else new_states[:1].clone())
+            states = self._head.states(result.output)
+            if states is not None:
+                self._contexts.extend(seq, result, states)
 
     def end(self, seq: Sequence) -> None:
-        state = self._states.pop(seq.seq_id, None)
-        if state is None:
-            return
-        if state.length and seq.keep_cache:
-            self._prefixes.keep(state)
-        self._buffers.give(state.row)
+        self._contexts.end(seq)
 
     def head_update(self, folder: str) -> HeadUpdate:
         # In host memory: a thread that allocates on the device would disturb a graph that is being captured.
@@ -151,7 +132,7 @@ class Eagle(Drafter):
         trees = [draft_tree.empty() for _ in seqs]
         if not active:
             return trees
-        states = [self._states[seqs[index].seq_id] for index in active]
+        states = [self._contexts.of(seqs[index]) for index in active]
         longest = self._head.max_draft_tokens or sys.maxsize
         lengths = [min(num_draft_tokens[index], longest) for index in active]
         drafts = self._trees(states, lengths) if self.nodes else self._chains(states, lengths)
@@ -160,8 +141,10 @@ class Eagle(Drafter):
         return trees
 
     def _can_draft(self, seq: Sequence) -> bool:
-        state = self._states.get(seq.seq_id)
-        return state is not None and (bool(state.pending) or state.out is not None)
+        if not self._contexts.has(seq):
+            return False
+        state = self._contexts.of(seq)  # entries taken from another sequence come without an output to go on from
+        return bool(state.pending) or state.out is not None
 
     def _trees(self, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
         self._catch_up(states)

@@ -7,7 +7,9 @@ it, and the draft tokens stay on the device until the target has verified them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,11 +86,25 @@ class ChainBuffers:
         for index, start in enumerate(starts):
             self.states[index, : len(start.tokens)].copy_(start.states)
         if starts[0].uniforms is not None:
-            count = len(starts)
-            temperatures = torch.tensor([start.temperature for start in starts])
-            self.temperatures[:count, 0].copy_(temperatures, non_blocking=True)
-            uniforms = torch.tensor([start.uniforms for start in starts], dtype=torch.float64)
-            self.uniforms[:count].copy_(uniforms, non_blocking=True)
+            put_draws(starts, self.temperatures, self.uniforms)
+
+
+class DrawnInput(Protocol):
+    """The part of a chain's or block's input that says how its tokens are drawn."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def uniforms(self) -> list[float] | None: ...
+
+
+def put_draws(starts: Sequence[DrawnInput], temperatures: Tensor, uniforms: Tensor) -> None:
+    """Copy how the tokens of these sequences are drawn to the fixed tensors of a graph."""
+    count = len(starts)
+    temperatures[:count, 0].copy_(torch.tensor([start.temperature for start in starts]), non_blocking=True)
+    numbers = torch.tensor([start.uniforms for start in starts], dtype=torch.float64)
+    uniforms[:count].copy_(numbers, non_blocking=True)
 
 
 class EagleGraphs:

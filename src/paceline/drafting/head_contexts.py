@@ -1,4 +1,5 @@
-"""What a block drafter holds of every sequence: the keys and values of the target's states, and states not read yet."""
+"""What a drafter with a head holds of every sequence: the keys and values of the target's states, and states not read
+yet. Chains (EAGLE, MTP) and blocks (DFlash) differ in how they read them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from paceline.kv.prefix_cache import PrefixCache
 
 
 class HeadContexts:
-    """The contexts of all sequences. An entry depends on the tokens up to its own position and on none after it."""
+    """The contexts of all sequences."""
 
-    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str) -> None:
-        """prefix_cache: None for a private one. owner: of the entries there."""
+    def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str, ahead: int) -> None:
+        """prefix_cache: None for a private one. owner: of the entries there. ahead: tokens an entry reads ahead."""
         self.buffers = buffers
         self._states: dict[int, HeadState] = {}
-        self._prefixes = HeadPrefixes(buffers, prefix_cache, owner, ahead=0)
+        self._prefixes = HeadPrefixes(buffers, prefix_cache, owner, ahead)
 
     def __len__(self) -> int:
         return len(self._states)

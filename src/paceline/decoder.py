@@ -202,7 +202,7 @@ class SpeculativeDecoder:
 
     async def _collect_all(self, requests: list[Request]) -> list[Result]:
         # All requests are checked before any starts, so that a wrong one costs nothing.
-        streams = [self._engine.generate(request) for request in requests]
+        streams = [self._engine.generate(replace(request, whole=True)) for request in requests]
         tasks = [asyncio.ensure_future(_collect(stream, request)) for stream, request in zip(streams, requests)]
         try:
             return list(await asyncio.gather(*tasks))

@@ -13,8 +13,8 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import Request
-from paceline.engines.local.async_engine import AsyncEngine
+from paceline.core.types import Request, RequestOutput
+from paceline.engines.local.async_engine import AsyncEngine, _Outbox
 from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, PromptError, StepFailed
 from tests.support.build import collect, ids_of, text_request, toy_engine, with_engine
 from tests.support.toy import ToyRunner
@@ -233,5 +233,41 @@ def test_text_is_made_from_tokens_on_the_readers_side() -> None:
         outputs = await collect(engine.generate(toy_request()))
         assert "".join(output.text for output in outputs) == engine.tokenizer.decode(ids_of(outputs))
         await engine.close()
+
+    asyncio.run(work())
+
+
+def test_outputs_of_a_whole_sequence_come_at_its_end() -> None:
+    """Nobody reads along: the reader sleeps until the sequence has ended, and the worker is left alone."""
+
+    async def work() -> None:
+        outbox = _Outbox(asyncio.get_running_loop(), whole=True)
+        outbox.deliver(RequestOutput("", (1,)))
+        taking = asyncio.ensure_future(outbox.take())
+        await asyncio.sleep(0.01)
+        assert not taking.done()
+        outbox.deliver(RequestOutput("", (2,), finish_reason="length"))
+        assert [output.token_ids for output in await taking] == [(1,), (2,)]
+
+    asyncio.run(work())
+
+
+def test_a_whole_sequence_has_the_tokens_and_the_text_of_a_streamed_one(tiny_folder: Path) -> None:
+    with SpeculativeDecoder(tiny_folder, method="ngram") as decoder:
+        for settings in ({}, {"stop": ("a",)}, {"temperature": 1.0, "seed": 3}):
+            whole = decoder.generate(PROMPTS[0], max_new_tokens=24, **settings)
+            parts = list(decoder.stream(PROMPTS[0], max_new_tokens=24, **settings))
+            assert whole.token_ids == ids_of(parts)
+            assert whole.text == "".join(part.text for part in parts)
+
+
+def test_an_error_is_raised_after_the_outputs_before_it() -> None:
+    async def work() -> None:
+        outbox = _Outbox(asyncio.get_running_loop(), whole=False)
+        outbox.deliver(RequestOutput("", (1,)))
+        outbox.deliver(EngineFailed("no more"))
+        assert [output.token_ids for output in await outbox.take()] == [(1,)]
+        with pytest.raises(EngineFailed, match="no more"):
+            await outbox.take()
 
     asyncio.run(work())

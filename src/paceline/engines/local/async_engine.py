@@ -2,7 +2,8 @@
 
 Requests cross to the worker through a queue it empties before every step; outputs cross back through the event loop of
 the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is
-already in its next step.
+already in its next step. Python runs one thread at a time, so a reader that wakes up delays the worker: it is woken
+once for all outputs that lie ready, and where nobody reads along only when the sequence has ended.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -46,6 +48,49 @@ class _Task:
     deliver: Callable[[Any], None]
 
 
+class _Outbox:
+    """Outputs of one request on their way from the worker to the reader's event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, whole: bool) -> None:
+        """whole: the reader is woken at the end of the sequence only."""
+        self._loop, self._whole = loop, whole
+        self._outputs: deque[RequestOutput | PacelineError] = deque()
+        self._ready = asyncio.Event()
+        self._woken = False  # the reader has been told and has not looked yet
+
+    def deliver(self, output: RequestOutput | PacelineError) -> None:
+        """In the worker's thread."""
+        self._outputs.append(output)  # before the question whether the reader has looked: it looks after saying so
+        ended = isinstance(output, PacelineError) or output.finish_reason is not None
+        if self._woken or (self._whole and not ended):
+            return
+        self._woken = True
+        try:
+            self._loop.call_soon_threadsafe(self._ready.set)
+        except RuntimeError:  # the reader's loop has closed
+            LOG.debug("a sequence ended after its reader")
+
+    async def take(self) -> list[RequestOutput]:
+        """In the reader's loop: what lies ready. Raises the error that ended the sequence, after its last output."""
+        if not isinstance(next(iter(self._outputs), None), PacelineError):
+            await self._ready.wait()
+            self._ready.clear()
+            self._woken = False
+        return self._until_error()
+
+    def _until_error(self) -> list[RequestOutput]:
+        outputs: list[RequestOutput] = []
+        while self._outputs:
+            output = self._outputs.popleft()
+            if isinstance(output, PacelineError):
+                if not outputs:
+                    raise output
+                self._outputs.appendleft(output)
+                break
+            outputs.append(output)
+        return outputs
+
+
 class AsyncEngine:
     """Runs a LocalEngine in a thread of its own."""
 
@@ -64,7 +109,7 @@ class AsyncEngine:
 
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         self._check_open()
-        return self._stream(self.engine.sequence(request))
+        return self._stream(self.engine.sequence(request), whole=request.whole)
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         return await self._between_steps(lambda: self.engine.embed(token_ids, pooling))
@@ -92,17 +137,9 @@ class AsyncEngine:
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 
-    async def _stream(self, seq: Sequence) -> AsyncIterator[RequestOutput]:
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | PacelineError] = asyncio.Queue()
-
-        def deliver(output: RequestOutput | PacelineError) -> None:
-            try:
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
-            except RuntimeError:  # the reader's loop has closed
-                LOG.debug("a sequence ended after its reader")
-
-        state = RequestState(seq, deliver)
+    async def _stream(self, seq: Sequence, *, whole: bool) -> AsyncIterator[RequestOutput]:
+        outbox = _Outbox(asyncio.get_running_loop(), whole=whole)
+        state = RequestState(seq, outbox.deliver)
         stopping = seq.params.stopping
         detokenizer = self.engine.tokenizer.stream(
             stopping.stop_strings,
@@ -114,12 +151,11 @@ class AsyncEngine:
         try:
             self._check_open()  # the worker may have taken its last command
             while True:
-                output = await outputs.get()
-                if isinstance(output, PacelineError):
-                    raise output
-                yield _with_text(output, detokenizer, stopping)
-                if output.finish_reason is not None:
-                    return
+                outputs = await outbox.take()
+                for output in _with_text(outputs, detokenizer, stopping, whole=whole):
+                    yield output
+                    if output.finish_reason is not None:
+                        return
         finally:
             self._requests.discard(state)
             self._commands.put(_Command(self.engine.abort, state))
@@ -185,9 +221,17 @@ def _run_task(task: _Task) -> None:
         task.deliver(error)
 
 
-def _with_text(output: RequestOutput, detokenizer: StreamDetokenizer, stopping: StopRules) -> RequestOutput:
-    """The characters that the tokens complete; on the last output also those held back."""
-    text = detokenizer.feed(stopping.text_tokens(list(output.token_ids), output.finish_reason))
-    if output.finish_reason is not None:
-        text += detokenizer.flush()
-    return replace(output, text=text)
+def _with_text(
+    outputs: list[RequestOutput], detokenizer: StreamDetokenizer, stopping: StopRules, *, whole: bool
+) -> Iterator[RequestOutput]:
+    """The characters that the tokens complete; on the last output also those held back, of a whole sequence all."""
+    if whole:
+        tokens = [token for output in outputs for token in output.token_ids]
+        yield from outputs[:-1]
+        outputs = outputs[-1:]
+    for output in outputs:
+        token_ids = tokens if whole else list(output.token_ids)
+        text = detokenizer.feed(stopping.text_tokens(token_ids, output.finish_reason))
+        if output.finish_reason is not None:
+            text += detokenizer.flush()
+        yield replace(output, text=text)

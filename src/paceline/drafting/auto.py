@@ -271,14 +271,15 @@ class _OwnMeasurements:
 
 
 def build(context: DrafterContext) -> AutoDrafter:
-    """Lookups, and beside them the draft model if one is named, or else the heads that come with paceline."""
+    """Lookups, and beside them the draft model if one is named, or else a head that comes with paceline."""
     without_options = replace(context, options={})
     others: dict[str, Drafter] = {}
     if context.draft_model is not None:
         others["draft_model"] = build_drafter("draft_model", without_options)
     else:
+        # One is enough: each head reads the target's states of every step, whether it drafts or not.
         shipped = [method for method in head_names() if shipped_head_folder(method, context.target) is not None]
-        others |= {method: build_drafter(method, without_options) for method in shipped}
+        others |= {method: build_drafter(method, without_options) for method in shipped[:1]}
     return AutoDrafter({"suffix": Suffix(**context.options), "prediction": Prediction()}, others)
 
 

@@ -301,4 +301,5 @@ SPEC = DrafterSpec(
     reference="DFlash, https://arxiv.org/abs/2602.06036; DSpark, https://arxiv.org/abs/2607.05147; "
     "JetSpec, https://arxiv.org/abs/2606.18394",
     head_kind="dflash",
+    one_pass=True,
 )

@@ -136,6 +136,7 @@ class DrafterSpec:
     reference    paper and link
     per_request  whether a request may choose it; None: methods that need no weights
     head_kind    the kind of head it reads (heads/registry.py), where it reads one
+    one_pass     its head drafts any number of tokens in one pass
     """
 
     name: str
@@ -146,6 +147,7 @@ class DrafterSpec:
     reference: str = ""
     per_request: bool | None = None
     head_kind: str | None = None
+    one_pass: bool = False
 
     @property
     def offered_per_request(self) -> bool:
@@ -226,8 +228,9 @@ def names_needing(weights: WeightsNeeded) -> tuple[str, ...]:
 
 
 def head_names() -> tuple[str, ...]:
-    """Methods that read a trained head, also where they work without one."""
-    return tuple(method.name for method in specs() if method.head_kind is not None)
+    """Methods that read a trained head, also where they work without one; those of one pass first."""
+    reading = [method for method in specs() if method.head_kind is not None]
+    return tuple(method.name for method in sorted(reading, key=lambda method: not method.one_pass))
 
 
 def per_request_names() -> tuple[str, ...]:

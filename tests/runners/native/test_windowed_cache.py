@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.types import Row
+from paceline.core.types import DraftInput, Row
 from paceline.errors import OutOfMemory
 from paceline.kv import window_blocks
 from paceline.runners.native import NativeRunner
@@ -21,7 +21,11 @@ TOKENS = [(7 * place + place * place) % 101 for place in range(900)]
 
 @pytest.fixture
 def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools of 9 blocks for windows of 16 tokens, and passes of 128 tokens."""
+    shrink_pools(monkeypatch)
+
+
+def shrink_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of 9 blocks for windows of 16 tokens, and passes of 96 tokens."""
     monkeypatch.setattr(window_blocks, "MIN_SEQS", 2)
     monkeypatch.setattr(window_blocks, "PASS_TOKENS", 96)
     monkeypatch.setattr(native_runner, "PASS_TOKENS", 96)
@@ -112,3 +116,55 @@ def test_an_early_exit_never_reads_again_with_its_own_layers_only() -> None:
     early.forward([Row.chain(fork, [5])])
     early.rollback_draft(fork, 130)
     same(after(runner, fork, 5), expected([*TOKENS[:130], 5]))
+
+
+# --- fused kernels ----------------------------------------------------------------------------------------------------
+
+
+def decoded(runner: NativeRunner, steps: int) -> list[Tensor]:
+    """A long prompt, a wide pass, plain steps in a row, and draft tokens in a row."""
+    seq_cache, draft_cache = runner.new_cache(), runner.new_cache()
+    runner.forward([Row.chain(seq_cache, TOKENS)], last_only=True)
+    wide = runner.forward([Row.chain(seq_cache, TOKENS[:5])]).logits.clone()
+    written = runner.decode([Row.chain(seq_cache, [3])], steps)
+    draft = runner.draft([DraftInput(draft_cache, TOKENS, 0.0, None)], steps)
+    assert written is not None and draft is not None
+    runner.truncate(seq_cache, 500)
+    again = runner.forward([Row.chain(seq_cache, [3])]).logits.clone()
+    return [wide, written, draft.tokens, again]
+
+
+@pytest.mark.slow
+def test_fused_passes_read_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tests.runners.native.fused import eager_graphs
+
+    outputs = []
+    for small in (False, True):
+        if small:
+            shrink_pools(monkeypatch)
+        runner = runner_of("windows", torch.float32)
+        runner.decode_graphs = eager_graphs(runner)
+        outputs.append(decoded(runner, 2))
+    for left, right in zip(*outputs):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_captured_passes_read_the_blocks_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts are cut at the same places, so that all bits are those of a pool that gives nothing up."""
+    outputs = []
+    for small in (False, True):
+        if small:
+            monkeypatch.setattr(window_blocks, "MIN_SEQS", 0)
+            monkeypatch.setattr(window_blocks, "PASS_TOKENS", 640)
+        runner = runner_of("windows", torch.bfloat16)
+        runner._make_passes()
+        seq_cache = runner.new_cache()
+        for start in range(0, len(TOKENS), 300):
+            runner.forward([Row.chain(seq_cache, TOKENS[start : start + 300])], last_only=True)
+        outputs.append([runner.forward([Row.chain(seq_cache, [5, 6, 7])]).logits.clone()])
+        outputs[-1].append(runner.decode([Row.chain(seq_cache, [3])], 40))
+        assert (gone(runner, seq_cache) > 0) is small
+    for left, right in zip(*outputs):
+        assert torch.equal(left, right)

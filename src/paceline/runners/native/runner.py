@@ -179,9 +179,10 @@ class NativeRunner(PagedRunner):
         """A long row: the cache of windows need not hold all of it. Cut at blocks: results do not depend on it."""
         cache, outputs = own(row.seq_cache), list[RowOutput]()
         start, tokens = cache.length, row.ids()
-        first = PASS_TOKENS - start % self.kv.block_size
+        first = min(len(tokens), PASS_TOKENS - start % self.kv.block_size)
+        later = tokens[first:].split(PASS_TOKENS) if len(tokens) > first else ()
         try:
-            for part in (tokens[:first], *tokens[first:].split(PASS_TOKENS)):
+            for part in (tokens[:first], *later):
                 outputs.append(self.forward([Row.chain(cache, part)], last_only=True)[0].clone())
         except OutOfMemory:
             self.truncate(cache, start)

@@ -90,9 +90,9 @@ def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
 def test_a_text_longer_than_all_that_windows_keep_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
-    """A prompt of 4,500 tokens where windows keep 4,160; then its next turn, and one that parts from it early on."""
+    """A prompt of 5,000 tokens where windows keep 4,672; then its next turn, and one that parts from it early on."""
     model = tiny_family(Variant(kind, changes={"max_position_embeddings": 8192}))
-    prompt = [(11 * place + place // 7) % 200 for place in range(4500)]
+    prompt = [(11 * place + place // 7) % 200 for place in range(5000)]
     assert window_pool_tokens(8192, 16) < len(prompt)
     options: dict[str, Any] = {"runner": "native", "num_draft_tokens": 4, "kv_cache_tokens": 8192, "method": "ngram"}
     with SpeculativeDecoder(saved(model, tmp_path), **options) as decoder:

@@ -110,8 +110,13 @@ class BlockManager:
             self._drop(block)
 
     def share(self, source: Hashable, target: Hashable, tokens: int) -> None:
-        """`target`, which holds nothing yet, also holds the source's blocks for its first `tokens` tokens."""
+        """`target`, which holds nothing yet, also holds the source's blocks for its first `tokens` tokens.
+
+        Raises OutOfMemory where there is no room for its window.
+        """
         blocks = self.table(source)[: self.needed(tokens)]
+        if self.budget is not None:
+            self._check_windows(self.budget, 0, len(blocks))
         for block in blocks:
             self._holders[block] += 1
         self._tables[target] = list(blocks)

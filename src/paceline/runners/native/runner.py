@@ -156,7 +156,8 @@ class NativeRunner(PagedRunner):
             self._check_chains(rows)
         if last_only and self.kv.windowed is not None and sum(len(row.parents) for row in rows) > PASS_TOKENS:
             return ModelOutput.of([self._read_in_parts(row) for row in rows])
-        self._reread(rows)
+        if not self._reread(rows):
+            return ModelOutput.of([self.forward([row], last_only=last_only)[0].clone() for row in rows])
         self.kv.reserve_rows(rows)
         try:
             output = self._dispatch(rows, last_only)
@@ -190,18 +191,21 @@ class NativeRunner(PagedRunner):
         cache.last_row_start = start
         return joined(outputs)
 
-    def _settle(self, rows: list[Row]) -> None:
-        """What plain decoding has written stays."""
+    def _settle(self, rows: list[Row]) -> bool:
+        """What plain decoding has written stays. False: see `_reread`."""
         for cache in [own(row.seq_cache) for row in rows if self.model.config.recurrent_layers]:
             self.kv.states.settle(cache.recurrent, cache.length)
-        self._reread(rows)
+        return self._reread(rows)
 
     def _check_chains(self, rows: list[Row]) -> None:
         if not all(row.is_chain for row in rows):
             raise CapabilityError(f"{self.info.name} reads chains of draft tokens only, not trees")
 
-    def _reread(self, rows: list[Row]) -> None:
-        """Read again what states or windows lack of a sequence that was cut back, or forked from another."""
+    def _reread(self, rows: list[Row]) -> bool:
+        """Read again what states or windows lack of a sequence that was cut back, or forked from another.
+
+        False: windows do not fit together, and one was read at the cost of another.
+        """
         lacking = [own(row.seq_cache) for row in rows if self.kv.lacks(own(row.seq_cache))]
         if lacking:
             self.kv.touch(rows)
@@ -215,8 +219,7 @@ class NativeRunner(PagedRunner):
                     self._all_layers.forward([Row.chain(cache, chunk)], last_only=True)
             finally:
                 cache.length = length
-        if lacking and any(self.kv.lacks(own(row.seq_cache)) for row in rows):  # one was read at the cost of another
-            raise OutOfMemory("the windows of these sequences do not fit together: run fewer at a time")
+        return not (lacking and any(self.kv.lacks(own(row.seq_cache)) for row in rows))
 
     @property
     def _all_layers(self) -> NativeRunner:
@@ -260,7 +263,8 @@ class NativeRunner(PagedRunner):
 
     @torch.inference_mode()
     def decode(self, rows: list[Row], num_steps: int) -> Tensor | None:
-        self._settle(rows)
+        if not self._settle(rows):
+            return None
         longest = max(row.seq_cache.length for row in rows) + num_steps
         size = None if self.decode_graphs is None else self.decode_graphs.fits(len(rows), 1, longest)
         if size is None or self.decode_graphs is None or longest > self.info.max_seq_len:

@@ -55,12 +55,12 @@ def runner_of(kind: str) -> dict[str, Any]:
     return {"runner": "native" if kind in NATIVE else "hf"}
 
 
-def transformers_texts(model: Any, num_tokens: int) -> list[list[int]]:
+def transformers_texts(model: Any, num_tokens: int, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     rows = [
         model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None)[0]
-        for prompt in PROMPTS
+        for prompt in prompts
     ]
-    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, PROMPTS)]
+    return [row[len(prompt) :].tolist() for row, prompt in zip(rows, prompts)]
 
 
 def assert_turns_are_those_of_a_cold_start(target: Any, **options: Any) -> None:

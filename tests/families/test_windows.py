@@ -14,6 +14,7 @@ from scipy.stats import chi2
 
 from paceline import SpeculativeDecoder
 from paceline.core.types import SequenceCache
+from paceline.kv.window_blocks import window_pool_tokens
 from paceline.runners.native.kv_cache import own
 from paceline.runners.native.runner import NativeRunner
 from tests.families.test_rollback import (
@@ -27,6 +28,7 @@ from tests.families.test_rollback import (
 )
 from tests.families.test_sampled import BINS, FALSE_ALARM, LOSSLESS, NEW_TOKENS, near, uniformity
 from tests.families.test_sampled import PROMPTS as SAMPLED_PROMPTS
+from tests.runners.native.test_windowed_cache import shrink_pools
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import byte_tokenizer
 
@@ -83,6 +85,37 @@ def test_turns_go_on_from_the_prefix_cache_as_from_the_beginning(kind: str, tmp_
 def test_a_full_cache_preempts_and_reads_again_without_changing_a_text(kind: str, tmp_path: Path) -> None:
     model = tiny_family(Variant(kind))
     assert_preemption_changes_nothing(saved(model, tmp_path), model, runner="native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss"])
+def test_a_text_longer_than_all_that_windows_keep_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """A prompt of 5,000 tokens where windows keep 4,672; then its next turn, and one that parts from it early on."""
+    model = tiny_family(Variant(kind, changes={"max_position_embeddings": 8192}))
+    prompt = [(11 * place + place // 7) % 200 for place in range(5000)]
+    assert window_pool_tokens(8192, 16) < len(prompt)
+    options: dict[str, Any] = {"runner": "native", "num_draft_tokens": 4, "kv_cache_tokens": 8192, "method": "ngram"}
+    with SpeculativeDecoder(saved(model, tmp_path), **options) as decoder:
+        for ids in (prompt, [*prompt, 5, 6, 7], prompt[:1000]):
+            [expected] = transformers_texts(model, 12, [ids])
+            [result] = decoder.generate([ids], max_new_tokens=12, ignore_eos=True)
+            assert result.token_ids == expected
+
+
+@pytest.mark.slow
+def test_sixteen_sequences_share_room_for_two_windows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Prompts share a prefix: windows are given up and read again, and sequences are preempted."""
+    shrink_pools(monkeypatch)
+    model = tiny_family(Variant("gemma3_text"))
+    shared = [(7 * place) % 200 for place in range(70)]
+    prompts = [[*shared, *((3 * place + length) % 200 for place in range(5 * length))] for length in range(16)]
+    texts = transformers_texts(model, 20, prompts)
+    options: dict[str, Any] = {"runner": "native", "num_draft_tokens": 4, "kv_cache_tokens": 4096, "max_num_seqs": 16}
+    with SpeculativeDecoder(saved(model, tmp_path), method="ngram", **options) as decoder:
+        for _ in range(2):
+            results = decoder.generate(prompts, max_new_tokens=20, ignore_eos=True)
+            assert [result.token_ids for result in results] == texts
+        assert decoder.stats().preemptions > 0
 
 
 # --- sampled texts ----------------------------------------------------------------------------------------------------

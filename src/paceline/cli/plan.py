@@ -256,7 +256,7 @@ def _window_note(deployment: Deployment) -> str:
     bounded = replace(deployment, bounded_windows=True)
     saved = kv_bytes(deployment.target, deployment) - kv_bytes(bounded.target, bounded)
     return (
-        "layers with a sliding window are counted at full length, as they are kept; an engine that drops what has "
+        "layers with a sliding window are counted at full length, an upper bound; an engine that drops what has "
         f"left the window needs {saved / GIB:.1f} GiB less"
     )
 

@@ -26,7 +26,7 @@ def zeroed_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     comes in small units: of the huge ones the first tokens of a sequence touch two in each layer, and clearing those
     takes as long as a pass.
     """
-    if not on_host(device):
+    if not on_host(device) or 0 in shape:  # a mapping has at least one byte
         return torch.zeros(shape, dtype=dtype, device=device)
     mapping = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):

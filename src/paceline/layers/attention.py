@@ -40,6 +40,30 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CacheTensors:
+    """A flat cache: keys and values [layers, tokens, key heads, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCaches:
+    """Where the keys and values of each layer are. Layers with a window have a cache of their own, of fewer tokens."""
+
+    full: CacheTensors
+    windowed: CacheTensors | None = None  # None: there are no such layers
+    places: tuple[int, ...] = ()  # of each layer among those of its kind; empty: as they are numbered
+
+    def of(self, window: int | None) -> CacheTensors:
+        """The cache of layers with this window."""
+        return self.full if window is None or self.windowed is None else self.windowed
+
+    def place(self, layer: int) -> int:
+        return self.places[layer] if self.places else layer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
     """Weights of the norms of queries and keys, head by head; None: the architecture has none."""
 
@@ -154,24 +178,26 @@ class EagerBatch:
 
 
 class EagerAttention:
-    """Attention over a flat cache: keys and values [layers, tokens, key heads, head_dim].
+    """Attention over flat caches.
 
     node_by_node: draft tokens are read one at a time, as plain decoding reads them, and prompts tile by tile. Wide and
     narrow attention differ in their last bits. In float32 that stays there; where the next product rounds its input to
     8 bits, a last bit can change a rounding, and 30 layers make a different sequence of it.
     """
 
-    def __init__(self, sizes: AttentionSizes, keys: Tensor, values: Tensor, *, node_by_node: bool = False) -> None:
-        self.sizes, self.keys, self.values = sizes, keys, values
-        self.node_by_node = node_by_node
+    def __init__(self, sizes: AttentionSizes, caches: LayerCaches, *, node_by_node: bool = False) -> None:
+        self.sizes, self.node_by_node, self._caches = sizes, node_by_node, caches
 
-    def views(self, slot_mapping: Tensor | slice, new_slots: Tensor | slice) -> CacheViews | None:
+    def views(
+        self, slot_mapping: Tensor | slice, new_slots: Tensor | slice, window: int | None = None
+    ) -> CacheViews | None:
         """What a pass reads and writes of a sequence whose blocks are neighbours; None: they are not, or rounded."""
-        if self.keys.dtype == STORED_DTYPE:
+        tensors = self._caches.of(window)
+        if tensors.keys.dtype == STORED_DTYPE:
             return None
         if isinstance(slot_mapping, Tensor) or isinstance(new_slots, Tensor):
             return None
-        caches = (self.keys, self.values)
+        caches = (tensors.keys, tensors.values)
         new_k, new_v = (cache[:, new_slots].unbind(0) for cache in caches)
         all_k, all_v = (cache[:, slot_mapping].transpose(1, 2).unsqueeze(1).unbind(0) for cache in caches)
         return CacheViews(new_k, new_v, all_k, all_v)
@@ -198,14 +224,13 @@ class EagerAttention:
         self, span: SequenceSpan, q: Tensor, keys: Tensor, values: Tensor, layer: int, kind: LayerAttention
     ) -> Tensor:
         if span.views is not None:
-            span.views.new_keys[layer].copy_(keys)
-            span.views.new_values[layer].copy_(values)
-            k, v = span.views.keys[layer], span.views.values[layer]
+            place = self._caches.place(layer)
+            span.views.new_keys[place].copy_(keys)
+            span.views.new_values[place].copy_(values)
+            k, v = span.views.keys[place], span.views.values[place]
         else:
-            k, v = (  # [1, key heads, keys, head_dim]
-                self._stored(cache[layer], new, span)
-                for cache, new in ((self.keys, keys), (self.values, values))
-            )
+            cache = self._cache(layer, kind)
+            k, v = self._stored(cache.keys, keys, span), self._stored(cache.values, values, span)
         if span.tiled:
             return self._by_tiles(q, k, v, span, kind)
         if not self.node_by_node and span.count > 1:
@@ -214,8 +239,13 @@ class EagerAttention:
             return self._by_node(q, k, v, span.mask, kind)
         return self._by_branch(q, k, v, span, layer, kind)
 
+    def _cache(self, layer: int, kind: LayerAttention) -> CacheTensors:
+        """Of one layer: [tokens, key heads, head_dim]."""
+        tensors, place = self._caches.of(kind.window), self._caches.place(layer)
+        return CacheTensors(tensors.keys[place], tensors.values[place])
+
     def _stored(self, cache: Tensor, new: Tensor, span: SequenceSpan) -> Tensor:
-        """Write the keys or values of a span, and read all that it sees."""
+        """Write the keys or values of a span, and read all that it sees: [1, key heads, keys, head_dim]."""
         cache[span.new_slots] = to_cache(new, cache)
         return from_cache(cache[span.slot_mapping], new.dtype).transpose(0, 1)[None]
 
@@ -224,7 +254,8 @@ class EagerAttention:
     ) -> Tensor:
         sizes, num_seqs = self.sizes, q.shape[0]
         copies: list[Tensor] = []
-        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+        tensors = self._cache(layer, kind)
+        for cache, new in ((tensors.keys, keys), (tensors.values, values)):
             cache.index_copy_(0, group.new_slots, to_cache(new, cache))
             blocks = cache.view(-1, sizes.block_size * sizes.num_kv_heads * sizes.head_dim)
             blocks = from_cache(blocks.index_select(0, group.blocks), new.dtype)
@@ -264,7 +295,8 @@ class EagerAttention:
         assert span.branch_slots is not None and span.mask is not None
         straight = span.count - span.branch_slots.shape[0]
         first = self._by_node(q[:straight], k, v, span.mask[:straight], kind)
-        branches = (cache[layer][span.branch_slots] for cache in (self.keys, self.values))
+        cache = self._cache(layer, kind)
+        branches = (numbers[span.branch_slots] for numbers in (cache.keys, cache.values))
         branch_k, branch_v = (from_cache(branch, q.dtype).transpose(1, 2) for branch in branches)
         return torch.cat([first, self._by_node(q[straight:], branch_k, branch_v, span.mask[straight:], kind)])
 

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from paceline.device.properties import multiprocessor_count
-from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention
+from paceline.layers.attention import AttentionSizes, HeadNorms, LayerAttention, LayerCaches
 from paceline.layers.attention_kernels import CHUNK, attend_kernel
 from paceline.layers.gemm import MAX_NODES, MAX_SEQS, GemmLauncher
 from paceline.layers.kv_rounding import STORED_DTYPE
@@ -32,25 +32,28 @@ class TritonBatch:
     depths: Tensor  # int64 [sequences, nodes]
     tree_mask: Tensor  # int64 [sequences, nodes] bit j: this node sees node j
     blocks: Tensor  # int64 [sequences, blocks a sequence]
+    window_blocks: Tensor  # the same in the cache of layers with a window
     chunks: int  # of context, at most
     offset: int = 0  # added to every length: the steps of a drafting loop
     recurrent: DeltaNetSpans | None = None  # for recurrent layers, where the model has any
 
 
 class TritonAttention:
-    """The attention kernel over a flat cache [layers, tokens, key heads, head_dim]."""
+    """The attention kernel over flat caches."""
 
     def __init__(
-        self, sizes: AttentionSizes, keys: Tensor, values: Tensor, ropes: tuple[Tensor, ...], gemm: GemmLauncher
+        self, sizes: AttentionSizes, caches: LayerCaches, ropes: tuple[Tensor, ...], gemm: GemmLauncher
     ) -> None:
-        self.sizes, self.keys, self.values, self._ropes, self._gemm = sizes, keys, values, ropes, gemm
-        self.multiprocessors = multiprocessor_count(keys.device)
+        self.sizes, self._caches, self._ropes, self._gemm = sizes, caches, ropes, gemm
+        device = caches.full.keys.device
+        self.multiprocessors = multiprocessor_count(device)
         counters = MAX_SEQS * MAX_NODES * sizes.num_kv_heads
-        self._chunks_done = torch.zeros(counters, dtype=torch.int32, device=keys.device)
+        self._chunks_done = torch.zeros(counters, dtype=torch.int32, device=device)
 
     def __call__(self, qkv: Tensor, layer: int, attention: LayerAttention, batch: TritonBatch) -> Tensor:
         """Norm where the architecture does, rotate, store keys and values, attend. [nodes, query size]"""
-        sizes, gemm, norms = self.sizes, self._gemm, attention.norms
+        sizes, gemm, norms, cache = self.sizes, self._gemm, attention.norms, self._caches.of(attention.window)
+        blocks = batch.blocks if attention.window is None else batch.window_blocks
         rows = max(ROWS, triton.next_power_of_2(sizes.group))
         parts = triton.cdiv(batch.nodes, rows // sizes.group)
         heads, chunks = batch.num_seqs * parts * sizes.num_kv_heads, chunks_read(batch, attention.window)
@@ -60,19 +63,19 @@ class TritonAttention:
         stats = torch.empty(heads * chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         warps = WARPS if sizes.head_dim <= 128 else 2 * WARPS
         attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
-            qkv, self.keys, self.values, self._ropes[attention.rope or 0],
+            qkv, cache.keys, cache.values, self._ropes[attention.rope or 0],
             self._ropes[attention.query_rope or attention.rope or 0],
             gemm.or_none(norms.query), gemm.or_none(norms.key), gemm.or_none(attention.sinks),
             out, sums, stats, self._chunks_done,
-            batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks,
-            batch.offset, batch.blocks.shape[1], layer * self.keys.stride(0), chunks, lanes, gemm.eps,
+            batch.lengths, batch.counts, batch.depths, batch.tree_mask, blocks,
+            batch.offset, blocks.shape[1], self._caches.place(layer) * cache.keys.stride(0), chunks, lanes, gemm.eps,
             sizes.head_dim**-0.5 if attention.scale is None else attention.scale, attention.softcap or 0.0,
             NODES=batch.nodes, GROUP=sizes.group, NUM_KV_HEADS=sizes.num_kv_heads, HALF=sizes.head_dim // 2, ROWS=rows,
             NEW_TOKENS=self._new_tokens(norms, batch), BLOCK_SIZE=sizes.block_size, CHUNK_TOKENS=CHUNK,
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
             TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
             WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
-            ROPE=attention.rope is not None, ROUNDED=self.keys.dtype == STORED_DTYPE,
+            ROPE=attention.rope is not None, ROUNDED=cache.keys.dtype == STORED_DTYPE,
             num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,
         )
         return out

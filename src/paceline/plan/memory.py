@@ -202,8 +202,8 @@ def _stage_parts(deployment: Deployment, stage: Stage) -> dict[str, int]:
 def kv_bytes(sizes: ModelSizes, deployment: Deployment) -> int:
     """One model's cache, with every sequence of the batch at its full length.
 
-    Layers with a window count at full length unless the engine bounds them: ours keeps all their keys, so that any
-    prefix can be shared.
+    Layers with a window count at full length unless the engine bounds them: ours does for models that run natively,
+    by a pool whose size follows from the whole cache, so that the full length is an upper bound.
     """
     values = sizes.kv_values(deployment.max_seq_len, bounded=deployment.bounded_windows)
     values += sizes.kv_values_per_token * (deployment.cached_tokens - deployment.max_seq_len)

@@ -49,7 +49,7 @@ def test_padding_touches_no_block_of_another_sequence() -> None:
     before = runner.kv.keys[:, start : start + 59].clone()
     read(runner, [[5] * 70])
     assert torch.equal(before, runner.kv.keys[:, start : start + 59])
-    assert runner.kv.keys[:, runner.kv.padding_slot].abs().sum() > 0  # this is where it went
+    assert runner.kv.keys[:, runner.kv.full.padding_slot].abs().sum() > 0  # this is where it went
 
 
 @pytest.mark.parametrize("lengths", [(70, 100), (5, 600), (600, 3, 40), (1100,), (1030, 64)])

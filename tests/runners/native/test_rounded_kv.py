@@ -66,7 +66,7 @@ def test_the_fused_kernels_read_and_write_the_same_bytes(kind: str) -> None:
     runner.decode_graphs = eager_graphs(runner)
     logits = runner.forward([Row.chain(fused, PROMPT[12:16])]).logits
     torch.testing.assert_close(logits, expected, rtol=1e-2, atol=1e-2)
-    slots = [[runner.kv.slot(cache, token) for token in range(16)] for cache in (eager, fused)]
+    slots = [[runner.kv.full.slot(cache, token) for token in range(16)] for cache in (eager, fused)]
     first, second = (runner.kv.keys[:, places] for places in slots)
     assert (first != second).float().mean() < 0.01, "but for a last bit that a rounding turns on"
 

@@ -126,13 +126,27 @@ class BatchBuilder:
         return tuple(cos_sin(cache, positions, self._dtype) for cache in self._rope_caches)
 
     def _by_window(self, placed: list[PlacedRow], prefill: bool) -> dict[int | None, AttentionSpans]:
-        """What layers of each window read. A window that no sequence has filled yet is none."""
+        """What layers of each window read. A window that no sequence has filled yet hides nothing."""
         end = max(row.end for row in placed)
-        filled = {window: None if window is None or end <= window else window for window in self._windows}
-        made = {window: self._spans(placed, window, prefill) for window in set(filled.values())}
-        return {window: made[kind] for window, kind in filled.items()}
+        views = [
+            _GroupBuilder(self._kv, self._attention, window, slides=window is not None and end > window)
+            for window in self._windows
+        ]
+        return {view.window: view.spans(placed, prefill) for view in views}
 
-    def _spans(self, placed: list[PlacedRow], window: int | None, prefill: bool) -> AttentionSpans:
+
+class _GroupBuilder:
+    """Builds the metadata of the layers with one window, whose keys are in the cache of their group.
+
+    window  of the layers; `sliding` is None as long as it hides nothing
+    """
+
+    def __init__(self, kv: KVCache, attention: EagerAttention, window: int | None, *, slides: bool) -> None:
+        self._kv, self._attention, self._dtype, self._device = kv.group(window), attention, kv.dtype, kv.device
+        self.window, self.sliding = window, window if slides else None
+
+    def spans(self, placed: list[PlacedRow], prefill: bool) -> AttentionSpans:
+        window = self.sliding
         split = _split(placed, self._read_window(window))
         spans = [self._span(part, window, prefill) for row in split.others for part in self._parts(row, window)]
         return AttentionSpans(spans, [self._group(group, window) for group in split.groups])
@@ -160,7 +174,7 @@ class BatchBuilder:
         elif exact or (count > 1 and not _is_causal(placed, window)):
             mask = self._mask(placed, first, last, window)
         tiled = exact and prefill and chain and count > 1
-        views = self._attention.views(all_slots, new_slots)
+        views = self._attention.views(all_slots, new_slots, self.window)
         return SequenceSpan(placed.start, count, length, all_slots, new_slots, mask, chain, branch_slots, views, tiled)
 
     def _group(self, group: list[PlacedRow], window: int | None) -> BatchedDecodeGroup:

@@ -65,7 +65,7 @@ class CompiledLayers:
         tables = [
             block
             for row, end in zip(rows, ends)
-            for block in self._kv.table(own(row.seq_cache))[: -(-end // self._kv.block_size)]
+            for block in self._kv.full.table(own(row.seq_cache))[: -(-end // self._kv.block_size)]
         ]
         parents = rows[0].parents if len(rows) == 1 else [parent for row in rows for parent in row.parents]
         parts = (lengths, counts, skips, parents, tables)

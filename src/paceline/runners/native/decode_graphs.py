@@ -24,6 +24,7 @@ from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
 from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_tiling import TILE_ROWS
+from paceline.layers.linear_attention import DeltaNetStates
 from paceline.layers.triton_ops import TritonOps
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.eager_pass import attention_sizes
@@ -102,7 +103,7 @@ def triton_ops(
     """The fused operations of a model over its cache."""
     eps = model.config.rms_norm_eps
     gemm = GemmLauncher(kv.dtype, kv.device, eps, use_vectors=use_vectors, batch_invariant=batch_invariant)
-    return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.keys, kv.values, rope_caches, gemm))
+    return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.caches, rope_caches, gemm))
 
 
 def _runs(captured: PassSize, size: PassSize) -> bool:
@@ -207,7 +208,7 @@ class DecodeGraphs:
         buffers = graph.buffers
         buffers.inputs.begin()
         for index, draft in enumerate(inputs):
-            buffers.inputs.put_lead(index, draft.ids, self._kv.table(draft.seq_cache))
+            buffers.inputs.put_lead(index, draft.ids, self._kv.tables(draft.seq_cache))
         buffers.inputs.send(len(inputs))
         if graph.key.sampled:
             buffers.put_sampling(inputs)
@@ -220,7 +221,7 @@ class DecodeGraphs:
         graph = self.forward_graph(size)
         graph.buffers.begin()
         for index, row in enumerate(rows):
-            graph.buffers.put_row(index, row, self._kv.table(row.seq_cache))
+            graph.buffers.put_row(index, row, self._kv.tables(row.seq_cache))
         for index, span in enumerate(spans):
             graph.buffers.put_state(index, span)
         graph.buffers.send(len(rows))
@@ -240,7 +241,7 @@ class DecodeGraphs:
         key = ForwardKey(size, self._options.want_hidden, self._options.feature_layers)
         return self._forward.nearest(key) or self._forward.get(
             key,
-            lambda: PassInputs(size, self._table_width, self._kv.device, self._kv.states.memory),
+            lambda: self._inputs(size, self._kv.states.memory),
             self._forward_work,
         )
 
@@ -276,10 +277,14 @@ class DecodeGraphs:
         """Whether so many rows are read by one kernel."""
         return self._persistent is not None and self._persistent.holds(rows)
 
+    def _inputs(self, size: PassSize, memory: DeltaNetStates | None = None) -> PassInputs:
+        has_windows = self._kv.windowed is not None
+        return PassInputs(size, self._table_width, self._kv.device, memory, has_windows=has_windows)
+
     def _draft_buffers(self, key: DraftKey) -> DraftBuffers:
         device, num_seqs = self._kv.device, key.size.num_seqs
         return DraftBuffers(
-            PassInputs(key.size, self._table_width, device),
+            self._inputs(key.size),
             torch.ones(num_seqs, 1, device=device),
             torch.zeros(num_seqs, key.num_tokens, dtype=torch.float64, device=device),
         )
@@ -379,7 +384,7 @@ def _single(batch: TritonBatch, offset: int) -> TritonBatch:
     """One node a sequence, `offset` tokens behind where the loop began."""
     zeros = torch.zeros(batch.num_seqs, 1, dtype=torch.int64, device=batch.lengths.device)
     counts = batch.counts.clamp_max(1)
-    return TritonBatch(batch.num_seqs, 1, batch.lengths, counts, zeros, zeros + 1, batch.blocks, batch.chunks, offset)
+    return replace(batch, nodes=1, counts=counts, depths=zeros, tree_mask=zeros + 1, offset=offset, recurrent=None)
 
 
 def unpadded(output: PassOutput, row_sizes: list[int], nodes: int, last_only: bool) -> ModelOutput:

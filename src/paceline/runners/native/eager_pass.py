@@ -41,7 +41,7 @@ class EagerPasses:
         self._lora_rows, self._states = lora_rows, kv.states
         self._model, self._options, self._device = model, options, kv.device
         by_node = model.quantizes_input
-        attention = EagerAttention(attention_sizes(model, kv), kv.keys, kv.values, node_by_node=by_node)
+        attention = EagerAttention(attention_sizes(model, kv), kv.caches, node_by_node=by_node)
         self.ops = EagerOps(attention, model.config.rms_norm_eps)
         self._builder = BatchBuilder(kv, attention, rope_caches, model.config.windows)
         self._compiled = CompiledLayers.of(model, kv, rope_caches[0])

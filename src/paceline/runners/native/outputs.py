@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Adapter
-from paceline.core.types import ModelOutput
+from paceline.core.types import ModelOutput, RowOutput
 from paceline.device.memory import for_sampling
 from paceline.layers.ops import Ops
 from paceline.models.decoder import DecoderModel, LayerOutput
@@ -28,6 +28,15 @@ class OutputOptions:
 def logits_of(hidden: Tensor, model: DecoderModel, options: OutputOptions) -> Tensor:
     """Hidden states behind the final norm -> logits; of an early exit, through its adapter."""
     return for_sampling(model.logits(hidden if options.adapter is None else options.adapter(hidden)))
+
+
+def joined(parts: list[RowOutput]) -> RowOutput:
+    """The output of a row that was read in parts, of which only the last node is asked for."""
+    hidden = [part.hidden for part in parts if part.hidden is not None]
+    features = [part.features for part in parts if part.features is not None]
+    return RowOutput(
+        parts[-1].logits, torch.cat(hidden) if hidden else None, torch.cat(features) if features else None
+    )
 
 
 def row_ends(row_sizes: list[int], device: torch.device) -> Tensor:

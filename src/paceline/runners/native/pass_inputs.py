@@ -14,6 +14,7 @@ from paceline.core.types import Row
 from paceline.device.memory import Upload, host_buffer
 from paceline.layers.attention_triton import TritonBatch
 from paceline.layers.linear_attention import DeltaNetSpans, DeltaNetStates
+from paceline.runners.native.kv_cache import BlockTables
 from paceline.runners.native.sequence_state import StateSpan
 
 MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
@@ -57,11 +58,18 @@ def _spans(memory: DeltaNetStates, views: dict[str, Tensor], size: PassSize) -> 
 class PassInputs:
     """One buffer on the host and one on the device, each with a view for every input.
 
-    memory  the states of recurrent layers, where the model has any
+    memory       the states of recurrent layers, where the model has any
+    has_windows  layers with a window have block tables of their own
     """
 
     def __init__(
-        self, size: PassSize, table_width: int, device: torch.device, memory: DeltaNetStates | None = None
+        self,
+        size: PassSize,
+        table_width: int,
+        device: torch.device,
+        memory: DeltaNetStates | None = None,
+        *,
+        has_windows: bool = False,
     ) -> None:
         num_seqs, nodes = size.num_seqs, size.nodes
         self._shapes = {
@@ -74,8 +82,9 @@ class PassInputs:
             "state_lengths": (num_seqs,),
             "folds": (num_seqs,),
             "blocks": (num_seqs, table_width),
+            "window_blocks": (num_seqs, table_width if has_windows else 0),
         }
-        total = num_seqs * (5 + 3 * nodes + table_width)
+        total = sum(int(np.prod(shape)) for shape in self._shapes.values())
         self._host = host_buffer((total,), torch.int64, device)
         self._device = torch.zeros(total, dtype=torch.int64, device=device)
         self._upload = Upload(self._host, self._device)
@@ -92,6 +101,7 @@ class PassInputs:
             views["depths"],
             views["tree_mask"],
             views["blocks"],
+            views["window_blocks"],
             size.chunks,
             recurrent=None if memory is None else _spans(memory, views, size),
         )
@@ -104,11 +114,11 @@ class PassInputs:
         """Before the first row of a pass."""
         self._upload.wait()
 
-    def put_row(self, index: int, row: Row, table: list[int]) -> None:
+    def put_row(self, index: int, row: Row, tables: BlockTables) -> None:
         """Sequence `index` reads this row after what its cache holds. `send_tokens` copies tokens on the device."""
         arrays, count = self._arrays, len(row.parents)
         arrays["lengths"][index], arrays["counts"][index] = row.seq_cache.length, count
-        arrays["blocks"][index, : len(table)] = table
+        self._put_tables(index, tables)
         chain = row.is_chain
         arrays["depths"][index, :count] = CHAIN_DEPTHS[:count] if chain else depths(row.parents)
         arrays["tree_mask"][index, :count] = CHAIN_MASK[:count] if chain else tree_mask(row.parents)
@@ -116,6 +126,10 @@ class PassInputs:
             arrays["tokens"][index, 0] = row.lead
         if not row.tokens.is_cuda and row.tokens.shape[0]:
             arrays["tokens"][index, count - row.tokens.shape[0] : count] = row.tokens.numpy()
+
+    def _put_tables(self, index: int, tables: BlockTables) -> None:
+        self._arrays["blocks"][index, : len(tables.full)] = tables.full
+        self._arrays["window_blocks"][index, : len(tables.windowed)] = tables.windowed
 
     def put_state(self, index: int, span: StateSpan) -> None:
         """Where the state of sequence `index` is, and how far."""
@@ -129,11 +143,11 @@ class PassInputs:
         if self.batch.recurrent is not None:
             self.batch.recurrent.state_lengths.copy_(self.batch.recurrent.folds)
 
-    def put_lead(self, index: int, ids: list[int], table: list[int]) -> None:
+    def put_lead(self, index: int, ids: list[int], tables: BlockTables) -> None:
         """Sequence `index` of a drafting loop: its last two tokens."""
         arrays = self._arrays
         arrays["lengths"][index], arrays["counts"][index] = len(ids) - LEAD_TOKENS, LEAD_TOKENS
-        arrays["blocks"][index, : len(table)] = table
+        self._put_tables(index, tables)
         arrays["depths"][index], arrays["tree_mask"][index] = CHAIN_DEPTHS[:LEAD_TOKENS], CHAIN_MASK[:LEAD_TOKENS]
         arrays["tokens"][index] = ids[-LEAD_TOKENS:]
 

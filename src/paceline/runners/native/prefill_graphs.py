@@ -22,7 +22,7 @@ from paceline.layers.attention import AttentionSpans, EagerBatch, SequenceSpan
 from paceline.layers.ops import EagerOps
 from paceline.layers.rope import CosSin, cos_sin
 from paceline.models.decoder import DecoderModel
-from paceline.runners.native.kv_cache import KVCache
+from paceline.runners.native.kv_cache import KVCache, LayerGroup
 from paceline.runners.native.outputs import OutputOptions, logits_of
 
 SIZES = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of a first chunk
@@ -43,14 +43,30 @@ class PrefillKey:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PrefillSlots:
+    """Where a chunk and its context are in the cache of one group of layers."""
+
+    new: Tensor  # int64 [size]
+    context: Tensor  # int64 [context]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillInputs:
     """The fixed tensors a graph reads."""
 
     tokens: Tensor  # int64 [size]
-    slots: Tensor  # int64 [size]
     last: Tensor  # int64 [1]
-    context_slots: Tensor  # int64 [context]
     length: Tensor  # int64 [1]: tokens of the context that are there
+    slots: list[PrefillSlots]  # by group
+
+    @property
+    def context(self) -> int:
+        """Tokens of the context, padded."""
+        return self.slots[0].context.shape[0]
+
+    def of(self, window: int | None) -> PrefillSlots:
+        """Of the group of layers with this window."""
+        return self.slots[0] if window is None else self.slots[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,17 +148,15 @@ class PrefillGraphs:
     def _put(self, inputs: PrefillInputs, chunk: Chunk) -> None:
         count, context = chunk.tokens.shape[0], chunk.context
         inputs.tokens[:count].copy_(chunk.tokens, non_blocking=True)
-        inputs.slots[:count].copy_(self._slots(chunk.seq_cache, context, context + count), non_blocking=True)
-        inputs.slots[count:] = self._kv.padding_slot
         inputs.last.fill_(count - 1)
         if context:
-            inputs.context_slots[:context].copy_(self._slots(chunk.seq_cache, 0, context), non_blocking=True)
-            inputs.context_slots[context:] = self._kv.padding_slot
             inputs.length.fill_(context)
-
-    def _slots(self, seq_cache: SequenceCache, start: int, end: int) -> Tensor:
-        slots = self._kv.slots(seq_cache, start, end)
-        return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        for group, slots in zip(self._kv.groups, inputs.slots):
+            slots.new[:count].copy_(_slots(group, chunk.seq_cache, context, context + count), non_blocking=True)
+            slots.new[count:] = group.padding_slot
+            if context:
+                slots.context[:context].copy_(_slots(group, chunk.seq_cache, 0, context), non_blocking=True)
+                slots.context[context:] = group.padding_slot
 
     def _key(self, count: int, context: int) -> PrefillKey:
         size = rounded_up(count, LATER_SIZES if context else SIZES)
@@ -155,17 +169,18 @@ class PrefillGraphs:
 
     def _inputs(self, key: PrefillKey) -> PrefillInputs:
         """Capture runs the pass, so every slot is padding at first: it must not write into a sequence."""
-        device, padding = self._kv.device, self._kv.padding_slot
-        zeros = torch.zeros(key.tokens + key.context + 2, dtype=torch.int64, device=device)
-        tokens, context_slots, last, length = zeros.split([key.tokens, key.context, 1, 1])
-        slots = torch.full_like(tokens, padding)
-        return PrefillInputs(tokens, slots, last, context_slots.fill_(padding), length)
+        tokens, last, length = (
+            torch.zeros(count, dtype=torch.int64, device=self._kv.device) for count in (key.tokens, 1, 1)
+        )
+        padded = [torch.full_like(tokens, group.padding_slot) for group in self._kv.groups]
+        slots = [PrefillSlots(new, new[:1].repeat(key.context)) for new in padded]
+        return PrefillInputs(tokens, last, length, slots)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
     def _work(self, inputs: PrefillInputs) -> PrefillOutput:
         model, options = self._model, self._options
-        batch = self._later_batch(inputs) if inputs.context_slots.shape[0] else self._first_batch(inputs)
+        batch = self._later_batch(inputs) if inputs.context else self._first_batch(inputs)
         states = model.run_layers(
             model.embed(inputs.tokens), batch, self._ops, options.feature_layers, last=options.last_layer
         )
@@ -183,7 +198,8 @@ class PrefillGraphs:
         size = inputs.tokens.shape[0]
         steps = torch.arange(size, device=self._kv.device)
         mask = None if window is None or size <= window else self._additive(_hidden(steps, steps, window))
-        return SequenceSpan(0, size, 0, inputs.slots, inputs.slots, mask)
+        slots = inputs.of(window).new
+        return SequenceSpan(0, size, 0, slots, slots, mask)
 
     def _later_batch(self, inputs: PrefillInputs) -> EagerBatch:
         steps = torch.arange(inputs.tokens.shape[0], device=self._kv.device)
@@ -193,15 +209,15 @@ class PrefillGraphs:
 
     def _later_span(self, inputs: PrefillInputs, window: int | None) -> SequenceSpan:
         """Keys are the padded context, or what windows see of it, and then the chunk: a mask hides the padding."""
-        size, context, device = inputs.tokens.shape[0], inputs.context_slots.shape[0], self._kv.device
+        size, context, device = inputs.tokens.shape[0], inputs.context, self._kv.device
         steps, places = torch.arange(size, device=device), torch.arange(context, device=device)
-        slots = inputs.context_slots
+        slots, new = inputs.of(window).context, inputs.of(window).new
         if window is not None:
             places = inputs.length - min(window - 1, context) + places[: window - 1]
             slots = slots[places.clamp_min(0)]
         hidden = _hidden(places, inputs.length + steps, window) | (places < 0) | (places >= inputs.length)
         mask = self._additive(torch.cat([hidden, _hidden(steps, steps, window)], dim=1))
-        return SequenceSpan(0, size, places.shape[0], torch.cat([slots, inputs.slots]), inputs.slots, mask)
+        return SequenceSpan(0, size, places.shape[0], torch.cat([slots, new]), new, mask)
 
     def _additive(self, hidden: Tensor) -> Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._kv.dtype, device=hidden.device)
@@ -215,6 +231,11 @@ def _hidden(keys: Tensor, nodes: Tensor, window: int | None) -> Tensor:
     """Which keys are behind a node or before its window, by position: [nodes, keys]."""
     behind = keys > nodes[:, None]
     return behind if window is None else behind | (keys <= nodes[:, None] - window)
+
+
+def _slots(group: LayerGroup, seq_cache: SequenceCache, start: int, end: int) -> Tensor:
+    slots = group.slots(seq_cache, start, end)
+    return torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
 def _fits(row: Row) -> bool:

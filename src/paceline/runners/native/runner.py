@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Adapter, Preparation
-from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, WarmupPlan
+from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, RowOutput, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
+from paceline.kv.window_blocks import PASS_TOKENS
 from paceline.layers.rope import rope_cache
 from paceline.models.decoder import DecoderModel
 from paceline.runners.loading import eos_token_ids_of
@@ -30,7 +31,7 @@ from paceline.runners.native.loading import (
     model_info,
     read_config,
 )
-from paceline.runners.native.outputs import OutputOptions
+from paceline.runners.native.outputs import OutputOptions, joined
 from paceline.runners.native.prefill_graphs import PrefillGraphs
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and no output waits long
 SHORT_DECODE_STEPS = 8  # the same where a pass is one kernel: it takes about a millisecond
 EXTRA_POSITIONS = 512  # a drafting graph may run a few steps past the end of the longest sequence
-REREAD_TOKENS = 2048  # of a sequence in a pass, where its state is computed again
+REREAD_TOKENS = 2048  # of a sequence in a pass, where its state or its window is computed again
 LEAD_TOKENS = 2  # what a drafting graph reads of a sequence; pass_inputs.LEAD_TOKENS, here without importing Triton
 CAPABILITIES = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
 RECURRENT_CAPABILITIES = frozenset({Capability.HIDDEN_STATES})  # a state is after one path, and after all layers
@@ -52,6 +53,8 @@ class NativeRunner(PagedRunner):
     batch_invariant  on CUDA, a token's logits do not depend on what else is in the pass, in the largest batch neither
     rounded_kv       keys and values are kept in eight bits; the output is then not that of the model
     """
+
+    _whole: NativeRunner | None = None  # of an early exit: the runner of all layers
 
     def __init__(
         self,
@@ -151,40 +154,79 @@ class NativeRunner(PagedRunner):
     def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
         if self.model.config.recurrent_layers:
             self._check_chains(rows)
-            self._reread(rows)
+        if last_only and self.kv.windowed is not None and sum(len(row.parents) for row in rows) > PASS_TOKENS:
+            return ModelOutput.of([self._read_in_parts(row) for row in rows])
+        if not self._reread(rows):
+            return ModelOutput.of([self.forward([row], last_only=last_only)[0].clone() for row in rows])
         self.kv.reserve_rows(rows)
         try:
             output = self._dispatch(rows, last_only)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory("a pass does not fit: run fewer sequences at a time, or shorter ones") from error
         for row in rows:
+            self._remember(row)
             _advance(row, len(row.parents))
         return output
 
-    def _settle(self, rows: list[Row]) -> None:
-        """What plain decoding has written stays."""
-        for cache in [own(row.seq_cache) for row in rows]:
+    def _remember(self, row: Row, further: Tensor | None = None) -> None:
+        """The tokens of a row, and those read after it, in case that a window must be read again."""
+        if self.kv.windowed is not None:
+            start, history = row.seq_cache.length, own(row.seq_cache).recurrent.history
+            history.add(start, row)
+            if further is not None:
+                history.extend(start + len(row.parents), further)
+
+    def _read_in_parts(self, row: Row) -> RowOutput:
+        """A long row: the cache of windows need not hold all of it. Cut at blocks: results do not depend on it."""
+        cache, outputs = own(row.seq_cache), list[RowOutput]()
+        start, tokens = cache.length, row.ids()
+        first = min(len(tokens), PASS_TOKENS - start % self.kv.block_size)
+        later = tokens[first:].split(PASS_TOKENS) if len(tokens) > first else ()
+        try:
+            for part in (tokens[:first], *later):
+                outputs.append(self.forward([Row.chain(cache, part)], last_only=True)[0].clone())
+        except OutOfMemory:
+            self.truncate(cache, start)
+            raise
+        cache.last_row_start = start
+        return joined(outputs)
+
+    def _settle(self, rows: list[Row]) -> bool:
+        """What plain decoding has written stays. False: see `_reread`."""
+        for cache in [own(row.seq_cache) for row in rows if self.model.config.recurrent_layers]:
             self.kv.states.settle(cache.recurrent, cache.length)
-        self._reread(rows)
+        return self._reread(rows)
 
     def _check_chains(self, rows: list[Row]) -> None:
         if not all(row.is_chain for row in rows):
             raise CapabilityError(f"{self.info.name} reads chains of draft tokens only, not trees")
 
-    def _reread(self, rows: list[Row]) -> None:
-        """Read again what recurrent layers lack of a sequence that was cut back, or forked from another."""
-        for cache in [own(row.seq_cache) for row in rows]:
-            if not self.kv.states.lacks(cache.recurrent, cache.length):
-                continue
-            length, tokens = cache.length, cache.recurrent.history.ids()
-            self.kv.make_writable(cache, cache.recurrent.now.end, length)
+    def _reread(self, rows: list[Row]) -> bool:
+        """Read again what states or windows lack of a sequence that was cut back, or forked from another.
+
+        False: windows do not fit together, and one was read at the cost of another.
+        """
+        lacking = [own(row.seq_cache) for row in rows if self.kv.lacks(own(row.seq_cache))]
+        if lacking:
+            self.kv.touch(rows)
+        for cache in lacking:
+            length, tokens, start = cache.length, cache.recurrent.history.ids(), self.kv.first_lacking(cache)
+            self.kv.make_writable(cache, start, length)
             try:
-                while self.kv.states.lacks(cache.recurrent, length):
-                    cache.length = cache.recurrent.now.end
+                cache.length = start
+                while cache.length < length:
                     chunk = tokens[cache.length : min(length, cache.length + REREAD_TOKENS)]
-                    self.forward([Row.chain(cache, chunk)], last_only=True)
+                    self._all_layers.forward([Row.chain(cache, chunk)], last_only=True)
             finally:
                 cache.length = length
+        if not lacking or self.kv.windowed is None:  # a pass finds out by itself whether all states have a slot
+            return True
+        return not any(self.kv.lacks(own(row.seq_cache)) for row in rows)
+
+    @property
+    def _all_layers(self) -> NativeRunner:
+        """The runner without an early exit."""
+        return self if self._whole is None else self._whole
 
     def _dispatch(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """The first pass that takes these rows: decode graph, prefill graph, row by row, eager."""
@@ -207,18 +249,24 @@ class NativeRunner(PagedRunner):
         size = None if self.decode_graphs is None else self.decode_graphs.fits(len(inputs), LEAD_TOKENS, longest)
         if size is None or self.decode_graphs is None:
             return None
+        self._restart(inputs)
         self._catch_up(inputs)
+        if any(self.kv.lacks(own(draft.seq_cache)) for draft in inputs):
+            return None
         graph = self.decode_graphs.draft_graph(size, num_tokens, sampled)
         self._reserve_drafts(inputs, graph.key.num_tokens)
         output = self.decode_graphs.draft(graph, inputs, num_tokens)
-        for draft in inputs:
+        for index, draft in enumerate(inputs):
+            if self.kv.windowed is not None:
+                lead = draft.ids[draft.seq_cache.length :]
+                self._remember(Row.chain(draft.seq_cache, lead), output.tokens[index, :-1])
             draft.seq_cache.length = len(draft.ids) + num_tokens - 1
         return output
 
     @torch.inference_mode()
     def decode(self, rows: list[Row], num_steps: int) -> Tensor | None:
-        if self.model.config.recurrent_layers:
-            self._settle(rows)
+        if not self._settle(rows):
+            return None
         longest = max(row.seq_cache.length for row in rows) + num_steps
         size = None if self.decode_graphs is None else self.decode_graphs.fits(len(rows), 1, longest)
         if size is None or self.decode_graphs is None or longest > self.info.max_seq_len:
@@ -228,9 +276,18 @@ class NativeRunner(PagedRunner):
         except OutOfMemory:
             return None
         written = self.decode_graphs.decode(rows, size, num_steps)
-        for row in rows:
+        for row, tokens in zip(rows, written):
+            self._remember(row, tokens[:-1])
             _advance(row, num_steps)
         return written
+
+    def _restart(self, inputs: list[DraftInput]) -> None:
+        """Sequences that lack a part of their window are read from the beginning."""
+        for draft in inputs:
+            cache = own(draft.seq_cache)
+            cache.length = min(cache.length, len(draft.ids) - LEAD_TOKENS)
+            if self.kv.lacks(cache):
+                self.truncate(cache, 0)
 
     def _catch_up(self, inputs: list[DraftInput]) -> None:
         """Read all but the last two tokens of every sequence; the drafting graph itself reads those."""
@@ -244,6 +301,7 @@ class NativeRunner(PagedRunner):
             cache = own(draft.seq_cache)
             cache.length = min(cache.length, len(draft.ids) - LEAD_TOKENS)
             self.kv.reserve(cache, cache.length, len(draft.ids) + num_tokens)
+        self.kv.reserve_windows({draft.seq_cache: len(draft.ids) + num_tokens for draft in inputs})
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
@@ -271,6 +329,7 @@ class NativeRunner(PagedRunner):
         if not 0 < layer < self.info.num_layers:
             raise OptionError(f"an exit is after layer 1 to {self.info.num_layers - 1}, not {layer}")
         twin = copy.copy(self)
+        twin._whole = self._all_layers
         twin.options = OutputOptions(layer, want_hidden=True, adapter=adapter)
         twin._make_passes()
         return twin

@@ -40,6 +40,12 @@ class TokenPiece:
     def ids(self) -> list[int]:
         return [*self.lead, *self.tokens.tolist()]
 
+    def selected(self, nodes: list[int]) -> TokenPiece:
+        """These nodes of a tree, the first of which may be the lead."""
+        lead = tuple(self.lead[node] for node in nodes if node < len(self.lead))
+        rest = [node - len(self.lead) for node in nodes if node >= len(self.lead)]
+        return TokenPiece(self.start, lead, self.tokens[rest])
+
 
 class ReadTokens:
     """The tokens of a sequence, as passes have read them. They are joined on the host only when they are needed."""
@@ -56,6 +62,11 @@ class ReadTokens:
         self._pieces.append(TokenPiece(start, lead, tokens.clone()))
         if len(self._pieces) > MAX_PIECES:
             self.ids()
+
+    def keep(self, start: int, nodes: list[int]) -> None:
+        """Of the nodes of a tree that was read last, after `start` tokens, these stay."""
+        if self._pieces and self._pieces[-1].start == start:
+            self._pieces[-1] = self._pieces[-1].selected(nodes)
 
     def ids(self) -> list[int]:
         ids: list[int] = []

@@ -18,15 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import RowOutput
 from paceline.errors import WeightsError
 from paceline.heads.attention import JoinedKeys, KeyStore
 from paceline.heads.checkpoint import Checkpoint, Provenance, converted, declared_kind, install, write_checkpoint
-from paceline.heads.eagle import ChainHead, EagleConfig
+from paceline.heads.eagle import EagleConfig, LastStateHead
 from paceline.heads.kv_cache import KeyBuffers
-from paceline.heads.mtp_files import HeadTensors, read_head, stacked_experts
+from paceline.heads.mtp_files import HeadTensors, read_head, single_experts, stacked_experts
 from paceline.heads.mtp_layer import MtpLayer, RotaryTables, family_of, layer_config
-from paceline.heads.mtp_names import QWEN, HeadNames, Layout, find_names
+from paceline.heads.mtp_names import QWEN, HeadNames, Layout, find_names, layout_for
 from paceline.heads.registry import HeadSpec
 from paceline.hub.documents import checked_config
 
@@ -48,13 +47,8 @@ class MtpConfig(EagleConfig):
     layout: Layout = QWEN
     document: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def before_final_norm(self) -> bool:
-        """Whether the head was trained on states before the target's final norm, as its config then says."""
-        return bool(self.document.get(BEFORE_FINAL_NORM))
 
-
-class MtpHead(ChainHead):
+class MtpHead(LastStateHead):
     """One decoder layer between two norms and a third."""
 
     config: MtpConfig
@@ -67,6 +61,7 @@ class MtpHead(ChainHead):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.midlayer = MtpLayer(layer)
         self.norm = norm(size, eps=config.rms_norm_eps)
+        self.num_modules = 1
         self.max_draft_tokens = config.layout.max_draft_tokens
         self.can_capture = not _has_experts(self)  # transformers' experts ask the device which of them have tokens
 
@@ -84,16 +79,6 @@ class MtpHead(ChainHead):
         _, heads, _, key_dim = keys.entries.keys.shape
         return KeyBuffers(heads, key_dim, self.like, value_dim=keys.entries.values.shape[3])
 
-    def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return (num_layers,) if self.config.before_final_norm else ()
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        return output.features if self.config.before_final_norm else output.hidden
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The last hidden state as it is; a target may run in another dtype than its head."""
-        return features.to(self.like.dtype)
-
     def block(
         self,
         embeddings: Tensor,
@@ -110,12 +95,6 @@ class MtpHead(ChainHead):
         out: Tensor = self.norm(self.midlayer(mixed, positions, mask, store))
         return out
 
-    def logits(self, out: Tensor) -> Tensor:
-        return self.target.lm_head(out)
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids
-
 
 def _has_experts(head: nn.Module) -> bool:
     return any(".experts." in name for name, _ in head.named_parameters())
@@ -128,19 +107,50 @@ def load_mtp(
     folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> MtpHead:
     """The MTP head of a directory, which may be its target's own. Raises WeightsError in one line if there is none."""
+    head = stored_mtp(folder, name, dtype=dtype)
+    if head is None:
+        raise WeightsError(
+            f"{name} has no MTP head: its weights hold no mtp.* tensors and no layer behind its last one; "
+            f"choose another method, or name a directory that holds the head (draft_model=..., --draft-model)"
+        )
+    return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def stored_mtp(folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32) -> MtpHead | None:
+    """The MTP head of a directory as it is stored; None: it holds none. dtype: of weights that are unpacked."""
     path = Path(folder)
     document = checked_config(path, name)
     config = hugging_face_config(document)
     with ExitStack() as stack:
         tensors = HeadTensors(path, stack, dtype, config)
         names = find_names(tensors.names(), _num_layers(config))
-        if names is None:
-            raise WeightsError(
-                f"{name} has no MTP head: its weights hold no mtp.* tensors and no layer behind its last one; "
-                f"choose another method, or name a directory that holds the head (draft_model=..., --draft-model)"
-            )
-        head = load(Checkpoint(path, document, read_head(tensors, names)))
-    return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+        return None if names is None else load(Checkpoint(path, document, read_head(tensors, names)))
+
+
+def fresh_mtp(folder: str | Path, name: str) -> MtpHead:
+    """A head without training for the target in a directory, shaped as its last layer. Raises WeightsError."""
+    path = Path(folder)
+    document = checked_config(path, name)
+    config = hugging_face_config(document)
+    with ExitStack() as stack:
+        last = f"layers.{_num_layers(config) - 1}.mlp.experts."
+        has_experts = any(last in name for name in HeadTensors(path, stack, torch.float32).names())
+    layer = layer_config(config, has_experts=has_experts)
+    head = MtpHead(mtp_config(layer, layout_for(str(document.get("model_type"))), document))
+    _check_runs(head)
+    return head
+
+
+def _check_runs(head: MtpHead) -> None:
+    """Raise WeightsError where the layers of a family need more than states, positions and keys."""
+    row = torch.zeros(1, 1, head.config.hidden_size)
+    try:
+        with torch.no_grad():
+            head.block(row, row, torch.zeros(1, 1, dtype=torch.int64), None, JoinedKeys())
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        kind = head.config.layer.model_type
+        raise WeightsError(f"layers of model type {kind} cannot be an MTP head; train another kind, such as eagle: "
+                           f"{str(error).splitlines()[0]}") from error  # fmt: skip
 
 
 def hugging_face_config(document: Mapping[str, Any]) -> Any:
@@ -199,6 +209,7 @@ def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any]) -> MtpCo
         target_hidden_size=layer.hidden_size,
         max_seq_len=layer.max_position_embeddings,
         rms_norm_eps=layer.rms_norm_eps,
+        before_final_norm=bool(document.get(BEFORE_FINAL_NORM)),
         layer=layer,
         layout=layout,
         document=document,
@@ -210,10 +221,15 @@ def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any]) -> MtpCo
 
 def save(head: MtpHead, folder: str | Path, *, layout: str, provenance: Provenance, dtype: torch.dtype | None) -> None:
     """Write a head under the names of its family, with the config of its target: a directory of its own."""
+    write_checkpoint(folder, head.config.document, published_tensors(head, dtype))
+
+
+def published_tensors(head: MtpHead, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a head as checkpoints of its family hold them."""
     num_layers = _num_layers(hugging_face_config(head.config.document))
-    names = {name: head.config.layout.stored_name(name, num_layers) for name in head.state_dict()}
-    tensors = {names[name]: converted(value, dtype) for name, value in head.state_dict().items()}
-    write_checkpoint(folder, head.config.document, tensors)
+    stored_name = head.config.layout.stored_name
+    tensors = single_experts(head.state_dict())
+    return {stored_name(name, num_layers): converted(value, dtype) for name, value in tensors.items()}
 
 
 SPEC = HeadSpec("mtp", MtpHead, matches, load, save)

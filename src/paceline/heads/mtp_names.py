@@ -77,6 +77,8 @@ MIMO = Layout(
 )  # fmt: skip
 ROOTS = {"qwen": "", "deepseek": "model.", "mimo": "model."}
 LAYOUTS = (QWEN, MIMO, DEEPSEEK)
+# Model types whose published heads have other names than Qwen's, which all others are given.
+PUBLISHED = (("mimo", MIMO), ("deepseek", DEEPSEEK), ("glm4", DEEPSEEK), ("glm_", DEEPSEEK), ("exaone", DEEPSEEK))
 MARK = "fc.weight"  # every head has one
 
 
@@ -91,6 +93,11 @@ class HeadNames:
     def has_experts(self) -> bool:
         """Whether the head's layer has a mixture of experts."""
         return any(name.startswith(f"{BLOCK}mlp.experts.") for name in self.stored)
+
+
+def layout_for(model_type: str) -> Layout:
+    """How a head that is made for a target of this type names its tensors."""
+    return next((layout for start, layout in PUBLISHED if model_type.startswith(start)), QWEN)
 
 
 def find_names(names: Iterable[str], num_layers: int) -> HeadNames | None:

@@ -9,14 +9,14 @@ import torch
 
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.state_view import StateView, all_layers
-from paceline.core.types import RowOutput
+from paceline.core.types import Row, RowOutput
 from paceline.drafting.dflash import DFlash
 from paceline.drafting.eagle import Eagle
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head, usual_feature_layers
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.native.runner import NativeRunner
 from tests.support.dflash import tiny_head
-from tests.support.drafter_exactness import begin, sequences
+from tests.support.drafter_exactness import sequences
 from tests.support.tiny import tiny_llama
 
 PROMPT = [5, 7, 9, 11, 200, 31]
@@ -43,7 +43,8 @@ def eagle_head() -> Eagle3Head:
 
 def drafts(target: Runner, drafter: Drafter) -> list[int]:
     [seq] = sequences([PROMPT], 20)
-    begin(seq, drafter, target)
+    output = target.forward([Row.chain(target.new_cache(), PROMPT[:-1])], last_only=True)[0]
+    drafter.begin(seq, output)
     return drafter.propose([seq], [4])[0].tokens.tolist()
 
 

@@ -117,7 +117,7 @@ def drafters(kind: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafte
         layouts = (".", "speculators") if kind == "dflash" else (".",)  # speculators has no causal blocks
         return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in layouts}
     if kind == "mtp":
-        return {".": Mtp(load_head(run.folder, MtpHead), target)}
+        return {name: Mtp(load_head(run.folder / name, MtpHead), target) for name in (".", "speculators")}
     if kind == "medusa":
         return {name: Medusa(load_head(run.folder / name, MedusaHeads), target, branches=1) for name in (".", "vllm")}
     if kind == "exit-adapter":

@@ -79,7 +79,7 @@ class Eagle(Drafter):
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._buffers = head.key_buffers()
-        self._contexts = HeadContexts(self._buffers, prefix_cache, self.owner, ahead=1)
+        self._contexts = HeadContexts(self._buffers, prefix_cache, self.owner, ahead=head.tokens_ahead)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
         mask_token_id = head.mask_token_id
         self._parallel = None if mask_token_id is None else ParallelDrafting(head, mask_token_id, self._chain_pass)

@@ -126,6 +126,7 @@ class ChainHead(nn.Module):
     config: EagleConfig
     can_capture = True  # whether a CUDA graph can hold a pass
     max_draft_tokens: int | None = None  # that it was trained to draft in a row; None: any number
+    tokens_ahead = 1  # after the position of a state, that what is stored for it depends on
     mask_token_id: int | None = None  # of a head that drafts all tokens in one pass: in the place of unknown ones
 
     def __init__(self, config: EagleConfig) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.heads.mtp import MtpHead, published_tensors
+from paceline.heads.mtp import MtpHead, family_layout, named_tensors
 from paceline.heads.mtp_files import HeadTensors
 from paceline.heads.mtp_names import find_names
 from paceline.hub.documents import read_document
@@ -42,7 +42,8 @@ def write_merged(head: MtpHead, target: Path, folder: Path, dtype: torch.dtype |
     last = f"model-{len(shards) + 1:05}-of-{len(shards) + 1:05}.safetensors"
     weight_map |= dict.fromkeys(_write_head(head, folder / last, dtype), last)
     (folder / INDEXES[0]).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1) + "\n")
-    (folder / "config.json").write_text(json.dumps(_with_count(target), indent=2, sort_keys=True) + "\n")
+    config = _with_count(target, head.num_modules)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _names_of_head(target: Path) -> frozenset[str]:
@@ -75,14 +76,15 @@ def _copy_without(shard: Path, copy: Path, left_out: Collection[str]) -> list[st
 def _write_head(head: MtpHead, path: Path, dtype: torch.dtype | None) -> list[str]:
     from safetensors.torch import save_file
 
-    tensors = {name: value.detach().cpu().contiguous() for name, value in published_tensors(head, dtype).items()}
+    named = named_tensors(head, family_layout(head.config), dtype)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in named.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return list(tensors)
 
 
-def _with_count(target: Path) -> dict[str, Any]:
-    """The config, which says that there is a head of one layer."""
+def _with_count(target: Path, num_modules: int) -> dict[str, Any]:
+    """The config, which says that there is a head."""
     document = read_document(target / "config.json", target.name)
-    text = document["text_config"] if "text_config" in document else document
-    text[next((key for key in COUNTS if key in text), USUAL_COUNT)] = 1
+    text = document.get("text_config", document)
+    text[next((key for key in COUNTS if key in text), USUAL_COUNT)] = num_modules
     return document

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import OptionError
+from paceline.heads.checkpoint import Provenance
 from paceline.heads.mtp import MtpHead, fresh_mtp, load_mtp, stored_mtp
 from paceline.heads.mtp_merge import write_merged
 from paceline.heads.registry import save_head
@@ -22,7 +23,6 @@ from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.losses import blend, in_slices, soft_loss
 from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget, in_parts
-from paceline.train.teacher import Teacher
 from paceline.train.training_time_test import reference
 
 VALUES_AT_A_TIME = 2**28  # logits over the whole vocabulary that exist at once
@@ -51,10 +51,11 @@ class MtpTask:
 
     module: MtpHead
 
-    def __init__(self, teacher: Teacher, head: MtpHead, options: MtpOptions, folder: Path, own: bool = False) -> None:
+    def __init__(self, target: TrainingTarget, head: MtpHead, options: MtpOptions, folder: Path, *, own: bool) -> None:
         """folder: of the target. own: the head comes from the target's checkpoint, so its weights are the first."""
-        self.teacher, self.options, self._folder, self._own = teacher, options, folder, own
-        self._draft_ids = torch.arange(teacher.vocab_size, device=teacher.device)
+        self.teacher, self.options, self._name = target.teacher, options, target.name
+        self._folder, self._own = folder, own
+        self._draft_ids = torch.arange(self.teacher.vocab_size, device=self.teacher.device)
         self._take(head)
 
     def _take(self, head: MtpHead) -> None:
@@ -63,7 +64,7 @@ class MtpTask:
         if head.config.before_final_norm:
             raise OptionError("this MTP head reads states before the target's final norm; it cannot be trained further")
         if head.num_modules > 1:
-            raise OptionError(f"this MTP head has {head.num_modules} layers of its own; heads of one layer are trained")
+            raise OptionError(f"this MTP head has {head.num_modules} modules; only heads of one are trained further")
         head.bind_target(teacher.embed, lambda hidden: teacher.lm_head(hidden.to(dtype)))
         self.module = head.float().to(teacher.device).train().requires_grad_(True)
 
@@ -128,8 +129,13 @@ class MtpTask:
         return torch.stack(drafts, dim=-1)
 
     def export(self, folder: Path) -> None:
-        """The names of the target's family in `folder`; the whole target with the head inside where that is asked."""
-        save_head(self.module, folder, dtype=torch.bfloat16)
+        """The names of the target's family in `folder`, speculators' in `folder/speculators` where they can say it, and
+        the whole target with the head inside where that is asked."""
+        architectures = tuple(self.teacher.model.config.architectures or ("LlamaForCausalLM",))
+        about = Provenance(self._name, architectures, self._steps)
+        save_head(self.module, folder, provenance=about, dtype=torch.bfloat16)
+        if not self.module.config.layout.zeroes_first:
+            save_head(self.module, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
         if self.options.merged is not None:
             write_merged(self.module, self._folder, Path(self.options.merged).expanduser(), dtype=torch.bfloat16)
 
@@ -142,7 +148,7 @@ def _build(target: TrainingTarget, parts: CorpusSplit, options: MtpOptions) -> M
         raise OptionError("--merged writes a copy of the target: choose another directory than the target's own")
     own = stored_mtp(folder, target.name)
     head = fresh_mtp(folder, target.name) if own is None else own
-    return MtpTask(target.teacher, head, options, folder, own=own is not None)
+    return MtpTask(target, head, options, folder, own=own is not None)
 
 
 SPEC = TrainerSpec(

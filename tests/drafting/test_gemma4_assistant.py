@@ -123,7 +123,7 @@ def test_outputs_are_what_the_target_alone_generates(temperature: float, target:
 
 TOKENS = (5, 7, 9, 11)  # a bias leaves no others, so that target and assistant prefer the same ones
 BIAS = dict.fromkeys(TOKENS, 60.0)
-NEW_TOKENS, SEQUENCES = 3, 1200
+NEW_TOKENS, SEQUENCES, TEMPERATURE = 3, 600, 2.0
 
 
 def with_wrong_q(drafter: Drafter) -> None:
@@ -141,7 +141,7 @@ def sampled_chi_squared(target: Path, assistant: Path, change: Callable[[Drafter
     """chi² of all outputs after one prompt over its limit: above 1 with probability FALSE_ALARM where all is right."""
     engine = tiny_engine(target, method="mtp", draft_model=str(assistant), num_draft_tokens=2, max_num_seqs=200)
     change(engine.parts.drafter)
-    sampling = [SamplingParams(1.0, logit_bias=BIAS, seed=seed) for seed in range(SEQUENCES)]
+    sampling = [SamplingParams(TEMPERATURE, logit_bias=BIAS, seed=seed) for seed in range(SEQUENCES)]
     seqs = engine.run([sequence(list(PROMPTS[0]), NEW_TOKENS, params) for params in sampling])
     counts = Counter[tuple[int, int]]()
     paths: list[tuple[int, ...]] = sorted({seq_path[:at] for seq_path in outputs(seqs) for at in range(NEW_TOKENS)})
@@ -164,7 +164,7 @@ def expected(target: Path, path: tuple[int, ...]) -> list[float]:
     """Probabilities of the four tokens after the prompt and a path, by transformers in one pass."""
     with torch.no_grad():
         logits = _loaded(target)(torch.tensor([[*PROMPTS[0], *path]])).logits[0, -1]
-    return logits[list(TOKENS)].double().softmax(-1).tolist()
+    return (logits[list(TOKENS)].double() / TEMPERATURE).softmax(-1).tolist()
 
 
 @cache

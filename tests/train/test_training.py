@@ -114,8 +114,7 @@ def drafters(kind: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafte
     if kind == "eagle":
         return {name: Eagle(load_head(run.folder / name, Eagle3Head), target) for name in (".", "speculators")}
     if kind.startswith("dflash"):
-        layouts = (".", "speculators") if kind == "dflash" else (".",)  # speculators has no causal blocks
-        return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in layouts}
+        return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in (".", "speculators")}
     if kind == "mtp":
         return {name: Mtp(load_head(run.folder / name, MtpHead), target) for name in (".", "speculators")}
     if kind == "medusa":

@@ -122,7 +122,7 @@ def _original_config(config: DFlashConfig, provenance: Provenance, dtype: str) -
 
 
 def _causal_layers(config: DFlashConfig) -> dict[str, Any]:
-    """Layers of a causal head: speculators masks only sliding layers causally, so full ones get a window that holds all.
+    """Layers of a causal head: speculators masks only sliding layers causally, so full ones get a window for all rows.
 
     vLLM takes the same from sliding_window_non_causal, for all layers alike.
     """

@@ -142,7 +142,8 @@ def test_vllm_reads_a_p_eagle_head_parameter_for_parameter(
     save_head(head, tmp_path, provenance=Provenance(str(target)))
     model = vllm_head(vllm_config(target, tmp_path, "eagle3"), monkeypatch)
     state = {name: value for name, value in head.state_dict().items() if name not in ("t2d", "mask_hidden")}
-    assert differing(model, state, eagle_name) == []
+    unused = "model.layers.1.hidden_norm.weight"  # vLLM makes one for every layer, and uses that of the first
+    assert differing(model, state, eagle_name) == [unused]
     assert torch.equal(model.get_buffer("mask_hidden").flatten(), head.get_parameter("mask_hidden").flatten())
 
 

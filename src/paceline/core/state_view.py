@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from paceline.core.types import RowOutput
@@ -32,5 +33,5 @@ class StateView:
         features, exposed = output.features, self._exposed()
         if features is None or exposed == self._layers:
             return features
-        parts = features.unflatten(-1, (len(exposed), -1))
-        return parts[..., [exposed.index(layer) for layer in self._layers], :].flatten(-2)
+        parts = features.chunk(len(exposed), dim=-1)
+        return torch.cat([parts[exposed.index(layer)] for layer in self._layers], dim=-1)

@@ -178,7 +178,8 @@ def true_states(target: HuggingFaceRunner, ids: list[int], head: EagleHead) -> T
     seq_cache = target.new_cache()
     output = target.forward([Row.chain(seq_cache, ids)])
     target.free(seq_cache)
-    states = head.states(output[0])
+    layers = head.feature_layers(target.info.num_layers)
+    states = target.expose(hidden=not layers, features=layers).of(output[0])
     assert states is not None
     return states
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import chi2
 
 from paceline import SpeculativeDecoder
+from paceline.core.draft_tree import DraftTree
+from paceline.core.protocols import Drafter
+from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
 from paceline.errors import CapabilityError, PairError
 from tests.support.build import sequence, tiny_engine
+from tests.support.drafter_exactness import FALSE_ALARM, chi_squared
 from tests.support.families import VOCABULARY, Variant, tiny_family_config, write_family
 from tests.support.tiny import write_tiny_model
 
@@ -107,6 +117,71 @@ def test_outputs_are_what_the_target_alone_generates(temperature: float, target:
         plain = decoder.generate(PROMPTS, **settings, num_draft_tokens=0)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]
     assert all(result.stats.drafted for result in drafted)
+
+
+# --- the distribution of sampled outputs ------------------------------------------------------------------------------
+
+TOKENS = (5, 7, 9, 11)  # a bias leaves no others, so that target and assistant prefer the same ones
+BIAS = dict.fromkeys(TOKENS, 60.0)
+NEW_TOKENS, SEQUENCES, TEMPERATURE = 3, 400, 2.0
+
+
+def with_wrong_q(drafter: Drafter) -> None:
+    """Mutant: the drafter claims that its tokens were drawn from all tokens alike."""
+    propose = drafter.propose
+
+    def claimed(seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        trees = propose(seqs, num_draft_tokens)
+        return [
+            tree if tree.probs is None else replace(tree, probs=torch.full_like(tree.probs, 1 / VOCABULARY))
+            for tree in trees
+        ]
+
+    drafter.propose = claimed  # type: ignore[method-assign]
+
+
+def sampled_chi_squared(target: Path, assistant: Path, change: Callable[[Drafter], None] = lambda _: None) -> float:
+    """chi² of all outputs after one prompt over its limit: above 1 with probability FALSE_ALARM where all is right."""
+    engine = tiny_engine(target, method="mtp", draft_model=str(assistant), num_draft_tokens=2, max_num_seqs=200)
+    change(engine.parts.drafter)
+    sampling = [SamplingParams(TEMPERATURE, logit_bias=BIAS, seed=seed) for seed in range(SEQUENCES)]
+    seqs = engine.run([sequence(list(PROMPTS[0]), NEW_TOKENS, params) for params in sampling])
+    counts = Counter[tuple[int, int]]()
+    paths: list[tuple[int, ...]] = sorted({seq_path[:at] for seq_path in outputs(seqs) for at in range(NEW_TOKENS)})
+    for path in outputs(seqs):
+        counts.update((paths.index(path[:at]), TOKENS.index(path[at])) for at in range(NEW_TOKENS))
+    accepted = sum(seq.stats.accepted for seq in seqs)
+    assert accepted > 0.05 * SEQUENCES, "hardly any draft token was accepted: this shows little"
+    statistic, freedom = chi_squared([expected(target, path) for path in paths], counts)
+    limit = float(chi2.isf(FALSE_ALARM, freedom))
+    print(f"chi² {statistic:.1f} of {freedom} degrees of freedom, limit {limit:.1f}, {accepted} draft tokens accepted")
+    return statistic / limit
+
+
+def outputs(seqs: list[Sequence]) -> list[tuple[int, ...]]:
+    return [tuple(seq.generated) for seq in seqs]
+
+
+@cache
+def expected(target: Path, path: tuple[int, ...]) -> list[float]:
+    """Probabilities of the four tokens after the prompt and a path, by transformers in one pass."""
+    with torch.no_grad():
+        logits = _loaded(target)(torch.tensor([[*PROMPTS[0], *path]])).logits[0, -1]
+    return (logits[list(TOKENS)].double() / TEMPERATURE).softmax(-1).tolist()
+
+
+@cache
+def _loaded(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.slow
+def test_sampled_outputs_are_distributed_as_the_target_says(target: Path, assistant: Path) -> None:
+    """Fails a correct drafter with probability 1e-6; one that claims another q than it drew from does not pass."""
+    assert sampled_chi_squared(target, assistant) < 1
+    assert sampled_chi_squared(target, assistant, with_wrong_q) > 1
 
 
 def test_a_target_that_is_not_its_own_is_refused(assistant: Path, tmp_path: Path) -> None:

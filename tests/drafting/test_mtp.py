@@ -17,12 +17,19 @@ from paceline.device.graphs import EagerPool
 from paceline.drafting.eagle_graph import EagleGraphs
 from paceline.drafting.mtp import Mtp
 from paceline.engines.local.engine import LocalEngine
-from paceline.errors import WeightsError
+from paceline.errors import OptionError, WeightsError
 from tests.support.build import sequence, tiny_engine
 from tests.support.drafter_exactness import begin, check_greedy, check_sampled, sequences, toy
-from tests.support.mtp import FAMILIES, head_tensors, write_target
+from tests.support.mtp import (
+    FAMILIES,
+    GGUF_ARCHITECTURES,
+    head_tensors,
+    several_modules,
+    write_gguf_head,
+    write_target,
+)
 from tests.support.mtp_heads import toy_mtp_head
-from tests.support.mtp_reference import Reference, true_states
+from tests.support.mtp_reference import Reference, draft_by_modules, true_states
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
 K = 4
@@ -109,6 +116,64 @@ def test_draft_trees_leave_the_output_as_it_is(folders: Callable[[str], Path]) -
         trees, plain = (decoder.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True, num_draft_tokens=k)
                         for k in (6, 0))  # fmt: skip
     assert trees.token_ids == plain.token_ids and trees.stats.drafted > plain.stats.drafted == 0
+
+
+# --- several modules, GGUF --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
+def test_each_of_several_modules_drafts_one_token(model_type: str, tmp_path: Path) -> None:
+    """Of four tokens asked for three come, each what a float64 reference says of its module; outputs are unchanged."""
+    folder = write_target(model_type, tmp_path, several_modules(model_type, 3))
+    engine = tiny_engine(folder, method="mtp", num_draft_tokens=4)
+    drafts, seqs = Drafts(engine), [sequence(list(prompt), 7) for prompt in PROMPTS]
+    engine.run(seqs)
+    assert max(len(tokens) for _, tokens in drafts.made) == 3 and len(drafts.made) > 15
+    config = json.loads((folder / "config.json").read_text())
+    modules = [Reference(model_type, folder, config, module) for module in range(3)]
+    for ids, tokens in drafts.made[::2]:
+        assert draft_by_modules(modules, true_states(folder, ids[:-1]), ids, len(tokens)) == tokens
+    plain = tiny_engine(folder, method="none").run([sequence(list(prompt), 7) for prompt in PROMPTS])
+    assert [seq.generated for seq in seqs] == [seq.generated for seq in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", GGUF_ARCHITECTURES)
+def test_a_head_in_a_gguf_file_drafts_what_its_tensors_say(
+    model_type: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The target has another head inside; the file that is named counts."""
+    pytest.importorskip("gguf")
+    tensors = head_tensors(model_type, seed=2)
+    path, expected = write_gguf_head(tmp_path / "mtp-head.gguf", model_type, tensors), tmp_path / "same"
+    write_target(model_type, expected, tensors)
+    engine = tiny_engine(folders(model_type), method="mtp", draft_model=str(path), num_draft_tokens=K)
+    drafts = Drafts(engine)
+    engine.run([sequence(list(PROMPTS[0]), 9)])
+    assert len(drafts.made) > 4 and not list(disagreeing(expected, model_type, drafts.made))
+
+
+def test_a_gguf_file_without_a_head_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.heads.dflash_checkpoints import dflash, write_gguf
+
+    target = str(write_target("glm4_moe", tmp_path / "target", {}))
+    with pytest.raises(WeightsError, match=r"holds no MTP head \(qwen3\.nextn_predict_layers is not there\)"):
+        SpeculativeDecoder(target, method="mtp", draft_model=str(write_gguf(tmp_path / "a.gguf", dflash(), "qwen3")))
+
+
+def test_several_modules_draft_no_trees() -> None:
+    with pytest.raises(OptionError, match="drafts chains; leave nodes at 0"):
+        Mtp(toy_mtp_head(num_modules=2), toy(), nodes=4)
+
+
+@pytest.mark.slow
+def test_chains_of_several_modules_carry_the_q_they_were_drawn_from() -> None:
+    """chi² over six thousand tokens; fails a correct drafter with probability 1e-6."""
+    drafter = Mtp(toy_mtp_head(num_modules=2), toy())
+    assert check_sampled(drafter, samples=6_000, copies=80).new_tokens >= 6_000
+    assert check_greedy(Mtp(toy_mtp_head(num_modules=2), toy())).acceptance_by_position[2:] == []
 
 
 # --- exactness on the toy ---------------------------------------------------------------------------------------------

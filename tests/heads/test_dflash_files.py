@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from paceline.drafting.block_rows import block_rows
 from paceline.errors import OptionError, WeightsError
+from paceline.heads.block_attention import FULL, SLIDING
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.registry import load_head, save_head
 from tests.heads import dflash_checkpoints
@@ -199,12 +201,23 @@ def test_heads_survive_writing(variant: str, layout: str, tmp_path: Path) -> Non
     assert_same(head, again)
 
 
-def test_a_causal_head_is_written_where_that_can_be_said(tmp_path: Path) -> None:
-    head = random_head(causal=True)
-    save_head(head, tmp_path)
+@pytest.mark.parametrize("window", [{}, {"layer_types": (SLIDING, FULL), "sliding_window": 7}])
+@pytest.mark.parametrize("layout", ["original", "speculators"])
+def test_a_causal_head_survives_writing(layout: str, window: dict[str, Any], tmp_path: Path) -> None:
+    head = random_head(causal=True, **window)
+    save_head(head, tmp_path, layout=layout)
     assert load_head(tmp_path, DFlashHead).config == head.config
-    with pytest.raises(OptionError, match="causal"):
-        save_head(head, tmp_path, layout="speculators")
+
+
+@pytest.mark.parametrize("causal", [True, None])
+def test_speculators_masks_a_block_as_the_head_was_trained(causal: bool | None, tmp_path: Path) -> None:
+    """speculators: a layer is causal if it slides and sliding_window_non_causal is false; vLLM: by the latter alone."""
+    save_head(random_head(causal=causal), tmp_path, layout="speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    layer = config["transformer_layer_config"]
+    assert config["sliding_window_non_causal"] is not bool(causal)
+    assert set(layer["layer_types"]) == {SLIDING if causal else FULL}
+    assert not causal or layer["sliding_window"] > layer["max_position_embeddings"], "the window holds any sequence"
 
 
 def test_borrowed_output_rows_are_written_only_for_those_who_need_them(tmp_path: Path) -> None:

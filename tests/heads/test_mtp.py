@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.errors import WeightsError
+from paceline.errors import OptionError, WeightsError
 from paceline.heads.mtp import MtpHead, load_mtp
 from paceline.heads.mtp_names import find_names
 from paceline.heads.registry import load_head, save_head
@@ -27,6 +27,7 @@ from tests.support.mtp import (
     LAYERS,
     head_tensors,
     random_tensors,
+    several_modules,
 )
 from tests.support.mtp_heads import toy_mtp_head
 
@@ -48,8 +49,43 @@ def test_published_names_load_and_survive_writing(model_type: str, tmp_path: Pat
     assert head.state_dict().keys() == again.state_dict().keys()
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items())
     published = head_tensors(model_type)
+    names, copies = load_file(tmp_path / "new" / "model.safetensors").keys(), ("embed_tokens.weight", "head.weight")
+    assert names == {name for name in published if not name.endswith(copies)}
     norm = "mtp.norm.weight" if "mtp.norm.weight" in published else f"model.layers.{LAYERS}.shared_head.norm.weight"
     assert torch.equal(again.norm.weight, published[norm])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_speculators_layout_holds_the_same_head(model_type: str, tmp_path: Path) -> None:
+    """What speculators writes for these families: mtp_layers.0.*, the target's config nested, no target inside."""
+    head = load_mtp(write_head(tmp_path / "old", model_type, head_tensors(model_type)), model_type)
+    save_head(head, tmp_path / "new", layout="speculators")
+    again = load_head(tmp_path / "new", MtpHead)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in head.state_dict().items())
+    assert all(name.startswith("mtp_layers.0.") for name in load_file(tmp_path / "new" / "model.safetensors"))
+    rows = torch.randn(2, 1, 5, HIDDEN, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(5)[None]
+    assert torch.equal(head.block(*rows, positions), again.block(*rows, positions))
+    save_head(again, tmp_path / "family")
+    assert load_file(tmp_path / "family" / "model.safetensors").keys() == head_tensors(model_type).keys()
+
+
+def test_a_head_that_speculators_would_read_otherwise_is_not_written_so(tmp_path: Path) -> None:
+    head = load_mtp(write_head(tmp_path, "glm4_moe", head_tensors("glm4_moe")), "glm")
+    with pytest.raises(OptionError, match="no word for how this MTP head reads its inputs"):
+        save_head(head, tmp_path / "new", layout="speculators")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v3"])
+def test_heads_of_several_modules_survive_writing(model_type: str, tmp_path: Path) -> None:
+    tensors = several_modules(model_type, 2)
+    head = load_mtp(write_head(tmp_path / "old", model_type, tensors), model_type)
+    assert head.num_modules == head.max_draft_tokens == 2
+    save_head(head, tmp_path / "new")
+    written = load_file(tmp_path / "new" / "model.safetensors")
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    assert written.keys() == {name for name in tensors if not name.endswith(copies)}
+    assert all(torch.equal(value, tensors[name]) for name, value in written.items())
 
 
 def test_a_model_with_a_vision_part_has_its_head_at_the_top(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def check_sampled(
     statistic, freedom = chi_squared(distribution(target.table, SamplingParams(1.0)).tolist(), counts)
     limit = float(chi2.isf(FALSE_ALARM, freedom))
     print(f"chi² {statistic:.1f} of {freedom} degrees of freedom, limit {limit:.1f}, error probability {FALSE_ALARM}")
-    assert statistic < limit
+    assert statistic < limit, f"chi² {statistic:.1f} is over its limit {limit:.1f}"
     return total
 
 

@@ -54,6 +54,73 @@ def head_tensors(model_type: str, seed: int = 1) -> dict[str, Tensor]:
     return _under(f"model.layers.{LAYERS}.", {**named, **copies, **layer_tensors(model_type, random, 1.0)})
 
 
+def several_modules(model_type: str, count: int) -> dict[str, Tensor]:
+    """A head of several modules: Qwen's share all but the decoder layer."""
+    tensors = head_tensors(model_type)
+    for index in range(1, count):
+        layer = head_tensors(model_type, seed=10 + index)
+        if model_type in QWEN:
+            own = {name: value for name, value in layer.items() if ".layers.0." in name}
+            tensors |= {name.replace(".layers.0.", f".layers.{index}."): value for name, value in own.items()}
+        else:
+            old, new = f"layers.{LAYERS}.", f"layers.{LAYERS + index}."
+            tensors |= {name.replace(old, new): value for name, value in layer.items()}
+    return tensors
+
+
+GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35", "glm4_moe": "glm4moe", "glm4_moe_lite": "deepseek2"}
+GGUF_NAMES = {
+    "fc": "nextn.eh_proj", "eh_proj": "nextn.eh_proj", "pre_fc_norm_embedding": "nextn.enorm", "enorm": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm", "hnorm": "nextn.hnorm", "norm": "nextn.shared_head_norm",
+    "shared_head.norm": "nextn.shared_head_norm", "shared_head.head": "nextn.shared_head_head",
+    "embed_tokens": "nextn.embed_tokens", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}  # fmt: skip
+
+
+def write_gguf_head(path: Path, model_type: str, tensors: dict[str, Tensor]) -> Path:
+    """The head alone as llama.cpp's converter writes it: norms of Qwen moved by one, kv_b_proj in two halves."""
+    import gguf
+
+    architecture = GGUF_ARCHITECTURES[model_type]
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_uint32(f"{architecture}.block_count", LAYERS + 1)
+    writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
+    for name, value in gguf_tensors(model_type, tensors).items():
+        writer.add_tensor(f"blk.{LAYERS}.{name}", value.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def gguf_tensors(model_type: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+    for full, value in tensors.items():
+        rest = full.removeprefix("mtp.").removeprefix("layers.0.").removeprefix(f"model.layers.{LAYERS}.")
+        name, _, suffix = rest.rpartition(".")
+        if name.startswith("mlp.experts."):
+            experts[name.split(".")[3].removesuffix("_proj")].append(value)
+        elif suffix == "e_score_correction_bias":
+            named["exp_probs_b.bias"] = value
+        elif name == "self_attn.kv_b_proj":
+            keys, values = value.view(HEADS, NOPE + VALUE, LATENT).split([NOPE, VALUE], dim=1)
+            named |= {"attn_k_b.weight": keys.transpose(1, 2), "attn_v_b.weight": values}
+        else:
+            moved = model_type in QWEN and (name.endswith("norm") or name.startswith("pre_fc_norm"))
+            named[f"{GGUF_NAMES[name]}.{suffix}"] = value + 1 if moved else value
+    stacked = {f"ffn_{part}_exps.weight": torch.stack(values) for part, values in experts.items() if values}
+    return named | stacked
+
+
 def random_tensors(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Matrices, and vectors around one."""
     random = _Random(3)

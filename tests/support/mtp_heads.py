@@ -14,12 +14,14 @@ from tests.support.families import tiny_family_config
 LAYOUTS: dict[str, Any] = {"qwen3_5_text": QWEN, "deepseek_v3": DEEPSEEK, "qwen2": MIMO}
 
 
-def toy_mtp_head(model_type: str = "qwen3_5_text", vocab_size: int = 4, seed: int = 0) -> MtpHead:
+def toy_mtp_head(
+    model_type: str = "qwen3_5_text", vocab_size: int = 4, seed: int = 0, num_modules: int = 1
+) -> MtpHead:
     config = tiny_family_config(model_type, {"hidden_size": vocab_size, "vocab_size": vocab_size, **SPECIAL})
     layer = layer_config(config, has_experts=model_type == "deepseek_v3")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = MtpHead(mtp_config(layer, LAYOUTS[model_type], {}))
+        head = MtpHead(mtp_config(layer, LAYOUTS[model_type], {}, num_modules))
         for weight in head.parameters():
             if weight.ndim > 1:
                 torch.nn.init.normal_(weight, std=0.5)

@@ -39,13 +39,15 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
 class Reference:
     """One head over one target, both read from their files."""
 
-    def __init__(self, model_type: str, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, model_type: str, folder: Path, config: dict[str, Any], module: int = 0) -> None:
+        """module: of a head of several."""
         stored = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
-        prefix = "mtp." if model_type in QWEN else f"model.layers.{LAYERS}."
+        prefix = "mtp." if model_type in QWEN else f"model.layers.{LAYERS + module}."
+        self.is_first = module == 0
         self.head = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
         self.embedding, self.lm_head = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
         self.is_qwen, self.is_latent, self.config = model_type in QWEN, model_type in MULTI_LATENT, config
-        self.layer = "layers.0." if self.is_qwen else ""
+        self.layer = f"layers.{module}." if self.is_qwen else ""
         self.eps = float(config["rms_norm_eps"])
         self.theta = float(config["rope_parameters"]["rope_theta"])
         self.share = float(config["rope_parameters"].get("partial_rotary_factor", 1.0))
@@ -64,7 +66,7 @@ class Reference:
     def rows(self, g: Tensor, tokens: list[int]) -> Tensor:
         """The head's output at every position, which is also the next state. [rows, hidden_size]"""
         embedded = self.embedding[tokens].clone()
-        if not self.is_qwen:
+        if not self.is_qwen and self.is_first:
             embedded[0] = 0.0
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden") if self.is_qwen else ("enorm", "hnorm")
         parts = [self.norm(part, name) for part, name in zip((embedded, g), names)]
@@ -143,6 +145,16 @@ class Reference:
         scale = 1.0 if self.is_qwen else self.config["routed_scaling_factor"]
         experts = [self.gated(row, f"mlp.experts.{index}.") for index in chosen]
         return scale * sum(weight * expert for weight, expert in zip(weights, experts))  # type: ignore[no-any-return]
+
+
+def draft_by_modules(modules: list[Reference], states: Tensor, ids: list[int], num_tokens: int) -> list[int]:
+    """The tokens after `ids`, one of each module: each reads what the one before made of all tokens."""
+    g, tokens, drafts = states.double(), ids[1:], list[int]()
+    for module in modules[:num_tokens]:
+        g = module.rows(g, tokens)
+        drafts.append(int((module.lm_head @ g[-1]).argmax()))
+        tokens = [*tokens[1:], drafts[-1]]
+    return drafts
 
 
 def true_states(folder: Path, ids: list[int]) -> Tensor:

@@ -136,7 +136,7 @@ def test_options_are_the_same_from_their_recorded_values() -> None:
 
 
 def test_unknown_kinds_and_options_are_refused() -> None:
-    with pytest.raises(OptionError, match="eagle, dflash, dflash2, medusa, draft-model, exit-adapter"):
+    with pytest.raises(OptionError, match="eagle, dflash, dflash2, mtp, medusa, draft-model, exit-adapter"):
         TrainOptions.of("llama", "out")
     with pytest.raises(OptionError, match="no option exit_layer"):
         TrainOptions.of("eagle", "out", {"exit_layer": 2})

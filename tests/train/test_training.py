@@ -21,10 +21,12 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.layerskip import LayerSkip
 from paceline.drafting.medusa import Medusa
+from paceline.drafting.mtp import Mtp
 from paceline.heads.dflash import DFlashHead
 from paceline.heads.eagle3 import Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter
 from paceline.heads.medusa import MedusaHeads
+from paceline.heads.mtp import MtpHead
 from paceline.heads.registry import load_head
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.train.corpus import BatchSampler, Corpus, split
@@ -34,12 +36,13 @@ from paceline.train.run import TrainOptions, open_target, recorded_options
 from tests.support.drafter_exactness import assert_unchanged
 from tests.train.conftest import PROMPT_LEN, SEQ_LEN, greedy_sequences, random_prompts, small_training
 
-STEPS = {"eagle": 40, "dflash": 40, "dflash2": 40, "medusa": 40, "draft-model": 60, "exit-adapter": 40}
+STEPS = {"eagle": 40, "dflash": 40, "dflash2": 40, "mtp": 40, "medusa": 40, "draft-model": 60, "exit-adapter": 40}
 BLOCKS: list[object] = ["--draft-vocab-size", 128, "--num-layers", 1, "--block-size", 4, "--anchors", 16]
 SIZES: dict[str, list[object]] = {
     "eagle": ["--draft-vocab-size", 128, "--ttt-steps", 3],
     "dflash": BLOCKS,
     "dflash2": [*BLOCKS, "--selector-rank", 8, "--block-attention", "causal"],
+    "mtp": ["--ttt-steps", 3],
     "medusa": ["--num-medusa-heads", 3],
     "draft-model": ["--num-layers", 1, "--hidden-size", 32],
     "exit-adapter": ["--exit-layer", 1],
@@ -111,8 +114,9 @@ def drafters(kind: str, run: Run, target: HuggingFaceRunner) -> dict[str, Drafte
     if kind == "eagle":
         return {name: Eagle(load_head(run.folder / name, Eagle3Head), target) for name in (".", "speculators")}
     if kind.startswith("dflash"):
-        layouts = (".", "speculators") if kind == "dflash" else (".",)  # speculators has no causal blocks
-        return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in layouts}
+        return {name: DFlash(load_head(run.folder / name, DFlashHead), target) for name in (".", "speculators")}
+    if kind == "mtp":
+        return {name: Mtp(load_head(run.folder / name, MtpHead), target) for name in (".", "speculators")}
     if kind == "medusa":
         return {name: Medusa(load_head(run.folder / name, MedusaHeads), target, branches=1) for name in (".", "vllm")}
     if kind == "exit-adapter":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.draft_tree import path_to
 from paceline.core.protocols import Adapter, Runner
+from paceline.core.state_view import StateView
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, RowOutput, SequenceCache
 from paceline.kv.block_manager import BlockManager
 
@@ -191,8 +192,8 @@ class MemoizedRunner(Runner):
 
     # --- for drafters that read hidden states -------------------------------------------------------------------------
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        self.inner.expose(hidden=hidden, features=features)
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> StateView:
+        return self.inner.expose(hidden=hidden, features=features)
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self.inner.lm_head(hidden)

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
 from paceline.core.sequence import Sequence
+from paceline.core.state_view import StateView
 from paceline.core.stats import EngineStats
 from paceline.core.types import (
     Capability,
@@ -64,8 +65,11 @@ class ModelStates(Protocol):
 
     info: ModelInfo
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES)."""
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> StateView:
+        """From now on return last hidden states, and the states entering these layers (Capability.HIDDEN_STATES).
+
+        Returns the view of outputs that holds what was asked for here, whatever others ask for.
+        """
         raise _missing(self.info, Capability.HIDDEN_STATES)
 
     def hidden_view(self) -> Runner:

@@ -74,7 +74,7 @@ class DFlash(Drafter):
         _check_pair(head, target)
         self.needs = frozenset({Capability.HIDDEN_STATES, Capability.TREE} if nodes else {Capability.HIDDEN_STATES})
         self.nodes, self.branches = nodes, branches
-        target.expose(features=head.config.feature_layers)
+        self._view = target.expose(features=head.config.feature_layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._context_product = ContextProduct(head)
@@ -111,11 +111,11 @@ class DFlash(Drafter):
 
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        self.contexts.begin(seq, None if prompt is None else self._head.states(prompt))
+        self.contexts.begin(seq, None if prompt is None else self._view.of(prompt))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
-            states = self._head.states(result.output)
+            states = self._view.of(result.output)
             if states is not None:
                 self.contexts.extend(seq, result, states)
 

@@ -75,11 +75,11 @@ class Eagle(Drafter):
         self.needs = frozenset({Capability.HIDDEN_STATES, Capability.TREE} if nodes else {Capability.HIDDEN_STATES})
         self.nodes = nodes
         layers = head.feature_layers(target.info.num_layers, tuple(feature_layers))
-        target.expose(hidden=not layers, features=layers)
+        self._view = target.expose(hidden=not layers, features=layers)
         head.bind_target(target.embed, target.lm_head)
         self._head, self._vocab_size, self._target_ids = head, target.info.vocab_size, head.target_ids
         self._buffers = head.key_buffers()
-        self._contexts = HeadContexts(self._buffers, prefix_cache, self.owner, ahead=1)
+        self._contexts = HeadContexts(self._buffers, prefix_cache, self.owner, ahead=head.tokens_ahead)
         self._tree_drafting = TreeDrafting(head, self._buffers, min(branches, head.config.draft_vocab_size), depth)
         mask_token_id = head.mask_token_id
         self._parallel = None if mask_token_id is None else ParallelDrafting(head, mask_token_id, self._chain_pass)
@@ -100,11 +100,11 @@ class Eagle(Drafter):
 
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        self._contexts.begin(seq, None if prompt is None else self._head.states(prompt))
+        self._contexts.begin(seq, None if prompt is None else self._view.of(prompt))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
-            states = self._head.states(result.output)
+            states = self._view.of(result.output)
             if states is not None:
                 self._contexts.extend(seq, result, states)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import RowOutput
 from paceline.errors import OptionError
 from paceline.heads.attention import JoinedKeys, KeyStore, KeyValues, Rotary, RotarySettings
 from paceline.heads.block_attention import SLIDING, Angles, BlockAttention, BlockAttentionSettings, Visibility
@@ -236,10 +235,6 @@ class DFlashHead(nn.Module):
             rows = lm_head(torch.eye(size, dtype=self.like.dtype, device=self.like.device))[:, self.target_ids].T
             self.lm_head = nn.Linear(size, self.config.draft_vocab_size, bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(rows.to(self.like.dtype).contiguous(), requires_grad=False)
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        """The part of the target's output the head reads; None where the target returned no states."""
-        return output.features
 
     # --- one pass -----------------------------------------------------------------------------------------------------
 

@@ -240,7 +240,10 @@ def _window_options(keys: ConfigKeys, num_layers: int) -> dict[str, Any]:
     if SLIDING not in types:
         return {}
     known = tuple(kind if kind == SLIDING else FULL for kind in types)
-    return {"layer_types": known, "sliding_window": int(number(keys.layer, "sliding_window", 0))}
+    window = int(number(keys.layer, "sliding_window", 0))
+    if _causal(keys) and window > number(keys.layer, "max_position_embeddings", window):
+        return {}  # a causal head as speculators has it: the window holds any sequence
+    return {"layer_types": known, "sliding_window": window}
 
 
 def _convolution_options(named: Checkpoint) -> dict[str, Any]:
@@ -288,7 +291,7 @@ def _causal(keys: ConfigKeys) -> bool | None:
     if keys.kind == "jetspec":
         return True
     non_causal = keys.top.get("sliding_window_non_causal", keys.is_speculators and keys.kind == "dflash2")
-    return False if non_causal else None
+    return False if non_causal and SLIDING in (keys.layer.get("layer_types") or ()) else None
 
 
 def _sample_from_anchor(keys: ConfigKeys) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import OptionError
-from paceline.heads.block_attention import FULL
+from paceline.heads.block_attention import FULL, SLIDING
 from paceline.heads.checkpoint import Provenance, converted, write_checkpoint
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 
@@ -121,11 +121,21 @@ def _original_config(config: DFlashConfig, provenance: Provenance, dtype: str) -
     }
 
 
+def _causal_layers(config: DFlashConfig) -> dict[str, Any]:
+    """Layers of a causal head: speculators masks only sliding layers causally, so full ones get a window for all rows.
+
+    vLLM takes the same from sliding_window_non_causal, for all layers alike.
+    """
+    if not config.causal or config.sliding_window:
+        return {"is_causal": True} if config.causal else {}
+    window = config.max_seq_len + config.block_size
+    sliding = {"layer_types": [SLIDING] * config.num_layers, "sliding_window": window, "use_sliding_window": True}
+    return {**sliding, "is_causal": True}
+
+
 def _speculators_config(config: DFlashConfig, provenance: Provenance, dtype: str) -> dict[str, Any]:
     kind = _kind(config)
     classes = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
-    if config.causal is True:
-        raise OptionError("the layout speculators cannot say that a block is causal; write the layout original")
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.max_draft_tokens,
@@ -137,11 +147,12 @@ def _speculators_config(config: DFlashConfig, provenance: Provenance, dtype: str
         **_variant_fields(config),
         "architectures": [classes[kind]],
         "speculators_model_type": kind,
-        "transformer_layer_config": _layer_fields(config, dtype),
+        "transformer_layer_config": {**_layer_fields(config, dtype), **_causal_layers(config)},
+        **({} if config.causal is None else {"is_causal": config.causal}),
         "aux_hidden_state_layer_ids": list(config.feature_layers),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "sliding_window_non_causal": config.causal is False,
+        "sliding_window_non_causal": not config.causal and not (config.causal is None and config.sliding_window),
         "torch_dtype": dtype,
         "speculators_config": {
             "algorithm": kind,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.core.types import RowOutput
 from paceline.errors import OptionError
 from paceline.heads.attention import Attention, AttentionSettings, KeyStore, RotarySettings
 from paceline.heads.kv_cache import KeyBuffers
@@ -32,6 +31,7 @@ class EagleConfig:
     vocab_size        of the target
     draft_vocab_size  the tokens the head can predict
     own_embeddings    the checkpoint has an embedding; otherwise the target's is used
+    before_final_norm of a head that reads the last states: those before the target's final norm, not after
     """
 
     hidden_size: int
@@ -50,6 +50,7 @@ class EagleConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     own_embeddings: bool = False
+    before_final_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -125,6 +126,7 @@ class ChainHead(nn.Module):
     config: EagleConfig
     can_capture = True  # whether a CUDA graph can hold a pass
     max_draft_tokens: int | None = None  # that it was trained to draft in a row; None: any number
+    tokens_ahead = 1  # after the position of a state, that what is stored for it depends on
     mask_token_id: int | None = None  # of a head that drafts all tokens in one pass: in the place of unknown ones
 
     def __init__(self, config: EagleConfig) -> None:
@@ -155,10 +157,6 @@ class ChainHead(nn.Module):
 
     def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Of a target with `num_layers` layers, those whose entering states are read; (): the last hidden state."""
-        raise NotImplementedError
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        """The part of the target's output the head reads; None where the target returned no states."""
         raise NotImplementedError
 
     # --- the four calls -----------------------------------------------------------------------------------------------
@@ -214,6 +212,23 @@ class ChainHead(nn.Module):
     def choose_vocabulary(self, target_ids: Tensor) -> None:
         """Restrict the head to these tokens of the target: rising ids, as many as draft_vocab_size."""
         raise OptionError(f"this head predicts {self.config.draft_vocab_size} tokens, not {target_ids.numel()}")
+
+
+class LastStateHead(ChainHead):
+    """A head that continues the target's last hidden state as it is, and predicts with the target's output head."""
+
+    def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
+        return (num_layers,) if self.config.before_final_norm else ()
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The last hidden state as it is; a target may run in another dtype than its head."""
+        return features.to(self.like.dtype)
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.target.lm_head(out)
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        return ids
 
 
 class EagleHead(ChainHead):

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import RowOutput
 from paceline.errors import OptionError
 from paceline.heads.attention import KeyStore
 from paceline.heads.checkpoint import Checkpoint, Provenance, declared_kind, install, plain_name, write_checkpoint
-from paceline.heads.eagle import EagleConfig, EagleHead, EagleLayer
+from paceline.heads.eagle import EagleConfig, EagleHead, EagleLayer, LastStateHead
 from paceline.heads.eagle_files import LISTED, llama_fields, renamed, shared_fields, vocab_size_of, written_tensors
 from paceline.heads.registry import HeadSpec
 
@@ -25,9 +24,7 @@ BEFORE_FINAL_NORM = "before_final_norm"  # of paceline's own: published configs 
 
 @dataclass(frozen=True, slots=True)
 class Eagle1Config(EagleConfig):
-    """Sizes of an EAGLE-1 head. before_final_norm: it reads the target's states before the final norm, not after."""
-
-    before_final_norm: bool = False
+    """Sizes of an EAGLE-1 head."""
 
     def __post_init__(self) -> None:
         EagleConfig.__post_init__(self)
@@ -35,7 +32,7 @@ class Eagle1Config(EagleConfig):
             raise OptionError("an EAGLE-1 head has the hidden size of its target: it continues the target's own states")
 
 
-class Eagle1Head(EagleHead):
+class Eagle1Head(LastStateHead, EagleHead):
     """Reads the mixture of embedding and state."""
 
     config: Eagle1Config
@@ -43,16 +40,6 @@ class Eagle1Head(EagleHead):
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config, EagleLayer(config, config.hidden_size))
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-
-    def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return (num_layers,) if self.config.before_final_norm else ()
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        return output.features if self.config.before_final_norm else output.hidden
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The last hidden state as it is; a target may run in another dtype than its head."""
-        return features.to(self.like.dtype)
 
     def block(
         self,
@@ -65,12 +52,6 @@ class Eagle1Head(EagleHead):
         mixed = self.fc(torch.cat([embeddings, g], dim=-1))
         out: Tensor = self.midlayer(mixed, mixed, positions, mask, store)
         return out
-
-    def logits(self, out: Tensor) -> Tensor:
-        return self.target.lm_head(out)
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

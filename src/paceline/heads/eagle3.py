@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import RowOutput
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.attention import KeyStore
 from paceline.heads.checkpoint import (
@@ -64,8 +63,8 @@ class Eagle3Config(EagleConfig):
 
 
 def usual_feature_layers(num_layers: int) -> tuple[int, ...]:
-    """Layers whose entering states EAGLE-3 reads by default: low, middle, high; fewer where the target is shallow."""
-    return tuple(min(max(layer, 0), num_layers) for layer in (2, num_layers // 2, num_layers - 3))
+    """Layers whose entering states EAGLE-3 reads by default: low, middle, high; a shallow target has some twice."""
+    return tuple(min(max(layer, 0), num_layers - 1) for layer in (2, num_layers // 2, num_layers - 3))
 
 
 class Eagle3Layer(EagleLayer):
@@ -104,9 +103,6 @@ class Eagle3Head(EagleHead):
 
     def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
         return tuple(chosen) or self.config.feature_layers or usual_feature_layers(num_layers)
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        return output.features
 
     def fuse(self, features: Tensor) -> Tensor:
         """States of several layers, mixed."""

@@ -4,6 +4,10 @@
 
 States come after the target's final norm, and `out`, after the head's own, is the next state. Embedding and output head
 are the target's. heads/mtp_names.py lists how families name the tensors.
+
+A head of one module drafts any number of tokens, each from its own output. A head of several drafts one with each:
+
+    out of module m at t = module m(embedding of token t + m + 1, out of module m - 1 at t)   logits of token t + m + 2
 Paper: DeepSeek-V3, https://arxiv.org/abs/2412.19437
 """
 
@@ -18,19 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import RowOutput
-from paceline.errors import WeightsError
-from paceline.heads.attention import JoinedKeys, KeyStore
+from paceline.errors import OptionError, WeightsError
+from paceline.heads.attention import JoinedKeys, KeyStore, KeyValues
 from paceline.heads.checkpoint import Checkpoint, Provenance, converted, declared_kind, install, write_checkpoint
-from paceline.heads.eagle import ChainHead, EagleConfig
+from paceline.heads.eagle import EagleConfig, LastStateHead
 from paceline.heads.kv_cache import KeyBuffers
-from paceline.heads.mtp_files import HeadTensors, read_head, stacked_experts
+from paceline.heads.mtp_files import HeadTensors, read_head, single_experts, stacked_experts
 from paceline.heads.mtp_layer import MtpLayer, RotaryTables, family_of, layer_config
-from paceline.heads.mtp_names import QWEN, HeadNames, Layout, find_names
+from paceline.heads.mtp_names import LAYOUTS, QWEN, SPECULATORS, HeadNames, Layout, find_names, layout_for
 from paceline.heads.registry import HeadSpec
 from paceline.hub.documents import checked_config
 
 BEFORE_FINAL_NORM = "mtp_reads_before_final_norm"  # of paceline's own: published configs never say it
+ORIGINAL = "original"
 # Families whose code is not in transformers, and the one whose layers they have.
 LAYERS_OF = {"mimo": "qwen2"}
 
@@ -41,21 +45,36 @@ class MtpConfig(EagleConfig):
 
     layer     the Hugging Face config of its layer
     layout    how its checkpoint names tensors, and what goes with that
-    document  the config.json of its checkpoint
+    document  the config.json of its target
+    num_modules  of the head
     """
 
     layer: Any = field(default=None, compare=False)
     layout: Layout = QWEN
     document: Mapping[str, Any] = field(default_factory=dict)
+    num_modules: int = 1
 
     @property
-    def before_final_norm(self) -> bool:
-        """Whether the head was trained on states before the target's final norm, as its config then says."""
-        return bool(self.document.get(BEFORE_FINAL_NORM))
+    def max_draft_tokens(self) -> int | None:
+        """Tokens that the head was trained to draft in a row; None: any number."""
+        return self.layout.max_draft_tokens if self.num_modules == 1 else self.num_modules
 
 
-class MtpHead(ChainHead):
-    """One decoder layer between two norms and a third."""
+class FurtherModule(nn.Module):
+    """A module after the first: a decoder layer, and norms and a product where it does not share the first one's."""
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__()
+        self.midlayer = MtpLayer(config.layer)
+        if not config.layout.shares:
+            size, norm = config.hidden_size, family_of(config.layer).norm
+            self.enorm, self.hnorm = norm(size, eps=config.rms_norm_eps), norm(size, eps=config.rms_norm_eps)
+            self.fc = nn.Linear(2 * size, size, bias=False)
+            self.norm = norm(size, eps=config.rms_norm_eps)
+
+
+class MtpHead(LastStateHead):
+    """One decoder layer between two norms and a third; some heads have further modules of that kind."""
 
     config: MtpConfig
 
@@ -67,8 +86,14 @@ class MtpHead(ChainHead):
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.midlayer = MtpLayer(layer)
         self.norm = norm(size, eps=config.rms_norm_eps)
-        self.max_draft_tokens = config.layout.max_draft_tokens
-        self.can_capture = not _has_experts(self)  # transformers' experts ask the device which of them have tokens
+        self.further = nn.ModuleList(FurtherModule(config) for _ in range(config.num_modules - 1))
+        self.max_draft_tokens, self.tokens_ahead = config.max_draft_tokens, config.num_modules
+        # transformers' experts ask the device which of them have tokens; a graph holds passes of one module
+        self.can_capture = config.num_modules == 1 and not _has_experts(self)
+
+    @property
+    def num_modules(self) -> int:
+        return self.config.num_modules
 
     @property
     def like(self) -> Tensor:
@@ -76,23 +101,18 @@ class MtpHead(ChainHead):
 
     @torch.inference_mode()
     def key_buffers(self) -> KeyBuffers:
-        """Buffers of the sizes that a pass stores: those of latent attention are neither heads nor head_dim."""
+        """Buffers for the keys of all modules side by side."""
+        entries = self._stored_entries()
+        _, heads, _, key_dim = entries.keys.shape
+        return KeyBuffers(heads * self.num_modules, key_dim, self.like, value_dim=entries.values.shape[3])
+
+    def _stored_entries(self) -> KeyValues:
+        """What a pass over one row stores: sizes of latent attention are neither heads nor head_dim."""
         keys = JoinedKeys()
         row = torch.zeros_like(self.like).view(1, 1, -1)
         self.midlayer(row, torch.zeros(1, 1, dtype=torch.int64, device=row.device), None, keys)
         assert keys.entries is not None
-        _, heads, _, key_dim = keys.entries.keys.shape
-        return KeyBuffers(heads, key_dim, self.like, value_dim=keys.entries.values.shape[3])
-
-    def feature_layers(self, num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return (num_layers,) if self.config.before_final_norm else ()
-
-    def states(self, output: RowOutput) -> Tensor | None:
-        return output.features if self.config.before_final_norm else output.hidden
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The last hidden state as it is; a target may run in another dtype than its head."""
-        return features.to(self.like.dtype)
+        return keys.entries
 
     def block(
         self,
@@ -102,19 +122,27 @@ class MtpHead(ChainHead):
         mask: Tensor | None = None,
         store: KeyStore | None = None,
     ) -> Tensor:
-        layout = self.config.layout
-        if layout.zeroes_first:
+        return self.module_pass(0, embeddings, g, positions, mask, store)
+
+    def module_pass(
+        self,
+        index: int,
+        embeddings: Tensor,
+        g: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        store: KeyStore | None,
+    ) -> Tensor:
+        """A pass of one module, as `block` is one of the first. positions: of the states. store: of this module."""
+        if index == 0 and self.config.layout.zeroes_first:
             embeddings = embeddings.masked_fill((positions == 0)[..., None], 0.0)
-        parts = [self.enorm(embeddings), self.hnorm(g)]
-        mixed = self.fc(torch.cat(parts[::-1] if layout.states_first else parts, dim=-1))
-        out: Tensor = self.norm(self.midlayer(mixed, positions, mask, store))
+        own = self if index == 0 else self.further[index - 1]
+        common = self if self.config.layout.shares else own
+        parts = [common.enorm(embeddings), common.hnorm(g)]  # type: ignore[operator]
+        joined = torch.cat(parts[::-1] if self.config.layout.states_first else parts, dim=-1)
+        states = own.midlayer(common.fc(joined), positions, mask, store)  # type: ignore[operator]
+        out: Tensor = common.norm(states)  # type: ignore[operator]
         return out
-
-    def logits(self, out: Tensor) -> Tensor:
-        return self.target.lm_head(out)
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        return ids
 
 
 def _has_experts(head: nn.Module) -> bool:
@@ -128,19 +156,71 @@ def load_mtp(
     folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> MtpHead:
     """The MTP head of a directory, which may be its target's own. Raises WeightsError in one line if there is none."""
+    head = stored_mtp(folder, name, dtype=dtype)
+    if head is None:
+        raise WeightsError(
+            f"{name} has no MTP head: its weights hold no mtp.* tensors and no layer behind its last one; "
+            f"choose another method, or name a directory that holds the head (draft_model=..., --draft-model)"
+        )
+    return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def stored_mtp(folder: str | Path, name: str, *, dtype: torch.dtype = torch.float32) -> MtpHead | None:
+    """The MTP head of a directory as it is stored; None: it holds none. dtype: of weights that are unpacked."""
+    path = Path(folder)
+    document = checked_config(path, name)
+    config = hugging_face_config(target_document(document))
+    with ExitStack() as stack:
+        tensors = HeadTensors(path, stack, dtype, config)
+        names = find_names(tensors.names(), _num_layers(config), layouts_of(document))
+        return None if names is None else load(Checkpoint(path, document, read_head(tensors, names)))
+
+
+def load_mtp_gguf(
+    path: Path, target: str | Path, name: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> MtpHead:
+    """The MTP head of a GGUF file. target: the directory of the model it was made for. Raises WeightsError."""
+    from paceline.heads.mtp_gguf import read_mtp_gguf
+
+    head = load(read_mtp_gguf(path, checked_config(Path(target), name)))
+    return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def fresh_mtp(folder: str | Path, name: str) -> MtpHead:
+    """A head without training for the target in a directory, shaped as its last layer. Raises WeightsError."""
     path = Path(folder)
     document = checked_config(path, name)
     config = hugging_face_config(document)
     with ExitStack() as stack:
-        tensors = HeadTensors(path, stack, dtype, config)
-        names = find_names(tensors.names(), _num_layers(config))
-        if names is None:
-            raise WeightsError(
-                f"{name} has no MTP head: its weights hold no mtp.* tensors and no layer behind its last one; "
-                f"choose another method, or name a directory that holds the head (draft_model=..., --draft-model)"
-            )
-        head = load(Checkpoint(path, document, read_head(tensors, names)))
-    return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+        last = f"layers.{_num_layers(config) - 1}.mlp.experts."
+        has_experts = any(last in name for name in HeadTensors(path, stack, torch.float32).names())
+    layer = layer_config(config, has_experts=has_experts)
+    head = MtpHead(mtp_config(layer, layout_for(str(document.get("model_type"))), document))
+    _check_runs(head)
+    return head
+
+
+def _check_runs(head: MtpHead) -> None:
+    """Raise WeightsError where the layers of a family need more than states, positions and keys."""
+    row = torch.zeros(1, 1, head.config.hidden_size)
+    try:
+        with torch.no_grad():
+            head.block(row, row, torch.zeros(1, 1, dtype=torch.int64), None, JoinedKeys())
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        kind = head.config.layer.model_type
+        raise WeightsError(f"layers of model type {kind} cannot be an MTP head; train another kind, such as eagle: "
+                           f"{str(error).splitlines()[0]}") from error  # fmt: skip
+
+
+def target_document(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the target in the config.json of a head: speculators nests it."""
+    nested: Mapping[str, Any] = document.get("transformer_layer_config") or document
+    return nested
+
+
+def layouts_of(document: Mapping[str, Any]) -> tuple[Layout, ...]:
+    """The namings that a checkpoint with this config.json may have."""
+    return (SPECULATORS,) if "speculators_model_type" in document else LAYOUTS
 
 
 def hugging_face_config(document: Mapping[str, Any]) -> Any:
@@ -159,14 +239,15 @@ def _num_layers(config: Any) -> int:
 
 
 def matches(checkpoint: Checkpoint) -> bool:
-    """Tensors that only MTP heads have."""
-    return declared_kind(checkpoint) is None and _names_in(checkpoint) is not None
+    """Tensors that only MTP heads have, or a config that names it."""
+    return declared_kind(checkpoint) in (None, SPEC.name) and _names_in(checkpoint) is not None
 
 
 def _names_in(checkpoint: Checkpoint) -> HeadNames | None:
-    text = checkpoint.config.get("text_config") or checkpoint.config
-    layers = text.get("num_hidden_layers")
-    return find_names(checkpoint.tensors, layers) if isinstance(layers, int) else None
+    document = target_document(checkpoint.config)
+    layers = (document.get("text_config") or document).get("num_hidden_layers")
+    layouts = layouts_of(checkpoint.config)
+    return find_names(checkpoint.tensors, layers, layouts) if isinstance(layers, int) else None
 
 
 def load(checkpoint: Checkpoint) -> MtpHead:
@@ -175,17 +256,19 @@ def load(checkpoint: Checkpoint) -> MtpHead:
     if names is None:
         raise WeightsError(f"{checkpoint.folder} holds no MTP head")
     tensors = stacked_experts({own: checkpoint.tensors[name] for own, name in names.stored.items()})
-    source = hugging_face_config(checkpoint.config)
-    config = mtp_config(layer_config(source, has_experts=names.has_experts), names.layout, checkpoint.config)
+    document = target_document(checkpoint.config)
+    layer = layer_config(hugging_face_config(document), has_experts=names.has_experts)
+    config = mtp_config(layer, names.layout, document, names.num_modules)
     with torch.device("meta"):  # its weights are those of the checkpoint; a head may have billions of them
         head = MtpHead(config)
-    head.midlayer.tables = RotaryTables(family_of(config.layer).rotary(config.layer))
+    for layer_of_module in (module for module in head.modules() if isinstance(module, MtpLayer)):
+        layer_of_module.tables = RotaryTables(family_of(config.layer).rotary(config.layer))
     own = Checkpoint(checkpoint.folder, {}, tensors, lambda name: names.stored.get(name, name))
     install(head, own, assign=True)
     return head
 
 
-def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any]) -> MtpConfig:
+def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any], num_modules: int = 1) -> MtpConfig:
     """Sizes of a head whose layer has this config."""
     heads = layer.num_attention_heads
     return MtpConfig(
@@ -199,9 +282,11 @@ def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any]) -> MtpCo
         target_hidden_size=layer.hidden_size,
         max_seq_len=layer.max_position_embeddings,
         rms_norm_eps=layer.rms_norm_eps,
+        before_final_norm=bool(document.get(BEFORE_FINAL_NORM)),
         layer=layer,
         layout=layout,
         document=document,
+        num_modules=num_modules,
     )
 
 
@@ -209,11 +294,56 @@ def mtp_config(layer: Any, layout: Layout, document: Mapping[str, Any]) -> MtpCo
 
 
 def save(head: MtpHead, folder: str | Path, *, layout: str, provenance: Provenance, dtype: torch.dtype | None) -> None:
-    """Write a head under the names of its family, with the config of its target: a directory of its own."""
+    """Write a head under the names of its family, with the config of its target: a directory of its own.
+
+    Raises OptionError for a head that speculators' layout cannot describe.
+    """
+    if layout == SPECULATORS.name:
+        _check_speculators(head.config)
+        config = speculators_config(head.config.document, provenance, dtype or head.like.dtype)
+        write_checkpoint(folder, config, named_tensors(head, SPECULATORS, dtype))
+    else:
+        document = {**head.config.document, **({BEFORE_FINAL_NORM: True} if head.config.before_final_norm else {})}
+        write_checkpoint(folder, document, named_tensors(head, family_layout(head.config), dtype))
+
+
+def family_layout(config: MtpConfig) -> Layout:
+    """The names of the target's family: a file of speculators does not say them."""
+    return config.layout if config.layout is not SPECULATORS else layout_for(str(config.document.get("model_type")))
+
+
+def named_tensors(head: MtpHead, layout: Layout, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a head as checkpoints of a layout hold them."""
     num_layers = _num_layers(hugging_face_config(head.config.document))
-    names = {name: head.config.layout.stored_name(name, num_layers) for name in head.state_dict()}
-    tensors = {names[name]: converted(value, dtype) for name, value in head.state_dict().items()}
-    write_checkpoint(folder, head.config.document, tensors)
+    tensors = single_experts(head.state_dict())
+    return {layout.stored_name(name, num_layers): converted(value, dtype) for name, value in tensors.items()}
 
 
-SPEC = HeadSpec("mtp", MtpHead, matches, load, save)
+def _check_speculators(config: MtpConfig) -> None:
+    """speculators joins [embedding; state], zeroes nothing, and has one module."""
+    if config.num_modules > 1 or config.layout.states_first or config.layout.zeroes_first or config.before_final_norm:
+        raise OptionError(
+            "the layout speculators has no word for how this MTP head reads its inputs; write the layout original"
+        )
+
+
+def speculators_config(document: Mapping[str, Any], provenance: Provenance, dtype: torch.dtype) -> dict[str, Any]:
+    """The config of a head in the speculators layout."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": provenance.num_draft_tokens,
+                "verifier_accept_k": 1, "accept_tolerance": 0.0}  # fmt: skip
+    return {
+        "architectures": ["MTPDraftModel"],
+        "speculators_model_type": "mtp",
+        "num_nextn_predict_layers": 1,
+        "transformer_layer_config": dict(document.get("text_config") or document),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "speculators_config": {
+            "algorithm": "mtp",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": provenance.target, "architectures": list(provenance.architectures)},
+        },
+    }
+
+
+SPEC = HeadSpec("mtp", MtpHead, matches, load, save, (ORIGINAL, SPECULATORS.name))

@@ -87,5 +87,19 @@ def stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return others
 
 
+def single_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts one by one, as checkpoints store them: the reverse of `stacked_experts`. Names are the module's."""
+    named: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        block, _, part = name.rpartition(".")
+        if not block.endswith("mlp.experts"):
+            named[name] = value
+            continue
+        for index, expert in enumerate(value):
+            parts = dict(zip(("gate", "up"), expert.chunk(2))) if part == "gate_up_proj" else {"down": expert}
+            named |= {f"{block}.{index}.{key}_proj.weight": weight for key, weight in parts.items()}
+    return named
+
+
 def _in_order(experts: Mapping[int, Tensor]) -> list[Tensor]:
     return [experts[index] for index in sorted(experts)]

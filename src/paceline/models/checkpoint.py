@@ -29,6 +29,7 @@ HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
     ".attention.bias",
     ".attention.masked_bias",
 )
+HEAD_THAT_DRAFTS = "mtp."  # an MTP head beside any model; heads/mtp.py reads it
 LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
 
@@ -229,7 +230,7 @@ class ModelCheckpoint:
         """Raise WeightsError if the checkpoint holds a tensor that no layer has read: the model is another one."""
         harmless = HARMLESS_SUFFIXES if self._stored is None else HARMLESS_SUFFIXES + ACTIVATION_SUFFIXES
         left = (name for name in self._names if name not in self._used and not name.endswith(harmless))
-        unused = sorted(name for name in left if not self._is_zero_bias(name))
+        unused = sorted(name for name in left if not (name.startswith(HEAD_THAT_DRAFTS) or self._is_zero_bias(name)))
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise WeightsError(f"the weights hold the tensor {unused[0]}{more}, which this architecture does not use")

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.core.protocols import Runner
+from paceline.core.state_view import StateView, all_layers
 from paceline.core.types import Capability, ModelInfo, Row
 from paceline.errors import ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
@@ -49,11 +50,12 @@ class TransformersRunner(Runner):
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> StateView:
         self.want_hidden = self.want_hidden or hidden
-        self.feature_layers = features or self.feature_layers
+        self.feature_layers = all_layers(self.feature_layers, features)
         if self.info.num_layers in self.feature_layers and self._last_states is None:
             self._last_states = LastStates(self.model)
+        return StateView(features, lambda: self.feature_layers)
 
     def _entering(self, states: Any, layer: int) -> Tensor:
         """States that enter a layer, of a pass that has just ended; behind the last layer those before the norm."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.draft_tree import ROOT
 from paceline.core.protocols import Adapter, Runner
 from paceline.core.sampling import SamplingParams, distribution
+from paceline.core.state_view import StateView
 from paceline.core.types import Capability, ModelInfo, ModelOutput, Row, SequenceCache
 from paceline.errors import OptionError
 from paceline.kv.block_manager import BlockManager
@@ -115,8 +116,9 @@ class TableRunner(Runner):
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> StateView:
         """The toy always returns every state."""
+        return StateView(features, lambda: features)
 
     def hidden_view(self) -> TableRunner:
         return self

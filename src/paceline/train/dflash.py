@@ -212,13 +212,12 @@ class DFlashTask:
         return drafts
 
     def export(self, folder: Path) -> None:
-        """z-lab's layout in `folder`, speculators' in `folder/speculators`, which has no causal blocks."""
+        """z-lab's layout in `folder`, speculators' in `folder/speculators`."""
         architectures = tuple(self.teacher.model.config.architectures or ("LlamaForCausalLM",))
         about = Provenance(self._name, architectures, self.head.config.max_draft_tokens)
         with self.module.folded() as head:
             save_head(head, folder, provenance=about, dtype=torch.bfloat16)
-            if not head.config.causal:
-                save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
+            save_head(head, folder / "speculators", layout="speculators", provenance=about, dtype=torch.bfloat16)
 
 
 def unused_token(target: TrainingTarget, parts: CorpusSplit) -> int:

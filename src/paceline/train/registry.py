@@ -16,6 +16,7 @@ MODULES: Mapping[str, str] = {
     "eagle": "paceline.train.eagle",
     "dflash": "paceline.train.dflash",
     "dflash2": "paceline.train.dflash2",
+    "mtp": "paceline.train.mtp",
     "medusa": "paceline.train.medusa",
     "draft-model": "paceline.train.draft_model",
     "exit-adapter": "paceline.train.exit_adapter",

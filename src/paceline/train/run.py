@@ -37,7 +37,7 @@ from paceline.train.writers import writers_of
 TRAINING, SEQUENCES, OPTIONS = "training", "sequences", "options.json"
 SECONDS_BETWEEN_EXPORTS = 60.0  # of training: what is killed leaves a drafter that can be used
 # Options that say where, not what, and are not in the README.
-LOCATIONS = ("out", "sequences", "data", "device", "continue_from")
+LOCATIONS = ("out", "sequences", "data", "device", "continue_from", "merged")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def open_target(options: TrainOptions, device: str) -> TrainingTarget:
     files = locate(model_name)
     model = load_model(files.folder, files.name, target_dtype(device), device)
     name = files.folder.name if model_name == DEFAULT else model_name.rstrip("/").rsplit("/", 1)[-1]
-    return TrainingTarget(name, model, load_tokenizer(files.folder, files.name), Teacher(model))
+    return TrainingTarget(name, model, load_tokenizer(files.folder, files.name), Teacher(model), files.folder)
 
 
 def training_data(options: TrainOptions) -> Corpus:

@@ -46,12 +46,13 @@ class TrainingTask(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingTarget:
-    """A loaded target with its tokenizer and teacher."""
+    """A loaded target with its tokenizer and teacher. folder: its files; None where it was made in memory."""
 
     name: str
     model: Any
     tokenizer: Any
     teacher: Teacher
+    folder: Path | None = None
 
     def frequent_ids(self, parts: CorpusSplit, draft_vocab_size: int) -> Tensor:
         """Ascending ids of the most frequent tokens; end-of-sequence tokens are always among them."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Adapter, Preparation
+from paceline.core.state_view import StateView, all_layers
 from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, RowOutput, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
@@ -305,9 +306,11 @@ class NativeRunner(PagedRunner):
 
     # --- for drafters that read the target's states -------------------------------------------------------------------
 
-    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> None:
-        self.options.want_hidden = self.options.want_hidden or hidden
-        self.options.feature_layers = features or self.options.feature_layers
+    def expose(self, *, hidden: bool = False, features: tuple[int, ...] = ()) -> StateView:
+        options = self.options
+        options.want_hidden = options.want_hidden or hidden
+        options.feature_layers = all_layers(options.feature_layers, features)
+        return StateView(features, lambda: options.feature_layers)
 
     def hidden_view(self) -> NativeRunner:
         """Eager passes only: the view reads a prompt now and then, and graphs would hold memory."""

@@ -11,6 +11,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Two workers share the test files in the order of tests/conftest.py, which begins with the longest.
+TWO_WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 # Engines of others: torch with all it needs, then exact versions of everything else.
 ENGINES := .venv-engines
 RUN_ENGINES := $(ENGINES)/bin/python
@@ -26,10 +29,10 @@ demo: $(VENV)/.installed
 	$(RUN) -m paceline demo
 
 test: $(VENV)/.installed-dev
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest $(TWO_WORKERS)
 
 test-fast: $(VENV)/.installed-dev
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile -m "not slow and not model and not browser"
+	$(RUN) -m pytest $(TWO_WORKERS) -m "not slow and not model and not browser"
 
 test-engines: $(ENGINES)/.installed
 	$(RUN_ENGINES) -m pytest tests/contracts/test_engine.py tests/engines --ignore tests/engines/local

@@ -10,9 +10,11 @@ chromium         path of a browser; tests that ask for it are skipped where ther
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tests.support import interpreter
 from tests.support.tiny import write_tiny_model
+
+if not torch.cuda.is_available() and find_spec("triton"):
+    interpreter.quicken()
 
 # Bars and warnings of a library under test would only bury ours.
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -32,6 +38,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Two distributed of tests share two cores (make test); more threads would only wait for each other.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
+# Files that take longest, longest first: they begin first, so that no worker is left alone with one at the end.
+LONGEST = (
+    "families/test_families.py",
+    "engines/local/test_exactness.py",
+    "contracts/test_runner.py",
+    "doctor/test_doctor.py",
+    "families/test_rollback.py",
+    "layers/test_compiles.py",
+    "test_equality.py",
+    "learning/test_serving.py",
+    "lint/test_shipped.py",
+    "serve/test_tools.py",
+    "test_seeds.py",
+    "families/test_windows.py",
+    "bench/test_endpoints.py",
+    "serve/test_command.py",
+    "test_fresh.py",
+)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -43,6 +67,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if {"default_folder", "default_model", "default_decoder"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.model)
+    items.sort(key=place_in_order)
+
+
+def place_in_order(item: pytest.Item) -> int:
+    """Files of LONGEST first; all others as they are."""
+    name = item.path.relative_to(Path(__file__).parent).as_posix()
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of collected tests live to the end: no garbage collection need look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,7 @@ def test_two_hundred_seeds_give_the_same_texts_with_every_method_and_in_every_ba
 
 @pytest.mark.slow
 def test_a_batch_of_plain_sequences_gives_what_each_gives_alone(model: Any, plain: Callable[[int], Texts]) -> None:
-    for batch_size in (5, 8, 16):
+    for batch_size in (5, 16):
         assert differences(texts(batch_size, SEEDS, model=model, method="none"), plain(SEEDS)) == 0
 
 

@@ -11,6 +11,7 @@ import re
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,9 +143,21 @@ def source_files() -> list[Path]:
     return sorted(files - {SOURCE / name for name in DATA})
 
 
+@cache
 def room_of(where: str) -> str:
     path = Path(where)
     return path.parts[2] if where.startswith("src/") and len(path.parts) > 3 else path.name
+
+
+ANY_WORD = re.compile("|".join(rule.word for rule in RULES))
+
+
+@cache
+def broken_rules(place: str, room: str, text: str) -> tuple[Rule, ...]:
+    """Most names come often and most lines have no such word at all, so few are compared rule by rule."""
+    if not ANY_WORD.search(text.lower() if place == PROSE else " ".join(name_parts(text))):
+        return ()
+    return tuple(rule for rule in RULES if rule.applies(place, room) and rule.finds(place, text))
 
 
 def violations(pieces: Iterator[Piece]) -> list[str]:
@@ -152,8 +165,7 @@ def violations(pieces: Iterator[Piece]) -> list[str]:
     return [
         f"{piece.where}:{piece.line}: {piece.text.strip()[:90]!r} -> {rule.use}"
         for piece in pieces
-        for rule in RULES
-        if rule.applies(piece.place, room_of(piece.where)) and rule.finds(piece.place, piece.text)
+        for rule in broken_rules(piece.place, room_of(piece.where), piece.text)
     ]
 
 

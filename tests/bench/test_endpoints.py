@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,9 +65,12 @@ def server(
     running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=running.serve_forever, args=(0.02,), daemon=True)
     thread.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # clients and servers are threads of one process, and each request passes between them
     try:
         yield f"http://127.0.0.1:{running.server_port}"
     finally:
+        sys.setswitchinterval(interval)
         running.shutdown()
         running.server_close()
 

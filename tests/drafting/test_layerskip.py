@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Adapter
 from paceline.core.types import ModelOutput, Row, SequenceCache
@@ -27,7 +28,7 @@ from tests.support.drafter_exactness import (
     sequences,
     toy,
 )
-from tests.support.tiny import tiny_llama
+from tests.support.tiny import byte_tokenizer, tiny_llama
 
 PROMPTS = [[5, 7, 9, 11, 200, 31], [250], [3, 3, 8, 3, 3, 8, 3, 3], list(range(40))]
 
@@ -72,6 +73,17 @@ def test_greedy_outputs_of_the_toy_are_unchanged() -> None:
 def test_sampled_outputs_are_exact() -> None:
     target = toy()
     check_sampled(LayerSkip(target, 1, adapter_for(4)), target)
+
+
+def test_a_users_model_gives_its_hidden_states_as_before() -> None:
+    """transformers records them with hooks, which the exit must not leave in layers of the user's model."""
+    model, ids = tiny_llama(), torch.tensor([PROMPTS[0]])
+    with SpeculativeDecoder(model, tokenizer=byte_tokenizer(), method="layerskip", num_draft_tokens=3) as decoder:
+        assert decoder.generate("one two one two", max_new_tokens=6).stats.drafted > 0
+    states = model(ids, output_hidden_states=True).hidden_states
+    expected = tiny_llama()(ids, output_hidden_states=True).hidden_states
+    assert len(states) == len(expected)
+    assert all(torch.equal(mine, other) for mine, other in zip(states, expected))
 
 
 def test_sequence_caches_are_restored(target: HuggingFaceRunner) -> None:

@@ -20,10 +20,10 @@ from paceline.runners.native.runner import NativeRunner
 from tests.families.test_rollback import (
     PATTERNS,
     PROMPTS,
-    STEPS,
     Foretold,
     assert_preemption_changes_nothing,
     assert_turns_are_those_of_a_cold_start,
+    tokens_of_steps,
     transformers_texts,
 )
 from tests.families.test_sampled import BINS, FALSE_ALARM, LOSSLESS, NEW_TOKENS, near, uniformity
@@ -55,7 +55,7 @@ def test_any_pattern_of_acceptance_leaves_the_text_as_it_is(kind: str, tmp_path:
     """200 steps and more, three sequences at a time: windows are crossed dozens of times."""
     model = tiny_family(Variant(kind, changes={"max_position_embeddings": 1024}))
     rights = PATTERNS["all lengths"]
-    num_tokens = STEPS * (len(rights) + sum(rights)) // len(rights)
+    num_tokens = tokens_of_steps(rights)
     plain = transformers_texts(model, num_tokens)
     texts = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain)}
     folder = saved(model, tmp_path)

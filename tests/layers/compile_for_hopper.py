@@ -110,17 +110,16 @@ def compile_experts() -> None:
     sizes = {"columns": "i32", "in_features": "i32"}
     gate_up = dict.fromkeys(("x", "weight", "bias", "out"), HALF) | tiles | sizes | {"alpha": "fp32", "limit": "fp32"}
     down = dict.fromkeys(("activated", "weight", "bias"), HALF) | tiles | sizes | {"out": FLOAT}
-    for tiling in (FEW_EXPERTS, MANY_EXPERTS, PROMPT):
-        for other in (False, True):
-            first, second = (
-                {"USE_PDL": True, "BIAS": other, "EVEN": not other, "TRANSPOSED": tile.transposed, "ROWS": tile.rows}
-                | {"COLUMNS": tile.columns, "STEP": tile.step}
-                for tile in (tiling.gate_up, tiling.down)
-            )
-            stages = {"num_stages": tiling.gate_up.stages, "num_warps": tiling.gate_up.warps}
-            compile_kernel(expert_gate_up_kernel, gate_up, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
-            stages = {"num_stages": tiling.down.stages, "num_warps": tiling.down.warps}
-            compile_kernel(expert_down_kernel, down, second, **stages)
+    for tiling, other in ((FEW_EXPERTS, False), (FEW_EXPERTS, True), (MANY_EXPERTS, True), (PROMPT, False)):
+        first, second = (
+            {"USE_PDL": True, "BIAS": other, "EVEN": not other, "TRANSPOSED": tile.transposed, "ROWS": tile.rows}
+            | {"COLUMNS": tile.columns, "STEP": tile.step}
+            for tile in (tiling.gate_up, tiling.down)
+        )
+        stages = {"num_stages": tiling.gate_up.stages, "num_warps": tiling.gate_up.warps}
+        compile_kernel(expert_gate_up_kernel, gate_up, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
+        stages = {"num_stages": tiling.down.stages, "num_warps": tiling.down.warps}
+        compile_kernel(expert_down_kernel, down, second, **stages)
     parts = {"parts": FLOAT, "weights": FLOAT, "residual": HALF, "out": HALF, "columns": "i32"}
     compile_kernel(weighted_sum_kernel, parts, {"USE_PDL": True, "RESIDUAL": True, "TOP_K": 8, "COLUMNS": 512})
 
@@ -134,13 +133,13 @@ def compile_kernel(kernel: object, signature: dict[str, str], constants: dict[st
 
 
 def compile_products() -> None:
-    bias_and_residual = FLAGS | {"BIAS": True, "RESIDUAL": True}
-    for flags in (*(FLAGS | {name: True} for name in FLAGS), bias_and_residual):
-        for rows in (TILE_ROWS, *WIDE_TILES):
+    """Every epilogue with the narrow tile; of the wide ones and of the numbers of warps each with some of them."""
+    epilogues = (*(FLAGS | {name: True} for name in FLAGS), FLAGS | {"BIAS": True, "RESIDUAL": True})
+    for number, flags in enumerate(epilogues):
+        for rows in (TILE_ROWS, WIDE_TILES[number % len(WIDE_TILES)]):
             compile_kernel(project_kernel, *product(rows, flags))
         compile_kernel(vector_kernel, *vector(flags))
-        for warps in (2, 4):
-            compile_kernel(packed_kernel, *packed(Kind.INT4, 128, 4, 16, flags), num_warps=warps)
+        compile_kernel(packed_kernel, *packed(Kind.INT4, 128, 4, 16, flags), num_warps=2 + 2 * (number % 2))
 
 
 def compile_packed_products() -> None:
@@ -177,9 +176,8 @@ def main() -> int:
     compile_delta_nets()
     compile_packed_products()
     compile_experts()
-    for nodes, rows, qk_norm in ((1, 16, False), (2, 16, False), (6, 16, False), (16, 32, True)):
-        for special in (False, True):
-            compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm, special))
+    for nodes, rows, special in ((1, 16, False), (2, 16, True), (6, 16, False), (16, 32, False), (16, 32, True)):
+        compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm=nodes == 16, special=special))
     compile_kernel(attend_kernel, *attention(6, 16, False, rounded=True))
     norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
     for other in (False, True):

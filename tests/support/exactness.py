@@ -31,7 +31,8 @@ PROMPT = [0, 1, 2, 0, 1]
 PIECE = 3
 NEW_TOKENS = 300
 NEW_TOKENS_PLAIN = 60  # sequences without drafts have to be in the batch, but need not fill it
-BATCH_SIZE = 24
+BATCH_SIZE, LARGE_BATCH_SIZE = 24, 96  # a step of a large batch costs less a sample, and one alone is 7,000 of them
+MANY = 20_000  # samples, from which on batches are large
 RARE = 5.0  # expected counts below this are pooled: the statistic is not chi² distributed with them
 
 Tokens = tuple[int, ...]
@@ -105,11 +106,12 @@ def measured(
     value = draft_length.draft_value()
     if value is not None:
         drafter.use_value(value)
-    engine = toy_engine(target, drafter, draft_length, max_num_seqs=BATCH_SIZE, prefix_cache_tokens=0)
+    batch_size = LARGE_BATCH_SIZE if samples >= MANY else BATCH_SIZE
+    engine = toy_engine(target, drafter, draft_length, max_num_seqs=batch_size, prefix_cache_tokens=0)
     counts: Counts = Counter()
     total = SpecStats()
     while counts.total() < samples:
-        seqs = [_sequence(sampling, index, counts.total() + index, rule, policy is None) for index in range(BATCH_SIZE)]
+        seqs = [_sequence(sampling, index, counts.total() + index, rule, policy is None) for index in range(batch_size)]
         with torch.inference_mode():
             engine.run(seqs)
         for seq in seqs:

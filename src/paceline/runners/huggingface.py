@@ -229,16 +229,18 @@ class _AdaptedHead(torch.nn.Module):
 
 def _first_layers(model: Any, layer: int) -> Any:
     """A model of the first layers that shares every weight."""
-    short, decoder = _shallow(model), _shallow(model.base_model)
+    short = _twin(model)
+    decoder = short.base_model
     decoder.layers = decoder.layers[:layer]
-    setattr(short, model.base_model_prefix, decoder)
     short.config = decoder.config = copy.copy(model.config)
     short.config.num_hidden_layers = layer
     return short
 
 
-def _shallow(module: Any) -> Any:
-    """A copy that shares every weight and has its own list of children."""
+def _twin(module: Any) -> Any:
+    """A copy that shares every weight. Its modules are its own: hooks that transformers adds to record hidden states
+    in the copy would record them twice in the original."""
     twin = copy.copy(module)
-    twin._modules = dict(module._modules)
+    twin._forward_hooks = copy.copy(module._forward_hooks)
+    twin._modules = {name: child if child is None else _twin(child) for name, child in module._modules.items()}
     return twin

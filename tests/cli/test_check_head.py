@@ -12,7 +12,7 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline.lint.target import StatedText
 from paceline.train.teacher import Teacher
-from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_eagle3, write_medusa, write_mtp
+from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_medusa, write_mtp
 from tests.support.served import serving_flags
 from tests.support.tiny import byte_tokenizer
 
@@ -137,23 +137,3 @@ def test_a_server_that_reads_a_head_wrongly_is_told_from_one_that_does_not(
         assert "this server's acceptance at position 1 is" in result.out, result.err
         assert result.status == status, result.out
         assert ("it reads the head like: states before the final norm off" in result.out) == (status == 2)
-
-
-@pytest.mark.slow
-def test_a_server_that_reads_other_layers_is_told_the_offset(
-    run_command: Any, target: Path, training: StatedText, tmp_path: Path
-) -> None:
-    right = write_eagle3(tmp_path / "right", training, layer=1)
-    shifted = Path(shutil.copytree(right, tmp_path / "shifted"))
-    path = shifted / "config.json"
-    config = json.loads(path.read_text())
-    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2]
-    path.write_text(json.dumps(config))
-    with serving_flags("-m", str(target), "--draft-model", str(shifted), "--method", "eagle", "-k", "2") as server:
-        result = run_command(
-            "check", str(target), "--head", str(right), "--tokens", "512", "--url", server.url, "--json"
-        )
-    assert result.status == 2, result.err
-    compared = result.json()["server"]
-    assert compared["alike"] == "layers one higher" and compared["error_probability"] < 1e-3
-    assert compared["server"]["rate"] < compared["here"]["rate"] - 0.1 and result.json()["correct"]

@@ -26,12 +26,11 @@ from paceline.lint.text import WrittenAnswer
 OpenEngine = Callable[[EngineConfig], Engine]
 MOST_POSITIONS = 8  # draft tokens of a step that are followed here
 ALIKE = 2.0  # a reading less than this many standard errors away may be the server's
-MOST_ALIKE = 3  # readings that are counted over the whole text, to tell which is nearest
 
 
 @dataclass(frozen=True, slots=True)
-class PositionCount:
-    """Draft tokens at one position of a step: how many were verified, and how many of them accepted."""
+class FirstPosition:
+    """Draft tokens at position 1: how many were verified, and how many of them accepted."""
 
     offered: int
     accepted: int
@@ -40,7 +39,7 @@ class PositionCount:
     def rate(self) -> float:
         return self.accepted / max(1, self.offered)
 
-    def z(self, other: PositionCount) -> float:
+    def z(self, other: FirstPosition) -> float:
         """How far this rate is above another one, in standard errors of two proportions."""
         pooled = (self.accepted + other.accepted) / max(1, self.offered + other.offered)
         spread = pooled * (1 - pooled) * (1 / max(1, self.offered) + 1 / max(1, other.offered))
@@ -51,35 +50,12 @@ class PositionCount:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCounts:
-    """The positions of all steps along a text, from position 1 on."""
-
-    positions: tuple[PositionCount, ...]
-
-    @classmethod
-    def of(cls, stats: SpecStats) -> StepCounts:
-        """What a server tells; one that tells nothing by position counts as drafting one token a step."""
-        if not stats.offered_at:
-            return cls((PositionCount(stats.drafted, stats.accepted),))
-        return cls(tuple(map(PositionCount, stats.offered_at, stats.accepted_at)))
-
-    @property
-    def first(self) -> PositionCount:
-        return self.positions[0]
-
-    def distance(self, other: StepCounts) -> float:
-        """Root mean square of the standard errors between the rates, over the positions that both have."""
-        errors = [own.z(its) for own, its in zip(self.positions, other.positions) if own.offered and its.offered]
-        return math.sqrt(sum(error * error for error in errors) / len(errors)) if errors else math.inf
-
-
-@dataclass(frozen=True, slots=True)
 class ServerComparison:
     """A server's acceptance beside that of the best reading here. alike: a reading here that is as bad, if any."""
 
     url: str
-    server: PositionCount
-    here: PositionCount
+    server: FirstPosition
+    here: FirstPosition
     alike: str | None
 
     @property
@@ -118,11 +94,14 @@ def compare_server(
     stats = asyncio.run(_answered(open_engine(config), answers))
     if not stats.drafted:
         raise OptionError(f"the server at {url} tells nothing of draft tokens; start it with this head")
-    server = StepCounts.of(stats)
-    followed = _Followed(text, len(server.positions))
-    here = followed.counts(acceptance(result.files, text, followed.num_positions))
-    alike = followed.alike(server, result) if here.first.z(server.first) > 0 else None
-    return ServerComparison(url, server.first, here.first, alike)
+    first = bool(stats.offered_at)
+    server = FirstPosition(
+        stats.offered_at[0] if first else stats.drafted, stats.accepted_at[0] if first else stats.accepted
+    )
+    k = max(1, len(stats.offered_at))  # draft tokens the server verifies in a step
+    here = stepped(acceptance(result.files, text, min(k, MOST_POSITIONS)), text, k)
+    alike = _alike(server, [result.as_given, *result.tried], result.best, lambda measured: stepped(measured, text, k))
+    return ServerComparison(url, server, here, alike if here.z(server) > 0 else None)
 
 
 async def _answered(engine: Engine, answers: list[WrittenAnswer]) -> SpecStats:
@@ -144,45 +123,27 @@ async def _answered(engine: Engine, answers: list[WrittenAnswer]) -> SpecStats:
         await engine.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Followed:
-    """The steps that greedy decoding takes along a text with `k` draft tokens each."""
+def stepped(measured: Acceptance, text: StatedText, k: int) -> FirstPosition:
+    """The steps that greedy decoding takes along the text with these accepted lengths and k draft tokens a step."""
+    anchors = text.anchors(measured.k)
+    rows, columns = anchors.row.tolist(), anchors.column.tolist()
+    offered = accepted = 0
+    next_column: dict[int, int] = {}
+    for row, column, length in zip(rows, columns, measured.lengths.clamp(max=k).tolist()):
+        if column >= next_column.get(row, 0):
+            offered, accepted = offered + 1, accepted + (length > 0)
+            next_column[row] = column + length + 1
+    return FirstPosition(offered, accepted)
 
-    text: StatedText
-    k: int
 
-    @property
-    def num_positions(self) -> int:
-        return min(self.k, MOST_POSITIONS)
-
-    def counts(self, measured: Acceptance) -> StepCounts:
-        """The steps with these accepted lengths: each starts behind the token that replaced the first rejected one."""
-        anchors = self.text.anchors(measured.k)
-        rows, columns = anchors.row.tolist(), anchors.column.tolist()
-        reached = [0] * (1 + min(self.k, measured.k))  # steps with at least so many accepted tokens
-        next_column: dict[int, int] = {}
-        for row, column, length in zip(rows, columns, measured.lengths.clamp(max=self.k).tolist()):
-            if column >= next_column.get(row, 0):
-                next_column[row] = column + length + 1
-                for count in range(length + 1):
-                    reached[count] += 1
-        return StepCounts(tuple(map(PositionCount, reached, reached[1:])))
-
-    def alike(self, server: StepCounts, result: LintResult) -> str | None:
-        """The reading whose acceptance is nearest to the server's, if it is within the error."""
-        tried = [entry for entry in (result.as_given, *result.tried) if entry is not result.best and not entry.error]
-        distances = {
-            entry.reading.name: self.counts(entry.acceptance).distance(server)
-            for entry in tried
-            if entry.acceptance is not None
-        }
-        near = [entry for entry in tried if distances.get(entry.reading.name, math.inf) < ALIKE]
-        near = sorted(near, key=lambda entry: distances[entry.reading.name])[:MOST_ALIKE]
-        if result.correct:  # readings that a part of the text showed to be worse are known on that part alone
-            distances |= {entry.reading.name: self._distance(entry, server, result) for entry in near}
-        nearest = min(near, key=lambda entry: distances[entry.reading.name], default=None)
-        return nearest.reading.name if nearest and distances[nearest.reading.name] < ALIKE else None
-
-    def _distance(self, entry: TriedReading, server: StepCounts, result: LintResult) -> float:
-        files = entry.reading.edit(result.files)
-        return self.counts(acceptance(files, self.text, self.num_positions)).distance(server)
+def _alike(
+    server: FirstPosition,
+    tried: list[TriedReading],
+    best: TriedReading,
+    counted: Callable[[Acceptance], FirstPosition],
+) -> str | None:
+    """The reading whose acceptance is nearest to the server's, if it is within the error."""
+    measured = [(entry.reading.name, entry.acceptance) for entry in tried if entry is not best and not entry.error]
+    distances = {name: abs(counted(value).z(server)) for name, value in measured if value is not None}
+    nearest = min(distances, key=lambda name: distances[name], default=None)
+    return nearest if nearest is not None and distances[nearest] < ALIKE else None

@@ -41,17 +41,20 @@ class Job:
     gguf: str | None = None
     engine: str = LOCAL
     python: str | None = None
+    predictions: list[str | None] | None = None  # of each prompt: the output that the client expects
+    once: bool = False  # no second time
 
 
 @dataclass(slots=True)
 class Pass:
-    """All prompts once. outputs: token ids, or texts where a peer gives no ids."""
+    """All prompts once. outputs: token ids, or texts where a peer gives no ids; each: seconds of every batch."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     accepted: int = 0
     outputs: list[Any] = field(default_factory=list)
+    each: list[float] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -83,7 +86,7 @@ def run_job(job: Job, started: float) -> FreshResult:
     """In the fresh process: load, then all prompts twice. started: when the process was started."""
     generate = {"paceline": open_paceline, HF: open_hf, LLAMA_CPP: open_llama_cpp}[job.kind](job)
     ready = time.time() - started
-    return FreshResult(job, measured(job, generate), measured(job, generate), ready)
+    return FreshResult(job, measured(job, generate), Pass() if job.once else measured(job, generate), ready)
 
 
 def measured(job: Job, generate: GenerateBatch) -> Pass:
@@ -91,7 +94,8 @@ def measured(job: Job, generate: GenerateBatch) -> Pass:
     for start in range(0, len(job.prompts), job.batch):
         began = time.perf_counter()
         generate(job.prompts[start : start + job.batch], result)
-        result.seconds += time.perf_counter() - began
+        result.each.append(time.perf_counter() - began)
+        result.seconds += result.each[-1]
     return result
 
 
@@ -103,7 +107,10 @@ def open_paceline(job: Job) -> GenerateBatch:
 
     def generate(prompts: list[str], result: Pass) -> None:
         asked = [[{"role": "user", "content": prompt}] if as_chat else prompt for prompt in prompts]
-        for answer in decoder.generate(asked, max_new_tokens=job.max_new_tokens, temperature=0.0):
+        settings: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "temperature": 0.0}
+        if job.predictions is not None and job.predictions[len(result.outputs)] is not None:
+            settings["prediction"] = job.predictions[len(result.outputs)]  # of a whole batch
+        for answer in decoder.generate(asked, **settings):
             result.tokens += len(answer.token_ids)
             result.steps += answer.stats.steps
             result.accepted += answer.stats.accepted

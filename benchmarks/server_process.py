@@ -1,4 +1,4 @@
-"""A `paceline serve` process and clients that read its streams: what soak.py and serving.py share."""
+"""A `paceline serve` process and clients that read its streams: what soak.py, serving.py and learning.py share."""
 
 from __future__ import annotations
 
@@ -36,25 +36,37 @@ class Server:
         return {name: float(value) for name, value in pairs}
 
 
-@contextmanager
-def server(arguments: list[str]) -> Iterator[Server]:
-    """Start `paceline serve` with these arguments on a free port, and stop it at the end."""
+def started(arguments: list[str]) -> Server:
+    """Start `paceline serve` with these arguments on a free port; it is ready when this returns."""
     command = [sys.executable, "-m", "paceline", "serve", *arguments, "--port", "0", "--log-level", "error"]
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.search(r"(http://\S+)/v1", line)
+    if match is None:
+        stop(process)
+        raise SystemExit(f"the server did not start: {line}")
+    return Server(match.group(1), process)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """End a server as its operator would, and by force where it does not end."""
+    process.send_signal(signal.SIGTERM)
     try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.search(r"(http://\S+)/v1", line)
-        if match is None:
-            raise SystemExit(f"the server did not start: {line}")
-        yield Server(match.group(1), process)
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+@contextmanager
+def server(arguments: list[str]) -> Iterator[Server]:
+    """Start `paceline serve` with these arguments on a free port, and stop it at the end."""
+    running = started(arguments)
+    try:
+        yield running
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        stop(running.process)
 
 
 async def stream_chunks(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -117,6 +117,31 @@ def test_a_good_head_is_swapped_in_and_stays(folder: LearningFolder) -> None:
     assert stats.acceptance == 0.9 and stats.ring_bytes > 0
 
 
+@pytest.mark.parametrize("patience", [0.0, 1e9])
+def test_a_swap_waits_for_a_pause_but_not_for_ever(
+    folder: LearningFolder, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    """Loading a head takes processor time from the request that is under way."""
+    monkeypatch.setattr(learner_module, "PATIENCE", patience)
+    swaps_meanwhile: list[int] = []
+
+    async def work(learner: Learner) -> None:
+        propose(folder, 1)
+        outputs = learner.engine.generate(Request([1, 2, 3], SamplingParams(), 4))
+        await anext(outputs)
+        if patience:
+            await asyncio.sleep(20 * learner_module.POLL_SECONDS)
+        else:
+            await wait_for(lambda: learner.stats().swaps == 1)
+        swaps_meanwhile.append(learner.stats().swaps)
+        async for _ in outputs:
+            pass
+        await wait_for(lambda: learner.stats().swaps == 1)
+
+    beside(folder, HeadEngine(), work)
+    assert swaps_meanwhile == [0 if patience else 1]
+
+
 def test_a_head_that_does_worse_live_is_rolled_back(folder: LearningFolder) -> None:
     async def work(learner: Learner) -> None:
         await ask(learner, 20)

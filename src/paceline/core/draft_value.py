@@ -80,6 +80,18 @@ class CutDrafts:
     added: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """A draft that was cut already: nothing is learned between the choice of a draft and its sending."""
+
+    seq: Sequence
+    tree: DraftTree
+    drafts: CutDrafts
+
+    def is_of(self, seqs: list[Sequence], trees: list[DraftTree]) -> bool:
+        return len(seqs) == 1 and seqs[0] is self.seq and trees[0] is self.tree
+
+
 class DraftValue:
     """Weighs drafts by their confidence, calibrated, and by the cost of the pass that verifies them."""
 
@@ -87,6 +99,7 @@ class DraftValue:
         self.costs = costs
         self._records: dict[tuple[str, str], SourceRecord] = {}
         self._tokens = self._seconds = 1.0  # of recent steps, of one sequence; the seconds in plain steps
+        self._weighed: _Weighed | None = None  # the last draft of this step whose gain was asked for
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -123,6 +136,7 @@ class DraftValue:
     def gain(self, seq: Sequence, tree: DraftTree) -> float:
         """Seconds that a draft saves its sequence if it is sent as far as it pays; what it took does not count."""
         drafts = self.cut([seq], [tree])
+        self._weighed = _Weighed(seq, tree, drafts)
         return drafts.tokens[0] * self.token_seconds(1) - drafts.added[0]
 
     def usual_gain(self, record: SourceRecord, num_seqs: int = 1) -> float:
@@ -153,6 +167,8 @@ class DraftValue:
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> CutDrafts:
         """The trees with only those nodes that pay. Trees that must stay whole do."""
+        if self._weighed is not None and self._weighed.is_of(seqs, trees):
+            return self._weighed.drafts
         whole = [not is_cuttable(seq, tree) for seq, tree in zip(seqs, trees)]
         weights = [self.survival(seq, tree) if len(tree) else [] for seq, tree in zip(seqs, trees)]
         width = len(seqs) + sum(len(tree) for tree, stays in zip(trees, whole) if stays)
@@ -197,6 +213,7 @@ class DraftValue:
 
     def learn(self, seq: Sequence, proposed: DraftTree, result: StepResult) -> None:
         """Calibrate: which draft tokens of a draft, sent or not, the target confirmed."""
+        self._weighed = None
         record, accepted, sent = self.record(seq, proposed.source), len(result.verified.accepted), result.tree
         if proposed.confidence is None:
             if sent.num_draft_tokens:
@@ -217,6 +234,7 @@ class DraftValue:
 
     def stepped(self, timing: StepTiming, emitted: int, draft_seconds: float) -> None:
         """A step took about this long to draft and emitted so many tokens. Costs are the learned ones: no hiccups."""
+        self._weighed = None
         plain = self.costs.plain_pass(timing.num_seqs)
         if plain > 0:
             seconds = self.costs.of(timing.num_seqs).pass_of(timing.nodes) + draft_seconds

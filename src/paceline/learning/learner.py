@@ -24,6 +24,7 @@ from paceline.learning.trainer_process import TrainerProcess
 LOG = logging.getLogger("paceline.serve")
 POLL_SECONDS = 1.0
 FLUSH_SECONDS = 30.0  # between two writes of the ring while requests run
+PATIENCE = 30.0  # seconds that a proposed head waits for a moment without requests
 MEGABYTE = 10**6
 
 
@@ -59,6 +60,7 @@ class Learner:
         self._before = [FirstTokens(*pair) for pair in self._state.before]
         self._num_compared = 0  # live sequences after the swap at the last comparison
         self._flushed = 0.0
+        self._proposed: float | None = None  # when a proposal was first seen
         self._drop_decided_proposal()
         self._sizes = RingSizes(self._ring.num_bytes, self._ring.num_seqs, self._folder.trainer.attempts)
 
@@ -78,7 +80,7 @@ class Learner:
             await self._flush()
             if self._state.on_trial:
                 await self._compare_live()
-            elif (proposal := self._folder.proposal) is not None:
+            elif (proposal := self._folder.proposal) is not None and self._is_time_to_swap():
                 await self._swap(proposal)
         except (EngineFailed, EngineClosed):  # it is being restarted; the next turn tries again
             LOG.debug("the engine is not there to take a head")
@@ -101,6 +103,15 @@ class Learner:
         )
 
     # --- swap ---------------------------------------------------------------------------------------------------------
+
+    def _is_time_to_swap(self) -> bool:
+        """Loading a head takes processor time from requests: it waits for a pause, but not for ever."""
+        now = time.monotonic()
+        self._proposed = now if self._proposed is None else self._proposed
+        if not self.engine.is_idle and now - self._proposed < PATIENCE:
+            return False
+        self._proposed = None
+        return True
 
     async def _swap(self, proposal: Proposal) -> None:
         state = self._state

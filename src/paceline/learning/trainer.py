@@ -2,7 +2,7 @@
 
 Again and again it takes the latest sequences of the ring, trains the head in use on them, and compares both heads on
 held-out sequences. A better one is proposed to the server. Killed at any time, it goes on from its last checkpoint.
-It has a low priority and one thread, and the server stops it while requests are under way.
+It has one thread and the lowest priority, and the server stops it while requests are under way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
-NICENESS = 10  # beside other programs of the machine; the server itself stops the trainer while requests run
+LOWEST_NICENESS = 19
 PARENT_DEATH_SIGNAL, KILL = 1, 9  # of Linux' prctl
 FEWEST_SEQS, FEWEST_NEW_SEQS, FEWEST_HELD_OUT = 48, 32, 7  # with fewer than 7 pairs no sign test can reach its error
 MAX_SEQ_LEN = 1024
@@ -210,6 +210,14 @@ def end_with_the_server(server: int) -> None:
         sys.exit(1)
 
 
+def take_idle_time_only() -> None:
+    """The lowest priority there is: beside other programs of the machine it runs on what they leave."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # another system, or a container that forbids it
+        os.nice(LOWEST_NICENESS)
+
+
 def main(path: str) -> None:
     from paceline.learning.files import LearningFolder
 
@@ -230,6 +238,6 @@ def open_training_target(options: LearnerOptions) -> TrainingTarget:
 
 if __name__ == "__main__":
     end_with_the_server(int(sys.argv[2]))
-    os.nice(NICENESS)
+    take_idle_time_only()
     logging.basicConfig(level=logging.INFO)
     main(sys.argv[1])

@@ -13,6 +13,7 @@ from paceline.train.corpus import TrainingSequence
 from paceline.train.task import TrainingTarget, in_parts
 from paceline.train.teacher import Teacher
 
+MOST_ADDED = 16  # tokens that a tokenizer has added to its vocabulary, of which one may be a mask
 ROWS_AT_A_TIME = 1024  # logits over a whole vocabulary are computed for this many rows at once
 
 
@@ -31,14 +32,15 @@ class TargetFacts:
     def of(cls, target: TrainingTarget) -> TargetFacts:
         sizes, config = target.teacher.sizes, text_config(target.model.config)
         theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta")
-        special = tuple(sorted(int(token) for token in target.tokenizer.all_special_ids))
+        added = sorted(int(token) for token in target.tokenizer.added_tokens_decoder)  # a mask is often the last unused
+        special = {*(int(token) for token in target.tokenizer.all_special_ids), *added[-MOST_ADDED:]}
         return cls(
             sizes.num_layers,
             sizes.hidden_size,
             sizes.head_dim,
             target.teacher.vocab_size,
             None if theta is None else float(theta),
-            special,
+            tuple(sorted(special)),
         )
 
     def has_layers(self, layers: tuple[int, ...]) -> bool:

@@ -66,6 +66,7 @@ def jobs_of(args: argparse.Namespace, prompts: list[str], batch: int) -> list[Jo
 
 def base_options(args: argparse.Namespace, prompts: list[str], batch: int) -> dict[str, Any]:
     base = {"batch": batch, "prompts": prompts, "model": args.model, "max_new_tokens": args.max_new_tokens}
+    base |= {"max_model_len": args.max_model_len, "row_seconds": args.row_seconds}
     return base | {"dtype": args.dtype, "device": args.device, "raw": args.raw}
 
 
@@ -77,6 +78,7 @@ def engine_job(name: str, args: argparse.Namespace, base: dict[str, Any]) -> Job
     if engine == LOCAL:
         return Job(name, **base, **row_options(method, args.draft))
     own = {**base, "model": engine_model(engine, args), "engine": engine, "python": interpreters(args).get(engine)}
+    own["engine_options"] = engine_options(engine, args)
     if not spec(engine).reads_files:
         own["dtype"] = None
     return Job(name, **own, **row_options(method, engine_draft(engine, args), spec(engine).methods))
@@ -85,6 +87,14 @@ def engine_job(name: str, args: argparse.Namespace, base: dict[str, Any]) -> Job
 def interpreters(args: argparse.Namespace) -> dict[str, str]:
     """--python ENGINE=PATH: engines whose packages are in an environment of their own."""
     return dict(part.split("=", 1) for part in args.python)
+
+
+def engine_options(engine: str, args: argparse.Namespace) -> dict[str, Any]:
+    """--engine-option ENGINE/NAME=VALUE: those of one engine."""
+    from paceline.cli.flags import named_values
+
+    parts = [part.partition("/") for part in args.engine_option]
+    return named_values("--engine-option", [option for owner, _, option in parts if owner == engine])
 
 
 def split_engine(name: str) -> tuple[str, str]:
@@ -128,8 +138,7 @@ def can_run(name: str, args: argparse.Namespace) -> bool:
 
 
 def plain_job(args: argparse.Namespace, prompts: list[str], batch: int) -> Job:
-    return Job(PLAIN, batch, prompts, args.model, dtype=args.dtype, device=args.device,
-               max_new_tokens=args.max_new_tokens, raw=args.raw)  # fmt: skip
+    return Job(PLAIN, **base_options(args, prompts, batch))
 
 
 def row_options(name: str, draft: str | None, known: tuple[str, ...] | None = None) -> dict[str, Any]:
@@ -252,6 +261,8 @@ def run_batch(args: argparse.Namespace, prompts: list[str], batch: int) -> tuple
         if number and not args.plain_once:
             plains.append(in_fresh_process(plain_job(args, prompts, batch)))
         rows.append(ComparedRow(in_fresh_process(job), plains[-1]))
+        if job.engine != LOCAL:  # measured once, it also stands beside the engine's other rows
+            engine_plains[job.engine] = rows[-1].result
     return rows, plains
 
 
@@ -280,6 +291,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--python", action="append", default=[], metavar="ENGINE=PATH", help="the Python that has an engine's packages"
     )
+    parser.add_argument(
+        "--engine-option", action="append", default=[], metavar="ENGINE/NAME=VALUE", help="as of paceline generate"
+    )
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence")
+    parser.add_argument("--row-seconds", type=float, metavar="S", help="a row that takes longer is given up")
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without a chat template")
     parser.add_argument("--plain-once", action="store_true", help="one plain process a batch size")
     parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,9 @@ class Job:
     python: str | None = None
     predictions: list[str | None] | None = None  # of each prompt: the output that the client expects
     once: bool = False  # no second time
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    row_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -124,7 +128,9 @@ def decoder_options(job: Job) -> dict[str, Any]:
     options: dict[str, Any] = {"prefix_cache_tokens": 0, "max_num_seqs": job.batch, "num_draft_tokens": 0}
     if job.method is not None:
         options |= {"method": job.method, "num_draft_tokens": job.num_draft_tokens, "draft_model": job.draft}
-    options |= {"dtype": job.dtype, "device": job.device, "engine": job.engine}
+    options |= {"dtype": job.dtype, "device": job.device, "engine": job.engine, "max_model_len": job.max_model_len}
+    if job.engine_options:
+        options["engine_options"] = job.engine_options
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -204,7 +210,10 @@ def in_fresh_process(job: Job) -> FreshResult:
         job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
         job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
         command = [job.python or sys.executable, __file__, str(job_file), str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        try:
+            done = run_whole(command, job.row_seconds)
+        except subprocess.TimeoutExpired:
+            return FreshResult(job, error=f"not finished after {job.row_seconds:g} s")
         if done.returncode or not out.exists():
             lines = [line for line in done.stderr.splitlines() if line.strip()]
             return FreshResult(job, error=lines[-1] if lines else f"exit status {done.returncode}")
@@ -213,6 +222,18 @@ def in_fresh_process(job: Job) -> FreshResult:
     # Said at once: whatever ends a long run later does not take this figure with it.
     print(f"  first {result.first.rate:.1f}, warm {result.warm.rate:.1f} tokens/s", file=sys.stderr, flush=True)
     return result
+
+
+def run_whole(command: list[str], seconds: float | None) -> subprocess.CompletedProcess[str]:
+    """Run a command; where its time is up, it ends with every process that it has started. Raises TimeoutExpired."""
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            _, errors = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, "", errors)
 
 
 def child(job_file: str, out: str) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import engines, fresh
 from benchmarks.fresh import COLUMNS, ComparedRow, jobs_of, main, parse, row_options, table
-from benchmarks.fresh_process import FreshResult, Job, Pass, run_job
+from benchmarks.fresh_process import FreshResult, Job, Pass, in_fresh_process, run_job
 from tests.support.foreign_engine import OPENED, register_foreign
 
 
@@ -115,3 +116,38 @@ def test_a_row_of_our_own_engine_may_be_named_in_full(
     assert "| local/ngram:3 | 1 |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="there is no engine 'nowhere'"):
         main([*arguments, "--rows", "nowhere/plain"])
+
+
+# --- every engine in one run ------------------------------------------------------------------------------------------
+
+
+def test_one_run_measures_every_engine_on_both_models_each_row_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The processes themselves are those of the tests above."""
+    jobs: list[Job] = []
+
+    def record(job: Job) -> FreshResult:
+        jobs.append(job)
+        return FreshResult(job, Pass(8, 1.0, 4, 4, [[1]]), Pass(8, 1.0, 4, 4, [[1]]), 2.0)
+
+    monkeypatch.setattr(fresh, "in_fresh_process", record)
+    pair = ["--target", "BIG", "--draft", "SMALL", "--gguf", "big.gguf", "--gguf-draft", "small.gguf"]
+    out = tmp_path / "engines.md"
+    pythons = ["--python", "vllm=/opt/python", "--python", "llama_cpp=/opt/python"]
+    assert engines.main([*pair, *pythons, "--out", str(out), "--row-seconds", "60"]) == 0
+    names = [(job.model, job.dtype, job.name) for job in jobs]
+    assert len(names) == len(set(names))
+    in_float32 = [job.name for job in jobs if job.model == "BIG" and job.dtype == "fp32"]
+    assert in_float32 == ["plain", "draft:3", "vllm/plain", "vllm/draft:3", "transformers", "transformers, assisted"]
+    assert {job.draft for job in jobs if job.engine == "llama_cpp" and job.method == "draft_model"} == {"small.gguf"}
+    assert all(job.engine_options["enforce_eager"] is True for job in jobs if job.engine == "vllm")
+    assert {job.row_seconds for job in jobs} == {60.0}
+    assert out.read_text().count("| vllm/plain |") == 2 and out.read_text() in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        engines.main(["--target", "BIG"])
+
+
+def test_a_row_that_takes_too_long_is_given_up(tiny_folder: Path) -> None:
+    result = in_fresh_process(Job("plain", 1, ["abc"], str(tiny_folder), row_seconds=0.05))
+    assert result.error == "not finished after 0.05 s"

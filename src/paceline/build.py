@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import LOSSY_FP8, NONE, EngineConfig, ModelConfig
+from paceline.config import LLAMA_CPP_RUNNER, LOSSY_FP8, NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
@@ -33,6 +33,7 @@ from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import measure_costs, pass_grain, run_preparations, warm_up
 from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
+from paceline.hub.gguf_model import locate_gguf
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import PrefixCache, target_owner
@@ -120,7 +121,10 @@ def open_runner(
 ) -> Runner:
     """A runner for a name or a loaded model: our own for the architectures of models/, transformers' for all others."""
     sizes = CacheSizes(kv_cache_tokens, rounded_kv)
-    runner = _load(config, device, sizes) if isinstance(config.model, str) else _wrap(config, sizes)
+    if config.runner == LLAMA_CPP_RUNNER:
+        runner = _load_gguf(config, device, sizes)
+    else:
+        runner = _load(config, device, sizes) if isinstance(config.model, str) else _wrap(config, sizes)
     if config.batch_invariant and Capability.BATCH_INVARIANT not in runner.capabilities:
         raise OptionError("batch_invariant needs a model that the native runner runs on a CUDA device")
     if config.lora:
@@ -152,6 +156,17 @@ def _load(config: ModelConfig, device: str, sizes: CacheSizes) -> Runner:
         raise OptionError(f"{need} needs an architecture that paceline runs itself, stored as safetensors")
     model = load_model(files.folder, files.name, DTYPES[dtype], device, trust_remote_code=config.trust_remote_code)
     return _hugging_face(model, files.name, sizes)
+
+
+def _load_gguf(config: ModelConfig, device: str, sizes: CacheSizes) -> Runner:
+    """A GGUF file in llama.cpp; the file decides its precision."""
+    from paceline.runners.llama_cpp import open_llama_cpp
+
+    if config.dtype is not None:
+        raise OptionError(f"runner {LLAMA_CPP_RUNNER} computes with the weights of the .gguf file; leave dtype out")
+    if sizes.rounded_kv:
+        raise OptionError(f"kv_cache_dtype {LOSSY_FP8} is not for runner {LLAMA_CPP_RUNNER}; leave it out")
+    return open_llama_cpp(config.model, device, sizes.kv_cache_tokens)
 
 
 def _hugging_face(model: Any, name: str, sizes: CacheSizes) -> Runner:
@@ -214,6 +229,9 @@ def open_tokenizer(config: ModelConfig) -> Tokenizer:
     name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
     if not name:
         raise OptionError("a loaded model that was not read from a directory needs tokenizer=...")
+    if config.runner == LLAMA_CPP_RUNNER and tokenizer is None:
+        gguf = locate_gguf(str(name))
+        return Tokenizer(load_tokenizer(gguf.tokenizer_folder, gguf.name))
     files = locate(str(name))
     return Tokenizer(load_tokenizer(files.folder, files.name, trust_remote_code=config.trust_remote_code))
 

@@ -25,7 +25,8 @@ NONE = "none"
 DRAFT_MODEL = "draft_model"  # the method of a draft model that is named without a method
 CUSTOM = "custom"  # the method of a drafter object that is passed without a name
 DEFAULT_MODEL = "default"
-RUNNERS = ("auto", "native", "hf")
+LLAMA_CPP_RUNNER = "llama_cpp"
+RUNNERS = ("auto", "native", "hf", LLAMA_CPP_RUNNER)
 WARMUPS = ("none", "fast", "full")
 EXECUTORS = ("mp", "ray")
 ACCEPTANCE = ("token", "block", "coupled", "lossy-typical")
@@ -55,7 +56,7 @@ class ModelConfig:
         None, "fp32, bf16, fp16, or a weight format such as int8 or int4; default: by device", "T"
     )
     quantize: str | None = option(None, "convert the weights at load: {formats}; the same as that --dtype", "F")
-    runner: str = option(AUTO, "auto, native or hf: which code runs the model", "R")
+    runner: str = option(AUTO, "auto, native, hf or llama_cpp (a .gguf file as it is): which code runs the model", "R")
     max_model_len: int | None = option(
         None, "longest sequence, prompt included; default: the model's own", "N", type=int
     )

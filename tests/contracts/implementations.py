@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -76,6 +77,15 @@ def _native_gguf() -> Any:
         return NativeRunner.load(files, "tiny", stored_dtype(files, None, "cpu"), "cpu")
 
 
+def _llama_cpp() -> Any:
+    """The tiny model's weights as they are, in llama.cpp. It has read the file before the folder is gone."""
+    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    from paceline.runners.llama_cpp import open_llama_cpp
+
+    with tempfile.TemporaryDirectory() as folder:
+        return open_llama_cpp(str(write_gguf(Path(folder, "tiny.gguf"), tiny_llama(eos_token_id=258))), "cpu")
+
+
 def _own_state(model_type: str) -> MakeRunner:
     """A transformers model that the row buffers do not fit: it runs with its own cache."""
     return lambda: open_hugging_face(tiny_family(Variant(model_type)), model_type)
@@ -95,6 +105,7 @@ RUNNERS: dict[str, MakeRunner] = {
     "hugging-face-no-cache": _own_state("openai-gpt"),
     "native": _native,
     "native-gguf": _native_gguf,
+    "llama-cpp": _llama_cpp,
     "native-windows": _native_family("gemma3_text"),
     "native-softcaps": _native_family("gemma2"),
     "native-sinks": _native_family("gpt_oss"),

@@ -131,7 +131,7 @@ class Run:
     def collect(self) -> Any:
         from paceline.build import build_engine
         from paceline.train.collect import CollectOptions, collect
-        from paceline.train.engine_writer import EngineWriters
+        from paceline.train.writers import writers_of
 
         args, folder = self.args, self.work / "sequences"
         folder.mkdir()
@@ -139,7 +139,7 @@ class Run:
             shutil.copy(path, folder / path.name)
         seconds = max(1.0, args.data_share * args.minutes * 60 - (time.monotonic() - BEGAN))
         options = CollectOptions(10**12, seconds / 60, args.max_seq_len, args.max_num_seqs, args.seed)
-        writers = EngineWriters(build_engine, self.model, self.tokenizer, options)
+        writers = writers_of(build_engine, self.model, self.tokenizer, options)
         corpus = collect(writers, self.tokenizer, folder, options, self.on_collect)
         del writers  # with its engine, whose memory training needs
         say(f"{len(corpus)} sequences, {corpus.tokens.size} tokens, {corpus.answer_tokens} of them in answers")

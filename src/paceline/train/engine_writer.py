@@ -27,14 +27,19 @@ from paceline.kv.block_manager import BLOCK_SIZE, UNBOUNDED
 from paceline.runners.native import is_native
 from paceline.train.collect import SHORT_SEQ_LEN, CollectOptions
 from paceline.train.placement import free_bytes, on_gpu
-from paceline.train.sequence_writer import GeneratedSequence, GenerationPlan, WriterLimits
+from paceline.train.sequence_writer import (
+    FEWEST_NUM_SEQS,
+    MAX_LOGIT_GAP,
+    NUM_SEQS_ON_CPU,
+    SHORTEST_CUT_ANSWER,
+    GeneratedSequence,
+    GenerationPlan,
+    WriterLimits,
+)
 
 BuildEngine = Callable[[EngineConfig], LocalEngine]
 
-MIN_P = math.exp(-3.5)  # of the best token's probability: small models ramble when they draw less likely tokens
-SHORTEST_CUT_ANSWER = 16
-NUM_SEQS_ON_CPU = 32
-FEWEST_NUM_SEQS = 16
+MIN_P = math.exp(-MAX_LOGIT_GAP)
 WAITING_PER_SEQ = 4  # requests that are read ahead, for each sequence generated at a time, where kinds take turns
 MOST_NUM_SEQS = 256  # the host's work per sequence is least up to here; more sequences generate fewer tokens a second
 

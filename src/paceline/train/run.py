@@ -24,7 +24,7 @@ from paceline.train.atomic import write_text
 from paceline.train.collect import CollectOptions, CollectProgress, collect, load_shards
 from paceline.train.corpus import BatchSampler, Corpus, CorpusSplit, split
 from paceline.train.data import collect_from
-from paceline.train.engine_writer import BuildEngine, EngineWriters
+from paceline.train.engine_writer import BuildEngine
 from paceline.train.loop import CHECKPOINT, LoopOptions, TrainingHistory, TrainingLoop, TrainingProgress
 from paceline.train.options import from_values, setting
 from paceline.train.placement import on_gpu, target_dtype
@@ -32,6 +32,7 @@ from paceline.train.registry import trainer_spec
 from paceline.train.report import CURVE, DrafterFacts, plot, write_readme
 from paceline.train.task import TrainerSpec, TrainingTarget, TrainingTask
 from paceline.train.teacher import Teacher
+from paceline.train.writers import writers_of
 
 TRAINING, SEQUENCES, OPTIONS = "training", "sequences", "options.json"
 SECONDS_BETWEEN_EXPORTS = 60.0  # of training: what is killed leaves a drafter that can be used
@@ -224,7 +225,7 @@ def training_data(options: TrainOptions) -> Corpus:
 def collect_data(options: TrainOptions, target: TrainingTarget, observer: TrainingObserver, build: BuildEngine) -> None:
     """Let the target generate what is missing. The engine, and its copy of the weights, ends with this."""
     folder, data = options.run.sequences_folder, options.run.data
-    writers = EngineWriters(build, target.model, target.tokenizer, options.collect)
+    writers = writers_of(build, target.model, target.tokenizer, options.collect)
     if data is None:
         observer.stage(f"{target.name} generates its training data")
         collect(writers, target.tokenizer, folder, options.collect, observer.collecting)

@@ -113,8 +113,8 @@ def test_a_server_that_constrains_strict_functions_alone_is_no_fault(tmp_path: P
     """As vLLM does, and as OpenAI's API promises no more."""
 
     def reply(body: dict[str, Any]) -> dict[str, Any]:
-        is_strict = body["tools"][0]["function"].get("strict")
-        return call_choice(GOOD_ARGUMENTS if is_strict else '"anything"')
+        are_strict = all(tool["function"].get("strict") for tool in body.get("tools", ()))
+        return call_choice(GOOD_ARGUMENTS if are_strict else '"anything"')
 
     with scripted_server(reply) as url:
         report = doctor(url, tmp_path, "--scenarios", "tools")

@@ -1,4 +1,4 @@
-"""Tool calls as models write them on a bad day: marks forgotten or repeated, words around calls, reasoning left open."""
+"""Tool calls as models write them on a bad day: marks forgotten or repeated, words around them, reasoning left open."""
 
 from __future__ import annotations
 

@@ -30,4 +30,4 @@ def test_every_request_is_answered_and_counted(
     result = asyncio.run(bench.main_async(parser.parse_args(flags.split())))
     assert result["completed"] == NUM_PROMPTS and not result.get("failed")
     assert result["total_output_tokens"] == NUM_PROMPTS * NUM_TOKENS
-    assert 0 < result["mean_ttft_ms"] and 0 < result["mean_tpot_ms"]
+    assert result["mean_ttft_ms"] > 0 and result["mean_tpot_ms"] > 0

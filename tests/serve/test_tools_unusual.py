@@ -17,8 +17,8 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "forecast", "parameters": CITY}},
     {"type": "function", "function": {"name": "now"}},
 ]
-ROME = ("forecast", {"city": "Rome"})
-NOW = ("now", {})
+ROME: tuple[str, Any] = ("forecast", {"city": "Rome"})
+NOW: tuple[str, Any] = ("now", {})
 
 # parser, output, content, calls
 OUTPUTS: dict[str, tuple[str, str, str | None, list[tuple[str, Any]]]] = {

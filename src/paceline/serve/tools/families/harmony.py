@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from paceline.serve.output_pieces import (
     ContentText,
@@ -31,7 +32,7 @@ def parse(offer: ToolOffer) -> Parse:
         if (yield from stream.skip_blanks()) not in ("<", "t", ""):  # no message header
             yield from stream.pieces_until(ENDS, ContentText)
             return
-        texts: set[type[OutputPiece]] = set()
+        texts: set[Callable[[str], OutputPiece]] = set()
         while (yield from stream.skip_blanks()):
             yield from _message(stream, texts)
             yield from stream.take(ENDS)
@@ -39,7 +40,7 @@ def parse(offer: ToolOffer) -> Parse:
     return pieces
 
 
-def _message(stream: TextStream, texts: set[type[OutputPiece]]) -> Pieces:
+def _message(stream: TextStream, texts: set[Callable[[str], OutputPiece]]) -> Pieces:
     """One message. texts: the kinds of text there have been; another message of a kind begins on a line of its own."""
     start = stream.position
     header = yield from stream.text_until((MESSAGE,))
@@ -51,7 +52,7 @@ def _message(stream: TextStream, texts: set[type[OutputPiece]]) -> Pieces:
     if recipient:
         yield from _call(stream, recipient.group(1))
         return
-    kind = ReasoningText if "analysis" in header else ContentText
+    kind: Callable[[str], OutputPiece] = ReasoningText if "analysis" in header else ContentText
     if kind in texts:
         yield kind("\n")
     texts.add(kind)

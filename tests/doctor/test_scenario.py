@@ -109,6 +109,18 @@ def test_a_forced_tool_call_must_have_valid_arguments(arguments: str, status: st
     assert statuses(report)[0] == status
 
 
+def test_a_server_that_constrains_strict_functions_alone_is_no_fault(tmp_path: Path) -> None:
+    """As vLLM does, and as OpenAI's API promises no more."""
+
+    def reply(body: dict[str, Any]) -> dict[str, Any]:
+        are_strict = all(tool["function"].get("strict") for tool in body.get("tools", ()))
+        return call_choice(GOOD_ARGUMENTS if are_strict else '"anything"')
+
+    with scripted_server(reply) as url:
+        report = doctor(url, tmp_path, "--scenarios", "tools")
+    assert statuses(report)[0] == "ok"
+
+
 def test_a_tool_call_that_differs_when_streamed_is_found(tmp_path: Path) -> None:
     def differs(body: Json) -> Json:
         return call_choice(GOOD_ARGUMENTS.replace("3", "4") if body.get("stream") else GOOD_ARGUMENTS)

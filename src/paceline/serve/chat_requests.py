@@ -150,7 +150,8 @@ class ChatPlanner:
     def _with_reasoning(self, reasoning: OpenReasoning, parse: Parse | None) -> Parse | None:
         tools = self._template.tools
         if reasoning.reasoning_format.is_tagged:
-            return reasoning.reasoning_format.parse(reasoning.is_open, parse or content_only)
+            calls = tools.markers[:1] if tools is not None and parse is not None else ()
+            return reasoning.reasoning_format.parse(reasoning.is_open, parse or content_only, calls)
         return parse or (tools.parse(ToolOffer(())) if tools is not None else None)
 
     def _open_reasoning(self, body: ChatRequest, token_ids: list[int]) -> OpenReasoning | None:

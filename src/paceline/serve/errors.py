@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
 ERROR_TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
 CLIENT_GONE = 499  # for the log alone: the client has disconnected
 RETRY_SOON = {"Retry-After": "5"}
+EXPECTED = "Input should be "  # how pydantic says what a field must be
 
 
 class ApiError(HTTPException):
@@ -103,6 +104,24 @@ def log_failure(api_error: ApiError, cause: BaseException) -> None:
         LOG.error("request failed", exc_info=cause)
 
 
+def invalid_field(problems: Sequence[Any]) -> ApiError:
+    """The first field that is not valid. One that can be of several kinds says all of them, not the first alone."""
+    path = field_path(problems[0])
+    kinds = [problem for problem in problems if path and field_path(problem)[:1] == path[:1]]
+    if len({field_path(kind)[1:2] for kind in kinds}) > 1 and all(len(field_path(kind)) == 2 for kind in kinds):
+        path = path[:1]
+        expected = [str(kind.get("msg", "")).removeprefix(EXPECTED) for kind in kinds]
+        text = EXPECTED + " or ".join(dict.fromkeys(expected))
+    else:
+        text = problems[0].get("msg", "is not valid")
+    param = ".".join(path) or None
+    return ApiError(400, f"{param or 'the body'}: {text}", param=param, code=problems[0].get("type"))
+
+
+def field_path(problem: Any) -> tuple[str, ...]:
+    return tuple(str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path"))
+
+
 def install_handlers(app: FastAPI) -> None:
     """Give every error of the application OpenAI's shape."""
 
@@ -115,12 +134,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        path = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-        param = ".".join(path) or None
-        message = f"{param or 'the body'}: {first.get('msg', 'is not valid')}"
-        api_error = ApiError(400, message, param=param, code=first.get("type"))
-        return api_error.response(request.url.path)
+        return invalid_field(error.errors()).response(request.url.path)
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> JSONResponse:

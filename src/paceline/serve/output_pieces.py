@@ -99,6 +99,7 @@ class TrimmedParser(OutputParser):
         self._kind: type[OutputPiece] | None = None
         self._blanks = ""  # blanks that belong to the text only if more of it follows
         self._at_start = False  # after reasoning or a call: leading blanks are dropped
+        self._has_content = False  # content that goes on after a call keeps the blanks before it
 
     def feed(self, text: str) -> list[OutputPiece]:
         return self._trimmed(self._parser.feed(text))
@@ -122,11 +123,12 @@ class TrimmedParser(OutputParser):
         if isinstance(piece, ToolCallName | ToolArguments):
             return [piece]
         text = self._blanks + piece.text
-        if self._at_start:
+        if self._at_start and not (self._has_content and isinstance(piece, ContentText)):
             text = text.lstrip()
         kept = text.rstrip()
         self._blanks = text[len(kept) :]
         if not kept:
             return []
         self._at_start = False
+        self._has_content |= isinstance(piece, ContentText)
         return [type(piece)(kept)]

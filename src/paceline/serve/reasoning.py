@@ -28,15 +28,19 @@ class ReasoningFormat:
     def matches(self, chat_template: str) -> bool:
         return self.end in chat_template
 
-    def parse(self, is_open: bool, answer: Parse) -> Parse:
-        """Reasoning first, where there is any, then the answer. is_open: the prompt has opened it."""
+    def parse(self, is_open: bool, answer: Parse, calls: tuple[str, ...] = ()) -> Parse:
+        """Reasoning first, where there is any, then the answer.
+
+        is_open  the prompt has opened it
+        calls    marks of a tool call: models that forget to close their reasoning call all the same
+        """
 
         def pieces(stream: TextStream) -> Pieces:
             start = stream.position
             if not is_open:
                 yield from stream.skip_blanks()
             if (yield from stream.take((self.begin,))) or is_open:
-                yield from stream.pieces_until((self.end,), ReasoningText)
+                yield from stream.pieces_until((self.end, *calls), ReasoningText)
                 yield from stream.take((self.end,))
             else:
                 stream.position = start

@@ -94,6 +94,14 @@ class TextStream:
                 return found >= 0
             yield None
 
+    def opens_object(self) -> Waiting[bool]:
+        """Whether a JSON object begins here, as far as its first member shows it. Nothing is read."""
+        start = self.position
+        self.position += 1
+        character = yield from self.skip_blanks()
+        self.position = start
+        return character in ('"', "}")
+
     # --- JSON ---------------------------------------------------------------------------------------------------------
 
     def json_value(self) -> Waiting[str | None]:

@@ -23,10 +23,16 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+# strict: without it OpenAI promises no arguments that match, and vLLM constrains none.
 TOOL = {
     "type": "function",
-    "function": {"name": "get_weather", "description": "The weather of the next days.", "parameters": PARAMETERS},
-}  # fmt: skip
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of the next days.",
+        "strict": True,
+        "parameters": PARAMETERS,
+    },
+}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Generator
-from dataclasses import dataclass, field
+from collections.abc import Container, Generator, Iterator
+from dataclasses import dataclass
 
 from paceline.serve.output_pieces import ContentText, OutputPiece, ToolArguments, ToolCallName
 from paceline.serve.text_stream import TextStream, Waiting, json_string
@@ -21,22 +21,31 @@ class _Call:
 
     name: str | None = None
     arguments: str | None = None  # read before the name
-    has_arguments: bool = field(default=False)
+    is_announced: bool = False
 
 
-def call_object(stream: TextStream, names: Container[str] | None = None) -> CallPieces:
+def call_object(
+    stream: TextStream, names: Container[str] | None = None, *, needs_arguments: bool = False
+) -> CallPieces:
     """Read one object; returns whether it is a call. What is no call is content, as it is written.
 
-    names: functions that may be called; None: any
+    names            functions that may be called; None: any
+    needs_arguments  an object without arguments is no call
     """
     start, call = stream.position, _Call()
-    is_call = yield from _members(stream, call, names)
-    if call.name is None or (names is not None and call.name not in names):
+    is_complete = yield from _members(stream, call, names)
+    if is_complete and call.name is not None and not call.is_announced and not needs_arguments:
+        yield from _announce(call, call.name, NO_ARGUMENTS)
+    if not call.is_announced:
         yield ContentText(stream.since(start))
-        return False
-    if is_call and not call.has_arguments:
-        yield ToolArguments(NO_ARGUMENTS)
-    return True
+    return call.is_announced
+
+
+def _announce(call: _Call, name: str, arguments: str = "") -> Iterator[OutputPiece]:
+    """The call begins: only now, because what has a name and no arguments that are JSON is no call."""
+    call.is_announced = True
+    yield ToolCallName(name)
+    yield ToolArguments(arguments)
 
 
 def _members(stream: TextStream, call: _Call, names: Container[str] | None) -> CallPieces:
@@ -68,9 +77,8 @@ def _name(stream: TextStream, call: _Call, names: Container[str] | None) -> Call
     if not name or (names is not None and name not in names):
         return False
     call.name = name
-    yield ToolCallName(name)
     if call.arguments is not None:
-        yield ToolArguments(call.arguments)
+        yield from _announce(call, name, call.arguments)
     return True
 
 
@@ -78,14 +86,16 @@ def _arguments(stream: TextStream, call: _Call) -> CallPieces:
     """Pass an object on as it arrives. Other values, and those before the name, wait until they are complete."""
     character = yield from stream.next_character()
     if character == "{" and call.name is not None:
-        call.has_arguments = True
+        if not (yield from stream.opens_object()):
+            return False
+        yield from _announce(call, call.name)
         return (yield from stream_arguments(stream))
     value = yield from stream.json_value()
     if value is None:
         return False
-    call.arguments, call.has_arguments = argument_text(value), True
+    call.arguments = argument_text(value)
     if call.name is not None:
-        yield ToolArguments(call.arguments)
+        yield from _announce(call, call.name, call.arguments)
     return True
 
 

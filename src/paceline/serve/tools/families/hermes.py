@@ -16,7 +16,8 @@ def parse(offer: ToolOffer) -> Parse:
     def pieces(stream: TextStream) -> Pieces:
         while (yield from stream.pieces_until((OPEN,), ContentText)):
             yield from stream.take((OPEN,))
-            yield from call_object(stream)
+            if not (yield from call_object(stream)):
+                yield from stream.pieces_until((CLOSE, OPEN), ContentText)
             yield from stream.skip_blanks()
             yield from stream.take((CLOSE,))
 

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: the whole output is {"name": …, "parameters": {…}}, several of them separated by semicolons."""
+"""Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several of them separated by semicolons, also between sentences."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ SEPARATORS = (";", ",")
 
 def parse(offer: ToolOffer) -> Parse:
     def pieces(stream: TextStream) -> Pieces:
-        start = stream.position
-        yield from stream.skip_blanks()
-        yield from stream.take((PYTHON_TAG,))
-        while (yield from stream.skip_blanks()) == "{":
-            if not (yield from call_object(stream, offer.names)):
-                break
+        while (yield from stream.pieces_until((PYTHON_TAG, "{"), ContentText)):
             start = stream.position
-            yield from stream.skip_blanks()
-            yield from stream.take(SEPARATORS)
-        else:
-            stream.position = start
-        yield from stream.pieces_until((), ContentText)
+            yield from stream.take((PYTHON_TAG,))
+            if (yield from stream.skip_blanks()) != "{":
+                yield ContentText(stream.since(start))
+            elif (yield from call_object(stream, offer.names, needs_arguments=True)):
+                yield from _separator(stream)
 
     return pieces
+
+
+def _separator(stream: TextStream) -> Pieces:
+    """What stands between two calls. Blanks before a sentence belong to the sentence."""
+    start = stream.position
+    yield from stream.skip_blanks()
+    if not (yield from stream.take(SEPARATORS)):
+        stream.position = start
 
 
 def matches(template: str) -> bool:

@@ -6,7 +6,7 @@ from paceline.serve.output_pieces import ContentText, Parse, Pieces, ToolCallNam
 from paceline.serve.text_stream import TextStream
 from paceline.serve.tools.grammar import CallLayout, json_prefix
 from paceline.serve.tools.json_calls import call_object
-from paceline.serve.tools.offer import ToolOffer
+from paceline.serve.tools.offer import ToolFunction, ToolOffer
 from paceline.serve.tools.registry import ToolFormat
 from paceline.serve.tools.tagged_calls import ArgumentWriter
 
@@ -36,12 +36,13 @@ def _call(stream: TextStream, offer: ToolOffer) -> Pieces:
         return
     stream.position += 1
     yield ToolCallName(name.strip())
-    arguments = ArgumentWriter(offer.function(name.strip()))
+    function = offer.function(name.strip())
+    arguments, borders = ArgumentWriter(function), _borders(function)
     yield from stream.skip_blanks()
     while (yield from stream.take((PARAMETER,))):
         key = yield from stream.text_until((">",))
         stream.position += 1
-        value = yield from stream.text_until((PARAMETER_END,))
+        value = yield from stream.text_until(borders)
         if key is None or value is None:
             return
         yield from stream.take((PARAMETER_END,))
@@ -49,6 +50,11 @@ def _call(stream: TextStream, offer: ToolOffer) -> Pieces:
         yield from stream.skip_blanks()
     yield arguments.close()
     yield from stream.take((FUNCTION_END,))
+
+
+def _borders(function: ToolFunction) -> tuple[str, ...]:
+    """What ends a value. Models forget its end tag now and then: then the next argument or the call's end does."""
+    return (PARAMETER_END, f"{FUNCTION_END}\n{CLOSE}", *(f"{PARAMETER}{key}>" for key in function.properties))
 
 
 def matches(template: str) -> bool:

@@ -73,13 +73,16 @@ class StoredKeys:
 
 
 class RotaryTables(ExactTables):
-    """The rotary embedding of a family."""
+    """The rotary embedding of a family. One that reads images too takes three positions a token, equal for text."""
 
     def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
         self.rotary = rotary
+        self._axes = 3 if hasattr(rotary, "mrope_section") else 1
 
     def forward(self, states: Tensor, positions: Tensor) -> Any:
+        if self._axes > 1:  # older transformers do not repeat the positions of text themselves
+            positions = positions.expand(self._axes, -1, -1)
         return self.rotary(states, positions)
 
 

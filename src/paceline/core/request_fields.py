@@ -10,11 +10,13 @@ from paceline.config import as_int
 from paceline.core.types import ModelInfo, Request
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 
+PERMISSIONS = ("whole",)  # an engine may make use of these; the output is the same where it does not
+
 
 def refuse_fields(request: Request, taken: Collection[str], engine: str) -> None:
     """Raise OptionError for a field that asks for something and is not among the names of those that are taken."""
     for field in fields(Request):
-        if field.default is MISSING or field.name in taken:
+        if field.default is MISSING or field.name in taken or field.name in PERMISSIONS:
             continue
         value = getattr(request, field.name)
         if value != field.default and value not in ([], ()):

@@ -277,7 +277,7 @@ class Request:
     reasoning: ReasoningSpan | None = None
     lora: str | None = None  # which adapter of the engine; None: the model as it is
     priority: int = 0  # among requests that wait: a lower number is first
-    whole: bool = False  # nobody reads along: outputs may come all at once when the sequence has ended
+    whole: bool = False  # the reader wants all of it: outputs may come at once when the sequence has ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,15 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, WarmupPlan
 from paceline.drafting.head_folder import shipped_head_folder
 from paceline.drafting.prediction import Prediction
-from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, build_drafter, head_names, options_of
+from paceline.drafting.registry import (
+    DrafterContext,
+    DrafterSpec,
+    WeightsNeeded,
+    build_drafter,
+    head_names,
+    options_of,
+    spec,
+)
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
 
@@ -278,7 +286,8 @@ def build(context: DrafterContext) -> AutoDrafter:
         others["draft_model"] = build_drafter("draft_model", without_options)
     else:
         # One is enough: each head reads the target's states of every step, whether it drafts or not.
-        shipped = [method for method in head_names() if shipped_head_folder(method, context.target) is not None]
+        heads = sorted(head_names(), key=lambda method: not spec(method).one_pass)
+        shipped = [method for method in heads if shipped_head_folder(method, context.target) is not None]
         others |= {method: build_drafter(method, without_options) for method in shipped[:1]}
     return AutoDrafter({"suffix": Suffix(**context.options), "prediction": Prediction()}, others)
 

@@ -45,7 +45,7 @@ class _Rows:
 def _tokens(state: HeadState, count: int, draft: SampledDraft, module: int) -> list[int]:
     known = state.next_tokens(count + module)[module:]
     chosen = [int(token) for token in draft.tokens[max(0, module - count) : module]]
-    return (known + chosen + [0] * module)[:count]  # rows whose token nobody knows are read again
+    return (known + chosen + [0] * module)[:count]  # rows whose token is not known yet are read again
 
 
 class ModuleDrafting:

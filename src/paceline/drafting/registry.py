@@ -228,9 +228,8 @@ def names_needing(weights: WeightsNeeded) -> tuple[str, ...]:
 
 
 def head_names() -> tuple[str, ...]:
-    """Methods that read a trained head, also where they work without one; those of one pass first."""
-    reading = [method for method in specs() if method.head_kind is not None]
-    return tuple(method.name for method in sorted(reading, key=lambda method: not method.one_pass))
+    """Methods that read a trained head, also where they work without one."""
+    return tuple(method.name for method in specs() if method.head_kind is not None)
 
 
 def per_request_names() -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowBudget:
+class WindowLimit:
     """A smaller pool beside another, for layers with a window: a holder has as many blocks in it, at most `each`."""
 
     each: int
@@ -37,13 +37,13 @@ class WindowBudget:
 class BlockManager:
     """A fixed number of blocks and the block tables of their holders.
 
-    budget  of a pool for windows beside this one: holders whose windows would not fit there get no blocks here
+    window_limit  of a pool for windows beside this one: holders whose windows would not fit there get no blocks here
     """
 
     def __init__(self, num_blocks: int = UNBOUNDED, block_size: int = BLOCK_SIZE) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.free = num_blocks
-        self.budget: WindowBudget | None = None
+        self.window_limit: WindowLimit | None = None
         self._holders: dict[int, int] = {}  # of each block that is used: by how many
         self._tables: dict[Hashable, list[int]] = {}
 
@@ -74,16 +74,16 @@ class BlockManager:
             raise OutOfMemory(
                 f"the cache has {self.free} free blocks of {self.block_size} tokens and needs {missing}: {ADVICE}"
             )
-        if missing > 0 and self.budget is not None:
-            self._check_windows(self.budget, len(table), missing)
+        if missing > 0 and self.window_limit is not None:
+            self._check_windows(self.window_limit, len(table), missing)
         for _ in range(missing):
             table.append(self._take(table[-1] + 1 if table else None))
         return missing > 0
 
-    def _check_windows(self, budget: WindowBudget, held: int, missing: int) -> None:
+    def _check_windows(self, window_limit: WindowLimit, held: int, missing: int) -> None:
         """Raises OutOfMemory where a holder of `held` blocks cannot have more beside the windows of all others."""
-        windows = sum(min(len(table), budget.each) for table in self._tables.values())
-        if windows - min(held, budget.each) + min(held + missing, budget.each) > budget.total:
+        windows = sum(min(len(table), window_limit.each) for table in self._tables.values())
+        if windows - min(held, window_limit.each) + min(held + missing, window_limit.each) > window_limit.total:
             raise OutOfMemory(f"the cache has no room for a further sliding window: {ADVICE}")
 
     def grow_rows(self, rows: list[Row]) -> None:
@@ -115,8 +115,8 @@ class BlockManager:
         Raises OutOfMemory where there is no room for its window.
         """
         blocks = self.table(source)[: self.needed(tokens)]
-        if self.budget is not None:
-            self._check_windows(self.budget, 0, len(blocks))
+        if self.window_limit is not None:
+            self._check_windows(self.window_limit, 0, len(blocks))
         for block in blocks:
             self._holders[block] += 1
         self._tables[target] = list(blocks)

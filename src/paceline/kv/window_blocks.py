@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from paceline.errors import OutOfMemory
-from paceline.kv.block_manager import ADVICE, BLOCK_SIZE, BlockCopy, BlockManager, WindowBudget
+from paceline.kv.block_manager import ADVICE, BLOCK_SIZE, BlockCopy, BlockManager, WindowLimit
 
 PASS_TOKENS = 2048  # of prompts that one pass reads
 SEQ_TOKENS = 4096  # of a sequence that the pool of all other layers is thought to hold
@@ -21,14 +21,14 @@ MIN_SEQS = 8
 def window_pool_tokens(cache_tokens: int, window: int, block_size: int = BLOCK_SIZE) -> int:
     """Tokens of the pool beside a cache of so many: a window a sequence, what a step and its rollback touch around it,
     and a pass of prompts. Never more than the cache."""
-    windows = window_budget(cache_tokens, window, block_size).total * block_size
+    windows = window_limit(cache_tokens, window, block_size).total * block_size
     return min(cache_tokens, windows + PASS_TOKENS + block_size)
 
 
-def window_budget(cache_tokens: int, window: int, block_size: int = BLOCK_SIZE) -> WindowBudget:
+def window_limit(cache_tokens: int, window: int, block_size: int = BLOCK_SIZE) -> WindowLimit:
     """Blocks that a sequence keeps between passes, and all sequences together."""
     each = -(-window // block_size) + 3
-    return WindowBudget(each, each * (MIN_SEQS + cache_tokens // SEQ_TOKENS))
+    return WindowLimit(each, each * (MIN_SEQS + cache_tokens // SEQ_TOKENS))
 
 
 class WindowBlocks(BlockManager):

@@ -105,7 +105,7 @@ class Learner:
     # --- swap ---------------------------------------------------------------------------------------------------------
 
     def _is_time_to_swap(self) -> bool:
-        """Loading a head takes processor time from requests: it waits for a pause, but not for ever."""
+        """Loading a head takes processor time from requests: it waits for a pause, up to a limit."""
         now = time.monotonic()
         self._proposed = now if self._proposed is None else self._proposed
         if not self.engine.is_idle and now - self._proposed < PATIENCE:

@@ -31,12 +31,12 @@ TO_THE_END = -1
 
 @dataclass(frozen=True, slots=True)
 class BatchToken:
-    """A token to read. seq_ids: the sequences that it belongs to; wanted: whether its logits are."""
+    """A token to read. seq_ids: the sequences that it belongs to; has_logits: whether its logits are read."""
 
     token: int
     position: int
     seq_ids: tuple[int, ...]
-    wanted: bool
+    has_logits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class LlamaContext:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def decode(self, tokens: list[BatchToken]) -> Tensor:
-        """Read these tokens; logits of those that want them [wanted, vocab].
+        """Read these tokens; logits of those that want them [tokens with logits, vocab].
 
         Raises OutOfMemory or StepFailed; the caller then removes what was read before that.
         """
@@ -108,9 +108,9 @@ class LlamaContext:
             raise OutOfMemory("llama.cpp's KV cache is full: raise --kv-cache-tokens or run fewer sequences at a time")
         if status:
             raise StepFailed(f"llama.cpp could not read {len(tokens)} tokens: {_log().reason()}")
-        wanted = [place for place, token in enumerate(tokens) if token.wanted]
-        logits = torch.empty(len(wanted), self.vocab_size)
-        for row, place in enumerate(wanted):
+        places = [place for place, token in enumerate(tokens) if token.has_logits]
+        logits = torch.empty(len(places), self.vocab_size)
+        for row, place in enumerate(places):
             logits[row] = self._logits(place)
         return logits
 
@@ -119,7 +119,7 @@ class LlamaContext:
         batch.n_tokens = len(tokens)
         for place, token in enumerate(tokens):
             batch.token[place], batch.pos[place] = token.token, token.position
-            batch.logits[place] = token.wanted
+            batch.logits[place] = token.has_logits
             batch.n_seq_id[place] = len(token.seq_ids)
             ids = batch.seq_id[place]
             for number, seq_id in enumerate(token.seq_ids):

@@ -157,4 +157,5 @@ SPEC = TrainerSpec(
     usage="--method mtp --draft-model OUT",
     options=MtpOptions,
     build=_build,
+    any_family=False,
 )

@@ -95,6 +95,7 @@ class TrainerSpec:
     options: type
     build: Callable[[TrainingTarget, CorpusSplit, Any], TrainingTask]
     adapt: Callable[[TrainingTarget, HeadAdaptation], TrainingTask] | None = None
+    any_family: bool = True  # False: only for families that are published with such a head
     check_adaptable: Callable[[Path], None] = lambda _: None
 
 

@@ -238,7 +238,7 @@ def test_text_is_made_from_tokens_on_the_readers_side() -> None:
 
 
 def test_outputs_of_a_whole_sequence_come_at_its_end() -> None:
-    """Nobody reads along: the reader sleeps until the sequence has ended, and the worker is left alone."""
+    """The reader sleeps until the sequence has ended, and the worker is left alone."""
 
     async def work() -> None:
         outbox = _Outbox(asyncio.get_running_loop(), whole=True)

@@ -3,7 +3,7 @@
 Requests cross to the worker through a queue it empties before every step; outputs cross back through the event loop of
 the reader. The worker never waits for a reader, and characters are made on the reader's side, while the worker is
 already in its next step. Python runs one thread at a time, so a reader that wakes up delays the worker: it is woken
-once for all outputs that lie ready, and where nobody reads along only when the sequence has ended.
+once for all outputs that lie ready, and of a sequence that is wanted whole only when it has ended.
 """
 
 from __future__ import annotations

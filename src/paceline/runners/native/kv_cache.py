@@ -14,7 +14,7 @@ from paceline.core.types import Row, SequenceCache
 from paceline.device.memory import zeroed_cache
 from paceline.errors import OutOfMemory
 from paceline.kv.block_manager import BLOCK_SIZE, BlockCopy, BlockManager
-from paceline.kv.window_blocks import WindowBlocks, window_budget, window_pool_tokens
+from paceline.kv.window_blocks import WindowBlocks, window_limit, window_pool_tokens
 from paceline.layers.attention import CacheTensors, LayerCaches
 from paceline.layers.kv_rounding import STORED_DTYPE
 from paceline.models.config import ArchConfig
@@ -262,7 +262,7 @@ def window_blocks(config: ArchConfig, blocks: BlockManager) -> WindowBlocks | No
         return None
     cache_tokens = blocks.num_blocks * blocks.block_size
     tokens = window_pool_tokens(cache_tokens, max(windows), blocks.block_size)
-    blocks.budget = window_budget(cache_tokens, max(windows), blocks.block_size) if tokens < cache_tokens else None
+    blocks.window_limit = window_limit(cache_tokens, max(windows), blocks.block_size) if tokens < cache_tokens else None
     return WindowBlocks(blocks.needed(tokens), max(windows), blocks.block_size)
 
 

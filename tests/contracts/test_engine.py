@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jsonschema
@@ -27,6 +27,7 @@ from tests.support.engines import ONE_THREAD, ascii_gguf, ascii_llama, gguf_llam
 from tests.support.tiny import byte_tokenizer
 
 PROMPT = "to be or not to be, to be or not to be"
+NEAR_TIE = 0.02  # between log-probabilities, in float32
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "additionalProperties": False}
 Work = Callable[[Any], Awaitable[None]]
 
@@ -163,9 +164,19 @@ def test_a_batch_gives_what_each_sequence_gives_alone(subject: Subject) -> None:
         alone = [ids_of(await collect(engine.generate(text_request(engine, prompt)))) for prompt in prompts]
         requests = [text_request(engine, prompt) for prompt in prompts]
         together = await asyncio.gather(*(collect(engine.generate(request)) for request in requests))
-        assert [ids_of(outputs) for outputs in together] == alone
+        for prompt, one, other in zip(prompts, alone, map(ids_of, together)):
+            assert one == other or await _parts_at_a_near_tie(engine, prompt, one, other)
 
     subject.run(work)
+
+
+async def _parts_at_a_near_tie(engine: Any, prompt: str, one: list[int], other: list[int]) -> bool:
+    """Whether the first tokens that differ are equally likely but for rounding: a batch adds products up otherwise."""
+    place = next(index for index, pair in enumerate(zip(one, other)) if pair[0] != pair[1])
+    request = text_request(engine, prompt, max_new_tokens=1, logprobs=5)
+    (*_, last) = await collect(engine.generate(replace(request, prompt=[*request.prompt, *one[:place]])))
+    logprobs = dict(last.logprobs[0].top) | {last.logprobs[0].token: last.logprobs[0].logprob}
+    return abs(logprobs.get(one[place], 9.0) - logprobs.get(other[place], -9.0)) < NEAR_TIE
 
 
 def test_a_stop_string_ends_a_sequence_and_is_not_shown(subject: Subject) -> None:

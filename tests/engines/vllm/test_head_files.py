@@ -60,10 +60,10 @@ def random_weights(head: nn.Module) -> nn.Module:
     return head.eval().requires_grad_(False)
 
 
-def vllm_config(target: Path, head: Path, method: str) -> Any:
+def vllm_config(target: Path, head: Path, method: str, **further: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    speculative = {"model": str(head), "method": method, "num_speculative_tokens": 3}
+    speculative = {"model": str(head), "method": method, "num_speculative_tokens": 3, **further}
     arguments = EngineArgs(
         model=str(target), dtype="float32", enforce_eager=True, max_model_len=128, speculative_config=speculative
     )
@@ -140,7 +140,7 @@ def test_vllm_reads_a_p_eagle_head_parameter_for_parameter(
 ) -> None:
     head = peagle_head()
     save_head(head, tmp_path, provenance=Provenance(str(target)))
-    model = vllm_head(vllm_config(target, tmp_path, "eagle3"), monkeypatch)
+    model = vllm_head(vllm_config(target, tmp_path, "eagle3", parallel_drafting=True), monkeypatch)
     state = {name: value for name, value in head.state_dict().items() if name not in ("t2d", "mask_hidden")}
     unused = "model.layers.1.hidden_norm.weight"  # vLLM makes one for every layer, and uses that of the first
     assert differing(model, state, eagle_name) == [unused]

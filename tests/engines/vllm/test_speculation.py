@@ -14,6 +14,7 @@ from paceline.engines.vllm.speculation import INSTEAD, MOST_AUTO_K, PROPOSER, TR
 from paceline.errors import OptionError
 from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
 from paceline.heads.medusa import MedusaConfig, MedusaHeads
+from paceline.heads.peagle import PEagleConfig, PEagleHead
 from paceline.heads.registry import save_head
 from paceline.heads.shipped import shipped_head
 from paceline.hub.default import DIRECTORY
@@ -124,3 +125,10 @@ def test_medusa_heads_are_read_in_vllms_layout_and_all_of_them_draft(tmp_path: P
     keys = keys_of("medusa", draft_model=str(tmp_path))
     assert keys["model"] == str(tmp_path / "vllm") and keys["num_speculative_tokens"] == 3
     assert keys_of("medusa", draft_model=str(tmp_path), num_draft_tokens=2)["num_speculative_tokens"] == 2
+
+
+def test_a_p_eagle_head_drafts_all_tokens_in_one_pass(tmp_path: Path) -> None:
+    config = PEagleConfig(32, 48, 4, 2, 8, 259, 259, 32, feature_layers=(0, 1, 2), num_layers=2, mask_token_id=255)
+    save_head(PEagleHead(config), tmp_path)
+    keys = keys_of("eagle", draft_model=str(tmp_path))
+    assert keys["method"] == "eagle3" and keys["parallel_drafting"] is True

@@ -156,8 +156,11 @@ def _head(method: str, folder: Path, name: str) -> dict[str, Any]:
     if method == "medusa" and (folder / MEDUSA_FOLDER).is_dir():
         folder = folder / MEDUSA_FOLDER
     keys: dict[str, Any] = {"model": str(folder)}
-    if method == "eagle" and spec_of(read_checkpoint(folder)).name == "eagle3":
+    kind = spec_of(read_checkpoint(folder)).name if method == "eagle" else None
+    if kind in ("eagle3", "peagle"):
         keys["method"] = "eagle3"
+    if kind == "peagle":
+        keys["parallel_drafting"] = True
     return keys
 
 

@@ -17,7 +17,7 @@ from paceline.train.collect import CollectOptions
 from paceline.train.engine_writer import MIN_P, engine_config
 from paceline.train.sequence_writer import GenerationPlan, WriterLimits, answer_plan
 from tests.support.tiny import byte_tokenizer, tiny_llama
-from tests.train.conftest import engine_writers, random_prompts
+from tests.train.conftest import engine_writers
 
 MAX_LEN = 48
 EOS = 257
@@ -27,36 +27,6 @@ FALSE_ALARM = 1e-6
 def stop_after(calls: int) -> Callable[[], bool]:
     counter = itertools.count()
     return lambda: next(counter) >= calls
-
-
-@pytest.mark.slow
-def test_greedy_sequences_equal_generate(target_model: Any) -> None:
-    """More prompts than sequences at a time and of several lengths, so some start while others run."""
-    prompts = [prompt[: 2 + number % 5] for number, prompt in enumerate(random_prompts(11, seed=4))]
-    plans = [answer_plan(prompt, 0.0, MAX_LEN, tag) for tag, prompt in enumerate(prompts)]
-    writer = engine_writers(target_model, 4).open(WriterLimits(4, MAX_LEN))
-    generated = {seq.plan.tag: seq for seq in writer.write(iter(plans), lambda: False)}
-    assert sorted(generated) == list(range(11))
-    for tag, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        expected = target_model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_length=MAX_LEN, do_sample=False, pad_token_id=258
-        )
-        assert generated[tag].tokens == expected[0].tolist()
-        assert generated[tag].start == len(prompt)
-
-
-def test_a_question_ends_in_its_bridge_and_the_answer_starts_behind(target_model: Any) -> None:
-    bridge = (EOS, 10, 11)
-    plans = [GenerationPlan((1, 2, 3), 12, 8, bridge, temperature, 40) for temperature in (0.0, 0.8)]
-    writer = engine_writers(target_model, 2).open(WriterLimits(2, 40, len(bridge)))
-    generated = list(writer.write(iter(plans), lambda: False))
-    assert len(generated) == 2
-    for seq in generated:
-        assert tuple(seq.tokens[:3]) == (1, 2, 3)
-        assert tuple(seq.tokens[seq.start - 3 : seq.start]) == bridge
-        assert 8 <= seq.start - 3 <= 12
-        assert len(seq.tokens) <= 40 and EOS not in seq.tokens[seq.start : -1]
 
 
 def test_greedy_and_sampled_sequences_take_turns_where_greedy_steps_need_no_host(target_model: Any) -> None:

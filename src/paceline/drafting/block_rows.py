@@ -62,7 +62,6 @@ class DraftRows:
         tokens = self.head.to_target_ids(self.unary.argmax(dim=-1))
         return GreedyBlock(tokens, likeliest_prob(self.unary) if with_confidence else None)
 
-
     def ranked(self, branches: int) -> RankedRows:
         """Without the tokens before: every token of a depth has the same alternatives behind it."""
         best = torch.log_softmax(self.unary.float(), dim=-1).topk(min(branches, self.unary.shape[-1]), dim=-1)

@@ -21,11 +21,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from paceline.errors import OutOfMemory
 from paceline.hub.model_config import DecoderSizes, decoder_sizes
 from paceline.runners.loading import eos_token_ids_of
-from paceline.train.placement import free_bytes, on_gpu
+from paceline.train.placement import num_seqs_in_memory
 from paceline.train.sequence_writer import (
-    FEWEST_NUM_SEQS,
     MAX_LOGIT_GAP,
-    NUM_SEQS_ON_CPU,
     SHORTEST_CUT_ANSWER,
     GeneratedSequence,
     GenerationPlan,
@@ -147,21 +145,13 @@ class BatchGenerators:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._device = next(model.parameters()).device
 
     @property
     def sizes(self) -> DecoderSizes:
         return decoder_sizes(self._model.config)
 
     def num_seqs_that_fit(self, max_len: int) -> int:
-        """By the free memory of a GPU, few on a CPU."""
-        if not on_gpu(self._device):
-            return NUM_SEQS_ON_CPU
-        token_bytes = self.sizes.kv_values_per_token * torch.finfo(self._model.dtype).bits // 8
-        # A row keeps its cache and, for a moment, several copies of its logits in fp32.
-        row_bytes = max_len * token_bytes + 6 * 4 * self.sizes.vocab_size
-        num_seqs = int(0.6 * free_bytes(self._device) / row_bytes) // 16 * 16
-        return max(FEWEST_NUM_SEQS, min(MOST_NUM_SEQS, num_seqs))
+        return num_seqs_in_memory(self._model, max_len, MOST_NUM_SEQS)
 
     def open(self, limits: WriterLimits) -> BatchGenerator:
         return BatchGenerator(self._model, limits)

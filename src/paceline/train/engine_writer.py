@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from paceline.config import EngineConfig
@@ -26,11 +25,9 @@ from paceline.hub.model_config import DecoderSizes, decoder_sizes
 from paceline.kv.block_manager import BLOCK_SIZE, UNBOUNDED
 from paceline.runners.native import is_native
 from paceline.train.collect import SHORT_SEQ_LEN, CollectOptions
-from paceline.train.placement import free_bytes, on_gpu
+from paceline.train.placement import free_bytes, num_seqs_in_memory, on_gpu
 from paceline.train.sequence_writer import (
-    FEWEST_NUM_SEQS,
     MAX_LOGIT_GAP,
-    NUM_SEQS_ON_CPU,
     SHORTEST_CUT_ANSWER,
     GeneratedSequence,
     GenerationPlan,
@@ -70,7 +67,7 @@ class EngineWriters:
         """By the blocks of the KV cache; where the runner's pool only counts, by the free memory."""
         target = self.engine.parts.target
         if target.blocks.num_blocks >= UNBOUNDED:
-            return num_seqs_in_memory(self._model, max_len)
+            return num_seqs_in_memory(self._model, in_whole_blocks(max_len), MOST_NUM_SEQS)
         return max(1, target.free_tokens() // in_whole_blocks(max_len))
 
     def open(self, limits: WriterLimits) -> EngineWriter:
@@ -82,7 +79,7 @@ def engine_config(model: PreTrainedModel, tokenizer: Any, options: CollectOption
     native = is_native(model.config) and _copy_fits(model)
     short_len = min(SHORT_SEQ_LEN, options.max_seq_len)
     reserved = _weight_bytes(model) if native else 0
-    num_seqs = options.max_num_seqs or num_seqs_in_memory(model, short_len, reserved)
+    num_seqs = options.max_num_seqs or num_seqs_in_memory(model, in_whole_blocks(short_len), MOST_NUM_SEQS, reserved)
     return EngineConfig.create(
         model,
         tokenizer=tokenizer,
@@ -92,18 +89,6 @@ def engine_config(model: PreTrainedModel, tokenizer: Any, options: CollectOption
         max_num_seqs=num_seqs,
         warmup="none",  # it prepares for a first sequence that comes alone; here many come at once
     )
-
-
-def num_seqs_in_memory(model: PreTrainedModel, max_len: int, reserved: int = 0) -> int:
-    """By the free memory of a GPU less the reserved bytes, few on a CPU."""
-    device, sizes = next(model.parameters()).device, decoder_sizes(model.config)
-    if not on_gpu(device):
-        return NUM_SEQS_ON_CPU
-    token_bytes = sizes.kv_values_per_token * torch.finfo(model.dtype).bits // 8
-    # A sequence keeps its cache and, for a moment, several copies of its logits in fp32.
-    seq_bytes = in_whole_blocks(max_len) * token_bytes + 6 * 4 * sizes.vocab_size
-    num_seqs = int(0.6 * (free_bytes(device) - reserved) / seq_bytes) // 16 * 16
-    return max(FEWEST_NUM_SEQS, min(MOST_NUM_SEQS, num_seqs))
 
 
 def in_whole_blocks(tokens: int) -> int:

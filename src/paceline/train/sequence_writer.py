@@ -13,8 +13,6 @@ from paceline.hub.model_config import DecoderSizes
 
 MAX_LOGIT_GAP = 3.5  # sampled tokens are at least exp(-3.5) times as likely as the best one: small models ramble
 SHORTEST_CUT_ANSWER = 16  # of an answer that was under way when the writer was stopped
-NUM_SEQS_ON_CPU = 32
-FEWEST_NUM_SEQS = 16  # on a GPU
 
 
 @dataclass(frozen=True, slots=True)

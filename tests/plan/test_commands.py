@@ -191,11 +191,10 @@ def test_pairs_of_what_cannot_run_are_left_out_and_named(capsys, monkeypatch):
     assert {"qwen3-32b", "vicuna-7b"} <= {pair["target"] for pair in document["refused"]}
 
 
-def test_a_head_that_only_some_families_have_is_not_said_to_be_trainable_for_all(capsys):
+def test_a_head_that_paceline_trains_is_named_with_its_command(capsys):
     assert run(plan_command, "llama-3.1-8b", "--method", "mtp") == 0
     shown = capsys.readouterr().out
-    assert "needs a checkpoint that was published with such a head" in shown
-    assert "no head comes with paceline" not in shown
+    assert "`paceline train mtp`" in shown and "published" not in shown
 
 
 @pytest.mark.usefixtures("divides")

@@ -97,3 +97,11 @@ def test_a_target_is_not_merged_into_itself(
     arguments = [*small_training(target_folder, sequences_folder, 1), "--merged", target_folder]
     status, output = train("mtp", "--out", tmp_path, *arguments)
     assert status == 2 and "choose another directory" in output.err
+
+
+def test_a_target_that_cannot_have_one_is_refused_before_data_is_generated(
+    target_folder: Path, tmp_path: Path, train: Any
+) -> None:
+    status, shown = train("mtp", target_folder, "--out", tmp_path / "head", "--merged", target_folder)
+    assert status == 2 and "choose another directory" in shown.err
+    assert not (tmp_path / "head" / "sequences").exists()

@@ -243,15 +243,11 @@ def _notes(deployment: Deployment, installed: Support) -> tuple[str, ...]:
 
 def _head_note(method: str) -> str:
     """Where a head comes from that paceline does not bring."""
-    from paceline.train.registry import trainer_names, trainer_spec
+    from paceline.train.registry import trainer_names
 
-    trained = method in trainer_names()
-    if trained and trainer_spec(method).any_family:
+    if method in trainer_names():
         return f"no head comes with paceline for it: train one with `paceline train {method}`"
-    others = "paceline does not train one"
-    if trained:
-        others = f"`paceline train {method}` makes one for families that have them"
-    return f"method {method} needs a checkpoint that was published with such a head; {others}"
+    return f"method {method} needs a checkpoint that was published with such a head; paceline does not train one"
 
 
 def _window_note(deployment: Deployment) -> str:

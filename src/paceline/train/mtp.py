@@ -141,6 +141,15 @@ class MtpTask:
 
 
 def _build(target: TrainingTarget, parts: CorpusSplit, options: MtpOptions) -> MtpTask:
+    return _task(target, options)
+
+
+def _check_target(target: TrainingTarget, options: MtpOptions) -> None:
+    """A head without data already shows whether the family has one."""
+    _task(target, options)
+
+
+def _task(target: TrainingTarget, options: MtpOptions) -> MtpTask:
     if target.folder is None:
         raise OptionError("an MTP head is trained for a model with files: name a directory, a Hub id or a .gguf file")
     folder = unpacked_folder(target.folder)
@@ -157,5 +166,5 @@ SPEC = TrainerSpec(
     usage="--method mtp --draft-model OUT",
     options=MtpOptions,
     build=_build,
-    any_family=False,
+    check_target=_check_target,
 )

@@ -161,6 +161,7 @@ def train(
     _record(options, resume)
     observer.stage(f"loading {options.run.model}")
     target = open_target(options, device)
+    options.spec.check_target(target, options.drafter)
     if not (resume and options.started) and distributed.process_rank().first:
         collect_data(options, target, observer, build)
     corpus = training_data(options)

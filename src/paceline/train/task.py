@@ -86,6 +86,7 @@ class TrainerSpec:
     options  dataclass of the kind's own settings
     build    the task for a target, its data and these options
     adapt    the task of a head that is trained already (see HeadAdaptation); None: this kind cannot go on from one
+    check_target  raises OptionError, before any data is generated, for a target and options that cannot be trained
     check_adaptable  raises OptionError for the head in a directory that cannot
     """
 
@@ -95,7 +96,7 @@ class TrainerSpec:
     options: type
     build: Callable[[TrainingTarget, CorpusSplit, Any], TrainingTask]
     adapt: Callable[[TrainingTarget, HeadAdaptation], TrainingTask] | None = None
-    any_family: bool = True  # False: only for families that are published with such a head
+    check_target: Callable[[TrainingTarget, Any], None] = lambda *_: None
     check_adaptable: Callable[[Path], None] = lambda _: None
 
 

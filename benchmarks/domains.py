@@ -25,7 +25,7 @@ from benchmarks.fresh_process import AUTO, PLAIN, FreshResult, Job, in_fresh_pro
 
 PREDICTION, EDITS = "prediction", "edits"
 DOMAINS = ("code", "chat", "maths", "summarising")
-ROWS = f"{PLAIN},ngram:3,ngram:auto,suffix:auto,eagle:auto,{PREDICTION}:auto,{AUTO}"
+ROWS = f"{PLAIN},ngram:auto,suffix:auto,dflash:3,dflash:auto,{PREDICTION}:auto,{AUTO}"
 EDITED = {
     "Rename the variable total to amount": '''def average(values):
     total = 0

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
+from paceline.heads.dflash import DFlashHead
 from paceline.heads.eagle import EagleHead
 from paceline.heads.registry import load_head
 
@@ -84,14 +85,27 @@ def rounded(state: State, bits: int) -> State:
 def inflated_head(folder: str | Path, embedding: Tensor, hidden_size: int, device: str) -> EagleHead:
     """A head of the small model that reads the inflated one's hidden states: they are the small one's, then zeros."""
     head = load_head(folder, EagleHead, dtype=DTYPE, device=device)
+    config: Any = replace(head.config, target_hidden_size=hidden_size, own_embeddings=True)
+    wide = type(head)(config).to(device, DTYPE)
+    wide.load_state_dict(_wide_state(head, embedding, hidden_size))
+    return wide.eval().requires_grad_(False)
+
+
+def inflated_block_head(folder: str | Path, embedding: Tensor, hidden_size: int, device: str) -> DFlashHead:
+    """The same of a block drafter, with the small model's embeddings and its rows of them as the output head."""
+    head = load_head(folder, DFlashHead, dtype=DTYPE, device=device)
+    config = replace(head.config, target_hidden_size=hidden_size, own_embeddings=True, own_lm_head=True)
+    wide = DFlashHead(config).to(device, DTYPE)
+    wide.load_state_dict(_wide_state(head, embedding, hidden_size) | {"lm_head.weight": embedding[head.target_ids]})
+    return wide.eval().requires_grad_(False)
+
+
+def _wide_state(head: EagleHead | DFlashHead, embedding: Tensor, hidden_size: int) -> State:
+    """The weights of a head whose first product meets wider states, with the small model's embeddings."""
     config, state = head.config, head.state_dict()
     narrow = state["fc.weight"].view(config.hidden_size, -1, config.target_hidden_size)
     padded = functional.pad(narrow, (0, hidden_size - config.target_hidden_size))
-    state |= {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
-    wide_config: Any = replace(config, target_hidden_size=hidden_size, own_embeddings=True)
-    wide = type(head)(wide_config).to(device, DTYPE)
-    wide.load_state_dict(state)
-    return wide.eval().requires_grad_(False)
+    return state | {"fc.weight": padded.flatten(1), "embed_tokens.weight": embedding}
 
 
 def in_transformers(state: State, config: Any, device: str) -> Any:

@@ -40,11 +40,19 @@ class ContextLengthExceeded(PromptError):
     """Prompt and answer do not fit the model's context or its cache.
 
     num_tokens, limit  of the prompt and of the context, where they are known
+    asked_tokens       of the answer, where the prompt alone would fit; else None
     """
 
-    def __init__(self, message: str, num_tokens: int | None = None, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        num_tokens: int | None = None,
+        limit: int | None = None,
+        *,
+        asked_tokens: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.num_tokens, self.limit = num_tokens, limit
+        self.num_tokens, self.limit, self.asked_tokens = num_tokens, limit, asked_tokens
 
 
 class ModelError(PacelineError):

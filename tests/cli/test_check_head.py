@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
+from paceline.lint.endpoint import LikelyReading, PositionCount, ServerComparison
 from paceline.lint.target import StatedText
 from paceline.train.teacher import Teacher
 from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_medusa, write_mtp
@@ -129,11 +130,38 @@ def test_what_cannot_be_checked_is_an_error_in_one_line(
 def test_a_server_that_reads_a_head_wrongly_is_told_from_one_that_does_not(
     run_command: Any, target: Path, wrong_head: Path, right_head: Path
 ) -> None:
+    """Three draft tokens a step, fewer in the last steps of an answer: position 1 is counted all the same."""
     for served, status in ((wrong_head, 2), (right_head, 0)):
-        flags = ("-m", str(target), "--draft-model", str(served), "--method", "mtp", "-k", "1")
+        flags = ("-m", str(target), "--draft-model", str(served), "--method", "mtp", "-k", "3")
         with serving_flags(*flags) as server:
-            arguments = ("--head", str(right_head), "--tokens", "512", "--url", server.url)
+            arguments = ("--head", str(right_head), "--tokens", "512", "--url", server.url, "--json")
             result = run_command("check", str(target), *arguments)
-        assert "this server's acceptance at position 1 is" in result.out, result.err
-        assert result.status == status, result.out
-        assert ("it reads the head like: states before the final norm off" in result.out) == (status == 2)
+        assert result.status == status, result.err
+        compared = result.json()["server"]
+        names = [entry["reading"] for entry in compared["likely"]]
+        assert names[:1] == (["states before the final norm off"] if status == 2 else [])
+        if status == 2:  # the reading gives the server's own counts
+            nearest = compared["likely"][0]
+            assert nearest["rate"] == pytest.approx(compared["server"]["rate"], abs=0.05) and abs(nearest["z"]) < 1
+            assert compared["server"]["rate"] < compared["here"]["rate"] and compared["error_probability"] < 0.01
+
+
+def counts(offered: int, accepted: int) -> PositionCount:
+    return PositionCount(offered, accepted)
+
+
+@pytest.mark.parametrize(
+    ("likely", "said"),
+    [
+        ((), "no reading tried here gives the server's figure"),
+        ((("layers one lower", 82),), "the only reading tried here with its figure: layers one lower (0.41)"),
+        ((("a", 82), ("b", 86)), "readings tried here with its figure: a (0.41) or b (0.43)"),
+    ],
+)
+def test_a_servers_line_names_every_reading_with_its_figure_and_no_other(
+    likely: tuple[tuple[str, int], ...], said: str
+) -> None:
+    readings = tuple(LikelyReading(name, counts(200, accepted), 0.0) for name, accepted in likely)
+    line = ServerComparison("http://a", counts(200, 82), counts(200, 156), readings).line()
+    assert "this server's acceptance at position 1 is 0.41 ± 0.03, the head reaches 0.78 ± 0.03 here (z = 7.5" in line
+    assert line.endswith(said)

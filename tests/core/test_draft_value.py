@@ -97,4 +97,27 @@ def test_a_source_without_confidences_has_a_best_length_by_depth() -> None:
     value, seq, tree = value_of(0.1), sequence([1], 1000), chain([5, 6, 7, 8])
     for _ in range(60):
         value.learn(seq, tree, StepResult(tree, VerifyResult([0, 1], 3, [5, 6]), NO_OUTPUT, [5, 6, 3]))
-    assert value.best_length(seq, "", 8) == 2
+    assert value.best_length(seq, 8) == 2
+
+
+def asked(value: DraftValue, seq: Sequence, sent: int, slope: float, rounds: int = 40) -> int:
+    """What a source is asked for of at most 15 draft tokens, after drafts of which `sent` at most were sent."""
+    record = value.record(seq)
+    for _ in range(rounds):
+        length = value.useful_length(seq, 15)
+        record.draft.add(length, 0.3 + slope * length)
+        record.sent(length, min(length, sent))
+    return value.useful_length(seq, 15)
+
+
+def test_a_source_is_asked_for_what_is_sent_and_a_little_more_where_length_takes_time() -> None:
+    seq = sequence([1], 1000)
+    assert asked(value_of(0.1), seq, sent=3, slope=0.05) in (5, 6)
+    assert asked(value_of(0.1), seq, sent=3, slope=0.0) == 15, "one pass, whatever its length"
+    assert asked(value_of(0.1), seq, sent=15, slope=0.05) == 15, "all of it is sent"
+
+
+def test_a_source_that_was_asked_for_little_is_asked_for_more_when_all_of_it_is_sent() -> None:
+    value, seq = value_of(0.1), sequence([1], 1000)
+    assert asked(value, seq, sent=2, slope=0.05) <= 5
+    assert asked(value, seq, sent=15, slope=0.05, rounds=12) == 15

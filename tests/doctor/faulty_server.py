@@ -221,6 +221,20 @@ def ignored_seed() -> Iterator[None]:
 
 
 @contextmanager
+def lost_temperature() -> Iterator[None]:
+    """Sampled tokens are verified at temperature 1, whatever the request says."""
+    right = AsyncEngine.generate
+
+    def generate(engine: AsyncEngine, request: Request) -> AsyncIterator[RequestOutput]:
+        if request.num_draft_tokens == 0 or not request.sampling.temperature:
+            return right(engine, request)
+        return right(engine, replace(request, sampling=replace(request.sampling, temperature=1.0)))
+
+    with patch.object(AsyncEngine, "generate", generate):
+        yield
+
+
+@contextmanager
 def cut_stream() -> Iterator[None]:
     """A stream ends before its last piece of text."""
     right = ResponseBuilder._delta_chunks
@@ -247,6 +261,7 @@ FAULTS = {
     "lost last token of a prefix": PlantedFault(lost_last_token, "prefix-cache"),
     "off-by-one rollback": PlantedFault(off_by_one_rollback, "speculation"),
     "wrong q": PlantedFault(wrong_q, "sampling"),
+    "lost temperature": PlantedFault(lost_temperature, "sampling"),
     "dropped stop": PlantedFault(dropped_stop, "stop-strings"),
     "swapped streams": PlantedFault(swapped_streams, "concurrency"),
     "wrong logprobs": PlantedFault(wrong_logprobs, "logprobs"),

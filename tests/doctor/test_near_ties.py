@@ -58,6 +58,24 @@ def test_a_token_without_alternatives_does_not_tell_a_near_tie() -> None:
     assert parting(Answer("abce"), listed, listed).is_known, "the other way is not among the alternatives"
 
 
+@pytest.mark.parametrize("spelling", ["", "<end>"])
+def test_an_end_is_a_way_like_any_other(spelling: str) -> None:
+    """Servers list the end token as nothing or by its name. To go on where it is certain is no near-tie."""
+    gaps = []
+    for end, other in ((-0.01, -5.0), (-0.7, -0.8)):
+        last = TokenChoice(spelling.encode(), end, {spelling.encode(): end, b"on": other})
+        reference = Answer("ab", "stop", [token("ab", ab=-0.1, x=-3.0), last])
+        gaps.append(parting(Answer("abon"), reference, reference).gap)
+    assert gaps == [pytest.approx(4.99), pytest.approx(0.1)]
+
+
+def test_where_an_ended_answer_lists_no_end_nothing_is_known() -> None:
+    """llama.cpp may leave the end token out: that the other way is not listed proves nothing."""
+    reference = Answer("ab", "stop", [token("ab", ab=-0.1, x=-3.0)])
+    place = parting(Answer("abon"), reference, reference)
+    assert place.gap is None and not place.is_known
+
+
 def test_drift_is_the_largest_change_of_a_likely_token() -> None:
     first = [token("a", a=-0.1, b=-3.0), token("c", c=-0.2, d=-9.0)]
     second = [token("a", a=-0.1, b=-3.4), token("c", c=-0.2, d=-7.0)]

@@ -80,6 +80,8 @@ GREEDY: dict[str, dict[str, Any]] = {
     "forced_eos_token_id": {"forced_eos_token_id": 99},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 187},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": odd_rows_get_odd_tokens},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
     "repetition_penalty": {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
     "own processor": {"logits_processor": [FavoursTheRepeated()]},
     "own criterion": {"stopping_criteria": [StopsAfterEven()]},
@@ -104,6 +106,21 @@ def test_a_setting_of_generate_gives_what_generate_gives(model: Any, prompts: Te
     assert torch.equal(ours(model, prompts, **own, **GREEDY[name]), theirs)
     if name != "long max_time":
         assert not torch.equal(theirs, plain(model, prompts)) or "renormalize" in name, "the setting changes nothing"
+
+
+def test_what_depends_on_the_prompt_takes_that_of_its_own_row(model: Any, prompts: Tensor) -> None:
+    """Two sequences of each prompt, and each is kept from its own prompt's tokens."""
+    asked = {"encoder_no_repeat_ngram_size": 1, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    assert torch.equal(ours(model, prompts, **asked), plain(model, prompts, **asked))
+
+
+def test_processors_that_count_their_calls_are_refused_by_name(model: Any, prompts: Tensor) -> None:
+    from transformers import SynthIDTextWatermarkingConfig
+
+    watermark = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+    for setting in ({"guidance_scale": 1.5}, {"watermarking_config": watermark, "do_sample": True}):
+        with pytest.raises(OptionError, match=next(iter(setting))):
+            ours(model, prompts[:1], **setting)
 
 
 def test_max_time_ends_a_sequence(model: Any, prompts: Tensor) -> None:
@@ -273,12 +290,8 @@ def test_a_draft_of_another_vocabulary_is_refused_in_words(model: Any, prompts: 
 def test_what_speculation_cannot_do_is_refused_by_name(model: Any, prompts: Tensor) -> None:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    for name, settings in {
-        "num_beams": {"num_beams": 2},
-        "output_attentions": {"output_attentions": True, "return_dict_in_generate": True},
-    }.items():
-        with pytest.raises(OptionError, match=name):
-            ours(model, prompts, **settings)
+    with pytest.raises(OptionError, match="num_beams"):
+        ours(model, prompts, num_beams=2)
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 260, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16}
     bart = BartForConditionalGeneration(BartConfig(**sizes, **heads, forced_eos_token_id=None)).eval()

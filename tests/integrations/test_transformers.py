@@ -90,7 +90,6 @@ def test_a_dictionary_if_asked(model: Any, prompts: Tensor) -> None:
     ("settings", "reason"),
     [
         ({"num_beams": 2}, "num_beams"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search"),
         ({"num_draft_tokens": 999}, "0 to 128"),
     ],

@@ -12,6 +12,7 @@ import torch
 
 from paceline.heads.checkpoint import Checkpoint, read_checkpoint
 from paceline.heads.dflash_files import config_of
+from paceline.heads.registry import save_head
 from paceline.lint.dflash import draft, readings
 from paceline.lint.run import lint
 from paceline.lint.target import StatedText, TargetFacts, stated
@@ -151,3 +152,18 @@ def test_every_trap_of_a_block_is_a_reading(layouts: dict[str, Checkpoint], layo
     assert config_of(shifted).sample_from_anchor and config_of(shifted).max_draft_tokens == 4
     causal = next(reading for reading in readings(files, FACTS) if reading.name == "causal on").edit(files)
     assert config_of(causal).is_causal and not config_of(files).is_causal
+
+
+def test_convolutions_exchanged_norms_and_single_layers_are_readings(tmp_path: Path) -> None:
+    """Twice the same exchange is none, and a moved layer stays between its neighbours."""
+    save_head(random_head(conv_kernel_size=2, conv_group_size=8), tmp_path)
+    files = read_checkpoint(tmp_path)
+    found = {reading.name: reading for reading in readings(files, FACTS)}
+    for name in ("convolution taps reversed", "convolution sides reversed", "hidden_norm and norm exchanged"):
+        once = found[name].edit(files)
+        twice = found[name].edit(once)
+        assert any(not torch.equal(once.tensors[key], value) for key, value in files.tensors.items()), name
+        assert all(torch.equal(twice.tensors[key], value) for key, value in files.tensors.items()), name
+    moved = config_of(found["layer 1 of 2 one higher"].edit(files)).feature_layers
+    assert moved == (2, 3) and config_of(files).feature_layers == (1, 3)
+    assert "layer 1 of 2 three higher" not in found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -125,7 +126,17 @@ def test_a_conversation_without_messages_is_refused(server: RunningServer, path:
 
 def test_a_conversation_that_is_too_long_is_said_in_anthropics_words(server: RunningServer) -> None:
     response = post(server, messages=[{"role": "user", "content": "x" * 100}])
-    assert response.status_code == 400 and response.json()["error"]["message"].startswith("prompt is too long: ")
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400 and re.match(r"prompt is too long: \d+ tokens > \d+ maximum", message)
+
+
+def test_an_answer_that_is_too_long_is_said_in_words_after_which_clients_ask_for_less(server: RunningServer) -> None:
+    response = post(server, max_tokens=5000)
+    pattern = r"input length and `max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)"
+    sizes = re.match(pattern, response.json()["error"]["message"])
+    assert response.status_code == 400 and sizes is not None
+    num_tokens, asked, limit = map(int, sizes.groups())
+    assert asked == 5000 and post(server, max_tokens=limit - num_tokens).status_code == 200
 
 
 def test_an_answer_goes_on_from_the_last_message(tiny_server: RunningServer) -> None:

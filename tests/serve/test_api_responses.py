@@ -276,7 +276,7 @@ def test_input_tokens_are_counted(client: openai.OpenAI) -> None:
         ({"input": []}, "input is empty"),
         ({"input": [{"type": "computer_call"}]}, "does not read"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "reads text"),
-        ({"tools": [{"type": "web_search"}]}, "functions only"),
+        ({"tools": [{"type": "web_search"}]}, "functions and custom tools"),
         ({"background": True, "store": False}, "`store` is true"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "needs its schema"),
         ({"conversation": "conv_1"}, "previous_response_id"),

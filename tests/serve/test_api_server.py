@@ -23,6 +23,11 @@ def test_version_ping_and_load(tiny_server: RunningServer) -> None:
         assert client.get("/load").json() == {"server_load": 0}
 
 
+def test_a_client_may_ask_whether_the_server_is_there(tiny_server: RunningServer) -> None:
+    answer = tiny_server.http().head("/")  # as Claude Code does first
+    assert answer.status_code == 200 and not answer.content
+
+
 def test_routes_without_their_prefix(tiny_server: RunningServer) -> None:
     client = openai.OpenAI(base_url=tiny_server.url, api_key="none", max_retries=0)
     messages = [{"role": "user", "content": "hi"}]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.serve.config import NetworkConfig, ServerConfig
-from tests.serve.running import RunningServer, serving
-from tests.serve.scripted import THINKING_TEMPLATE, ScriptedEngine, tokenizer_with
+from tests.serve.running import CHAT, RunningServer, serving
+from tests.serve.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, ScriptedEngine, tokenizer_with
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -185,3 +189,87 @@ def test_tools_of_anthropics_own_servers_are_refused_in_words(session: Session) 
     messages = [{"role": "user", "content": "Search."}]
     with pytest.raises(anthropic.BadRequestError, match="the client's own tools only"):
         session.client.messages.create(model=MODEL, max_tokens=9, messages=messages, tools=[search])
+
+
+STRICT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
+    "{% if 'refused' in message.content %}{{ raise_exception('No.') }}{% endif %}{% endfor %}" + TOOL_TEMPLATE
+)
+
+
+def test_instructions_in_the_middle_reach_templates_that_take_them_at_the_start_alone() -> None:
+    """Claude Code lists agents and skills in a message of the system after the user's first."""
+    engine = ScriptedEngine(tokenizer_with(STRICT_TEMPLATE))
+    engine.outputs = ["Yes."]
+    billing = "x-anthropic-billing-header: cc_version=2.1.197; cch=00001;"
+    with serving(engine, ServerConfig((MODEL,))) as running:
+        client = anthropic.Anthropic(base_url=running.url, api_key=KEY, max_retries=0, timeout=120)
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+            {"role": "system", "content": [{"type": "text", "text": text} for text in (billing, "Agents: none")]},
+            {"role": "system", "content": billing},
+        ]
+        answer = client.messages.create(model=MODEL, max_tokens=64, system="Be brief.", messages=messages)
+        assert answer.content[0].text == "Yes."
+        both = [{"role": "user", "content": "refused"}, {"role": "system", "content": "late"}]
+        refused = running.http().post(CHAT, json={"messages": both})
+        assert refused.status_code == 400 and "No." in refused.json()["error"]["message"]
+    assert engine.prompts == ["<s>system: Be brief.</s><s>user: Hello\n\nAgents: none</s><s>assistant: "]
+
+
+def test_messages_of_the_system_add_and_remove_tools(session: Session, engine: ScriptedEngine) -> None:
+    def change(kind: str, **tool: Any) -> dict[str, Any]:
+        return {"type": kind, "tool": tool}
+
+    engine.outputs = ["Yes."]
+    changes = [
+        change("tool_removal", type="tool_reference", name="Grep"),
+        change("tool_removal", type="tool_reference", name="Read"),
+        change("tool_addition", type="tool_reference", name="Read"),
+        change("tool_addition", type="tool_definition", definition=tool("Query", "sql")),
+    ]
+    messages = [
+        {"role": "user", "content": "Hello"},
+        {"role": "system", "content": [{"type": "text", "text": "Tools changed."}, *changes]},
+    ]
+    session.client.messages.create(model=MODEL, max_tokens=64, messages=messages, tools=TOOLS)
+    offered = [name for name in ("Read", "Grep", "Query") if f'"name": "{name}"' in engine.prompts[-1]]
+    assert offered == ["Read", "Query"] and "<s>system: Tools changed.</s>" in engine.prompts[-1]
+    messages[1]["content"] = [change("tool_removal", type="tool_reference", name="missing")]
+    with pytest.raises(anthropic.BadRequestError, match="declared in tools"):
+        session.client.messages.create(model=MODEL, max_tokens=64, messages=messages, tools=TOOLS)
+
+
+def test_a_search_for_tools_gives_their_names(session: Session, engine: ScriptedEngine) -> None:
+    engine.outputs = [call("Read", file_path="a"), "Yes."]
+    session.say({"type": "text", "text": "?"})
+    block = session.answer().content[0]
+    session.say(result(block, [{"type": "tool_reference", "tool_name": "Grep"}]))
+    session.answer()
+    assert "<s>tool: Grep</s>" in engine.prompts[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("claude") is None, reason="npm install -g @anthropic-ai/claude-code")
+def test_claude_code_itself_reads_a_file_and_answers(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def greet(): return 'hello from the file'")
+    engine = ScriptedEngine(tokenizer_with(THINKING_TEMPLATE))
+    engine.info = replace(engine.info, max_seq_len=1 << 20)  # its system prompt and tools are long
+    engine.outputs = ["<think>\nI look.\n</think>" + call("Read", file_path=str(tmp_path / "a.py")), "It greets."]
+    with serving(engine, ServerConfig((MODEL,), network=NetworkConfig(api_keys=(KEY,)))) as running:
+        settings = {"ANTHROPIC_BASE_URL": running.url, "ANTHROPIC_API_KEY": KEY, "ANTHROPIC_MODEL": MODEL}
+        settings |= {"HOME": str(tmp_path), "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        command = ["claude", "-p", "What does a.py do?", "--output-format", "json", "--allowedTools", "Read"]
+        output = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], **settings},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    document = json.loads(output.stdout)
+    assert (document["is_error"], document["num_turns"], document["result"]) == (False, 2, "It greets."), output.stderr
+    assert "hello from the file" in engine.prompts[-1]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.protocols import Engine
 from paceline.core.stats import EngineStats, LearningStats, SpecStats
 from paceline.core.types import RequestOutput
+from paceline.serve.engine_readings import EngineSource
 from paceline.serve.fair_queue import FairQueue
-from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
+from paceline.serve.metrics import Metrics
+from paceline.serve.sequence_metrics import SequenceObserver
+from tests.serve.running import COMPLETIONS, NAME, RunningServer
 from tests.serve.toy_engine import ReversingEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,9 +61,13 @@ def exposition() -> str:
     return metrics.exposition().decode()
 
 
-def exported_names(exposition: str) -> set[str]:
-    names = set(re.findall(r"^(paceline_\w+)", exposition, re.MULTILINE))
+def exported_names(exposition: str, prefix: str = "paceline_") -> set[str]:
+    names = set(re.findall(rf"^({prefix}\w+)", exposition, re.MULTILINE))
     return {name for name in names if not name.endswith("_created")}
+
+
+def documented_names(prefix: str) -> set[str]:
+    return set(re.findall(rf"`({prefix}\w+)`", (DOCS / "serving.md").read_text()))
 
 
 def test_the_engine_stats_are_exported_under_their_names(exposition: str) -> None:
@@ -110,17 +119,95 @@ def test_the_dashboard_uses_only_metrics_that_exist(exposition: str) -> None:
     assert set(re.findall(r"paceline_\w+", text)) <= exported_names(exposition)
 
 
-def test_the_document_names_every_metric(exposition: str) -> None:
-    documented = set(re.findall(r"`(paceline_\w+)`", (DOCS / "serving.md").read_text()))
-    exported = {re.sub(rf"({'|'.join(SUFFIXES)})$", "", name) for name in exported_names(exposition)}
-    assert documented == exported
+@pytest.mark.parametrize("prefix", ["paceline_", "vllm:"])
+def test_the_document_names_every_metric(exposition: str, prefix: str) -> None:
+    names = exported_names(exposition, prefix)
+    exported = {re.sub(rf"({'|'.join(SUFFIXES)})$", "", name) for name in names}
+    assert documented_names(prefix) == exported
 
 
-def test_a_token_timer_observes_the_first_token_and_the_others_each() -> None:
+def test_the_engine_stats_are_exported_under_vllms_names(exposition: str) -> None:
+    labels = 'engine="0",model_name="model-0"'
+    for line in (
+        f"vllm:num_requests_running{{{labels}}} 2.0",
+        f"vllm:num_requests_waiting{{{labels}}} 1.0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+        f"vllm:prompt_tokens_total{{{labels}}} 10.0",
+        f"vllm:generation_tokens_total{{{labels}}} 9.0",
+        f"vllm:prefix_cache_queries_total{{{labels}}} 10.0",
+        f"vllm:prefix_cache_hits_total{{{labels}}} 7.0",
+        f"vllm:num_preemptions_total{{{labels}}} 8.0",
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 4.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 7.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 5.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 3.0',
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 2.0',
+        f"vllm:e2e_request_latency_seconds_count{{{labels}}} 0.0",
+    ):
+        assert line in exposition.splitlines()
+
+
+def test_vllms_counts_are_of_all_methods_together() -> None:
+    class TwoMethods(CountingEngine):
+        def stats(self) -> EngineStats:
+            stats = super().stats()
+            return replace(stats, by_method={"ngram": stats.spec, "eagle": stats.spec})
+
+    text = metrics_of(TwoMethods()).exposition().decode()
+    assert 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="model-0"} 14.0' in text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="model-0"} 18.0' in text
+
+
+def test_an_observer_sees_the_first_token_the_others_and_the_end() -> None:
     metrics = metrics_of()
-    timer = TokenTimer(metrics, "model-0")
+    observe = SequenceObserver(metrics.sequences, "model-0", 7)
+    observe.begin()
     for tokens in ((), (1,), (2, 3), ()):
-        timer(RequestOutput("", tokens))
-    text = metrics.exposition().decode()
-    assert 'paceline_time_to_first_token_seconds_count{model="model-0"} 1.0' in text
-    assert 'paceline_inter_token_latency_seconds_count{model="model-0"} 1.0' in text
+        observe(RequestOutput("", tokens))
+    observe(RequestOutput("", finish_reason="length"))
+    lines = metrics.exposition().decode().splitlines()
+    for own, vllms, value in (
+        ("time_to_first_token_seconds_count", "time_to_first_token_seconds_count", 1.0),
+        ("inter_token_latency_seconds_count", "inter_token_latency_seconds_count", 1.0),
+        ("sequence_queue_seconds_count", "request_queue_time_seconds_count", 1.0),
+        ("sequence_prefill_seconds_count", "request_prefill_time_seconds_count", 1.0),
+        ("sequence_decode_seconds_count", "request_decode_time_seconds_count", 1.0),
+        ("sequence_latency_seconds_count", "e2e_request_latency_seconds_count", 1.0),
+        ("sequence_prompt_tokens_sum", "request_prompt_tokens_sum", 7.0),
+        ("sequence_generation_tokens_sum", "request_generation_tokens_sum", 3.0),
+    ):
+        assert f'paceline_{own}{{model="model-0"}} {value}' in lines
+        assert f'vllm:{vllms}{{engine="0",model_name="model-0"}} {value}' in lines
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="model-0"} 1.0' in lines
+
+
+def vllm_samples(server: RunningServer) -> dict[str, float]:
+    """What a Prometheus server reads, by name; positions and buckets added up."""
+    totals: dict[str, float] = {}
+    for family in text_string_to_metric_families(server.http().get("/metrics").text):
+        for sample in family.samples:
+            if sample.name.startswith("vllm:"):
+                assert (sample.labels["model_name"], sample.labels["engine"]) == (NAME, "0")
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def test_requests_move_vllms_counters(tiny_server: RunningServer) -> None:
+    body = {"model": NAME, "prompt": "abcabcabcabcabc", "max_tokens": 24, "ignore_eos": True, "temperature": 0,
+            "speculative": {"num_draft_tokens": 3}}  # fmt: skip
+    before = vllm_samples(tiny_server)
+    usage = tiny_server.http().post(COMPLETIONS, json=body).json()["usage"]
+    tiny_server.wait_until_idle()
+    after = vllm_samples(tiny_server)
+    moved = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert moved["vllm:prompt_tokens_total"] == moved["vllm:request_prompt_tokens_sum"] == usage["prompt_tokens"]
+    assert moved["vllm:generation_tokens_total"] == moved["vllm:request_generation_tokens_sum"] == 24
+    assert moved["vllm:request_success_total"] == moved["vllm:e2e_request_latency_seconds_count"] == 1
+    stages = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    assert all(moved[f"vllm:{stage}_seconds_count"] == 1 for stage in stages)
+    seconds = sum(moved[f"vllm:{stage}_seconds_sum"] for stage in stages)
+    assert 0 < seconds <= moved["vllm:e2e_request_latency_seconds_sum"] * 1.000001
+    drafted = moved["vllm:spec_decode_num_draft_tokens_total"]
+    accepted = moved["vllm:spec_decode_num_accepted_tokens_total"]
+    assert drafted >= max(accepted, moved["vllm:spec_decode_num_drafts_total"]) > 0
+    assert moved["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == accepted

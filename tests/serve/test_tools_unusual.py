@@ -74,6 +74,44 @@ OUTPUTS: dict[str, tuple[str, str, str | None, list[tuple[str, Any]]]] = {
         None,
         [ROME],
     ),
+    "text after a list of calls": (
+        "mistral",
+        'I look.[TOOL_CALLS] [{"name": "forecast", "arguments": {"city": "Rome"}}, {"name": "now", "arguments": {}}]\n'
+        "One moment, please.",
+        "I look.\nOne moment, please.",
+        [ROME, NOW],
+    ),
+    "text after named calls": (
+        "mistral",
+        '[TOOL_CALLS]forecast[ARGS]{"city": "Rome"}[TOOL_CALLS]now{} One moment: {"a": [1]}.',
+        'One moment: {"a": [1]}.',
+        [ROME, NOW],
+    ),
+    "text between named calls": (
+        "mistral",
+        '[TOOL_CALLS]forecast{"city": "Rome"} and [TOOL_CALLS]now[CALL_ID]a1[ARGS]{}',
+        "and",
+        [ROME, NOW],
+    ),
+    "a call without arguments before another one": (
+        "mistral",
+        '[TOOL_CALLS]now[TOOL_CALLS]forecast[ARGS]{"city": "Rome"}',
+        None,
+        [NOW, ROME],
+    ),
+    "a name before the mark": (
+        "mistral",
+        'forecast[TOOL_CALLS]{"city": "Rome"}now[TOOL_CALLS][ARGS]{}',
+        "forecastnow",
+        [ROME, NOW],
+    ),
+    "a name before the mark and in the object": (
+        "mistral",
+        'forecast[TOOL_CALLS]{"name": "forecast", "arguments": {"city": "Rome"}}',
+        "forecast",
+        [ROME],
+    ),
+    "words after the mark and no name": ("mistral", "[TOOL_CALLS]I take {this} one.", "I take {this} one.", []),
     "an argument whose end tag is missing": (
         "qwen3_coder",
         "<tool_call>\n<function=forecast>\n<parameter=city>\nRome\n<parameter=days>\n2\n</function>\n</tool_call>",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,36 @@ def test_a_head_of_another_model_is_not_continued(target: TrainingTarget, parts:
     task = started(target, parts)
     with pytest.raises(OptionError, match="a model of other sizes"):
         task.start_from(tmp_path, next(BatchSampler(parts.train, 512, 0).once()))
+
+
+def test_a_continued_head_may_have_longer_blocks(target: TrainingTarget, parts: CorpusSplit, tmp_path: Path) -> None:
+    """A head of blocks of 4 goes on with blocks of 6, and without a word with its own; the weights are the same."""
+    first = started(target, parts)
+    first.export(tmp_path)
+    sample = next(BatchSampler(parts.train, 512, 0).once())
+    for asked, expected in ((6, 6), (0, 4)):
+        task = build(target, parts, DFlash2Options(**{**SMALL, "block_size": asked}, selector_rank=4))
+        task.start_from(tmp_path, sample)
+        assert task.head.config.block_size == expected
+        assert task.draft_tokens(sample).shape[-1] == expected - 1
+        layer = task.head.layers[0].mlp.down_proj.weight
+        torch.testing.assert_close(layer, first.head.layers[0].mlp.down_proj.weight, rtol=1e-2, atol=1e-2)
+        assert task.loss(sample).isfinite()
+
+
+def test_some_steps_read_states_of_the_target_in_int4(target: TrainingTarget, parts: CorpusSplit) -> None:
+    task = build(target, parts, DFlash2Options(**SMALL, selector_rank=4, int4_share=0.5))
+    sample = next(BatchSampler(parts.train, 512, 0).once())
+    chosen = [task.teacher_of(replace(sample, number=number)) for number in range(40)]
+    assert 8 < sum(teacher is not task.teacher for teacher in chosen) < 32
+    rounded = next(teacher for teacher in chosen if teacher is not task.teacher)
+    exact, near = (teacher.states(sample.tokens).final for teacher in (task.teacher, rounded))
+    assert not torch.equal(exact, near) and torch.nn.functional.cosine_similarity(exact, near, dim=-1).mean() > 0.9
+    assert chosen == [task.teacher_of(replace(sample, number=number)) for number in range(40)]
+
+
+def test_shares_outside_their_range_are_refused() -> None:
+    with pytest.raises(OptionError, match="--int4-share lie between 0 and 1"):
+        DFlashOptions(int4_share=1.5)
+    with pytest.raises(OptionError, match="--block-size is 2 or more"):
+        DFlashOptions(block_size=1)

@@ -10,6 +10,7 @@ drafter states before it draws, and never on those after it. That keeps the outp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import PositionRates
@@ -25,6 +26,9 @@ DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
 MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
 MAX_SPEEDUP = 32.0
+MORE = 2  # draft tokens beyond those that were sent lately: what is not made cannot be found to pay
+REACH_WEIGHT = 0.2  # of one draft in how many are sent
+WORTH_SAVING = 0.02  # of a plain pass: a drafter that is no quicker with fewer draft tokens makes all it may
 LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
 
 
@@ -42,6 +46,7 @@ class SourceRecord:
     draft  seconds of making a draft, by its draft tokens
     tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
     states_confidence  its drafts do
+    reach  draft tokens that are worth making: those that were sent lately, and a few more
     """
 
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
@@ -51,6 +56,15 @@ class SourceRecord:
     cost: float = 0.0
     num_drafts: int = 0
     states_confidence: bool = False
+    reach: float = math.inf
+
+    def sent(self, made: int, count: int) -> None:
+        """So many of the draft tokens of a draft were sent."""
+        if count >= made:
+            self.reach = max(self.reach, made + MORE)
+        else:
+            self.reach = min(self.reach, made)
+            self.reach += REACH_WEIGHT * (count + MORE - self.reach)
 
     def drafted(self, tokens: float, cost: float) -> None:
         """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
@@ -153,7 +167,17 @@ class DraftValue:
         making = max(0.0, record.draft.at(count + 1) - record.draft.at(count))
         return _pays(self.costs.of(1), count + 1, survival * self.token_seconds(1) - making)
 
-    def best_length(self, seq: Sequence, source: str, limit: int) -> int:
+    def useful_length(self, seq: Sequence, limit: int, source: str = "") -> int:
+        """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain."""
+        record = self.record(seq, source)
+        reach = min(record.reach, limit)
+        if reach == limit:
+            return limit
+        length = max(1, math.ceil(reach))
+        saved = record.draft.at(limit) - record.draft.at(length)
+        return length if saved > WORTH_SAVING * self.costs.plain_pass(1) else limit
+
+    def best_length(self, seq: Sequence, limit: int, source: str = "") -> int:
         """Draft tokens to ask a source for that states no confidences: the most tokens a second, one at least."""
         record, costs, tokens = self.record(seq, source), self.costs.of(1), 1.0
         best, best_rate, survival = 1, 0.0, 1.0

@@ -1,9 +1,10 @@
 """Drafts that state their confidence, or whose drafter chooses among several: how much of each is sent is decided
 after it was made.
 
-So the drafter is asked for as much as it likes, since a block takes one pass whatever its length and a lookup takes
-none, and what does not pay stays out of the target's pass. Whether to ask at all follows from what asking has gained
-lately, less the time that making drafts took. Where it loses, probes within a small share of the time go on.
+So the drafter is asked for as much as may pay, since a block takes one pass whatever its length and a lookup takes
+none, and what does not pay stays out of the target's pass. Where longer drafts take longer, as on a CPU, it is asked
+for what was sent lately and a little more. Whether to ask at all follows from what asking has gained lately, less the
+time that making drafts took. Where it loses, probes within a small share of the time go on.
 """
 
 from __future__ import annotations
@@ -57,20 +58,20 @@ class SelectiveDrafts:
     # --- before a step ------------------------------------------------------------------------------------------------
 
     def ask(self, seq: Sequence, limit: int, unread: int, plain: float) -> int:
-        """Draft tokens to ask for: all there is room for, or none. plain: seconds of a plain step."""
+        """Draft tokens to ask for: all that may be sent, or none. plain: seconds of a plain step."""
         if self._wide_steps >= PLAIN_EVERY:
             return 0
         kind, reading = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread)
         kind.schedule.open(plain, reading)
         kind.is_probe = False
-        gain = self.value.usual_gain(kind.total)
+        gain, length = self.value.usual_gain(kind.total), self.value.useful_length(seq, limit)
         if gain >= reading / HORIZON:
-            return limit
+            return length
         kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
         if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.total.num_drafts > 1):
             return 0
         kind.is_probe = True
-        return limit
+        return length
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
         """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
@@ -98,6 +99,7 @@ class SelectiveDrafts:
             own = self._asked.get(seq.seq_id)
             if own is not None:
                 self.value.learn(seq, own.tree, result)
+                self.value.record(seq, own.tree.source).sent(own.tree.num_draft_tokens, result.tree.num_draft_tokens)
                 known = share if timing.clean and not caught_up else None
                 drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()

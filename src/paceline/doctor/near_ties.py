@@ -47,19 +47,23 @@ def parting(tested: Answer, reference: Answer, probe: Answer) -> Parting:
 
 def _at(offset: int, tested: Answer, reference: Answer, probe: Answer) -> Parting:
     ends = list(accumulate(len(choice.data) for choice in probe.tokens))
-    index = next((place for place, end in enumerate(ends) if end > offset), None)
-    if index is None:
-        return Parting(offset, None)
+    index = next((place for place, end in enumerate(ends) if end > offset), len(ends) - 1)
     choice = probe.tokens[index]
-    if len(choice.all) < 2:
-        return Parting(offset, None, is_known=False)
     start = ends[index] - len(choice.data)
-    first, second = (_way(choice, answer.content.encode()[start:]) for answer in (tested, reference))
+    if len(choice.all) < 2 or start > offset or ends[index] < offset or (choice.data and ends[index] == offset):
+        return Parting(offset, None, is_known=False)  # no alternatives, or none for the place after the last token
+    is_end = start == len(probe.content.encode())
+    first, second = (_way(choice, answer.content.encode()[start:], is_end) for answer in (tested, reference))
     return Parting(offset, None if first is None or second is None else abs(first - second))
 
 
-def _way(choice: TokenChoice, rest: bytes) -> float | None:
-    """The log-probability of the likeliest token that an answer can have gone on with; where it ends, of an end."""
+def _way(choice: TokenChoice, rest: bytes, is_end: bool) -> float | None:
+    """The log-probability of the likeliest token that an answer can have gone on with; where it ends, of an end.
+
+    is_end: the token is itself the end. Where it is not, any alternative may be the end: its spelling is not known.
+    """
+    if is_end and not rest:
+        return choice.logprob
     fitting = [value for data, value in choice.top.items() if data and rest.startswith(data)]
     if not fitting and not rest:
         fitting = [value for data, value in choice.top.items() if data != choice.data]

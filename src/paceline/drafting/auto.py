@@ -110,9 +110,10 @@ class _Chooser:
         return None
 
     def length(self, seq: Sequence, name: str, limit: int) -> int:
-        """Where confidences tell how much is sent, all there is room for; else what has paid best by depth."""
-        record = self.value.record(seq, name)
-        return limit if record.states_confidence else self.value.best_length(seq, name, limit)
+        """Where confidences tell how much is sent, what may be sent; else what has paid best by depth."""
+        if self.value.record(seq, name).states_confidence:
+            return self.value.useful_length(seq, limit, name)
+        return self.value.best_length(seq, limit, name)
 
     def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float) -> None:
         """A drafter that takes time has drafted."""

@@ -8,6 +8,7 @@ is the q it is drawn from. All of it is tensor work without a look at a value, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from paceline.heads.candidate_selector import CandidateSelector, TokenCandidates
 from paceline.heads.dflash import DFlashHead
 from paceline.heads.markov_head import MarkovHead
+from paceline.layers.cpu_selector import CompiledSelector
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +79,15 @@ class SelectedRows(DraftRows):
     def __init__(self, head: DFlashHead, selector: CandidateSelector, states: Tensor, anchors: Tensor) -> None:
         super().__init__(head, states, anchors)
         self.selector = selector
-        self.candidates = selector.candidates(self.unary)
-        self.candidate_tokens = head.to_target_ids(self.candidates.ids)  # [sequences, depth, top_k]
+
+    @cached_property
+    def candidates(self) -> TokenCandidates:
+        return self.selector.candidates(self.unary)
+
+    @cached_property
+    def candidate_tokens(self) -> Tensor:
+        """Ids of the target, [sequences, depth, top_k]."""
+        return self.head.to_target_ids(self.candidates.ids)
 
     def logits(self, depth: int, previous: Tensor) -> Tensor:
         here = slice(depth, depth + 1)
@@ -88,6 +97,8 @@ class SelectedRows(DraftRows):
 
     def greedy(self, with_confidence: bool = False) -> GreedyBlock:
         """All pairs of neighbours are scored at once; the walk only looks them up."""
+        if self.selector.compiled is not None:
+            return self._compiled_greedy(self.selector.compiled, with_confidence)
         scores = self._scores(slice(0, 1), self.anchors[:, None, None])[:, 0]  # [sequences, 1, top_k]
         places, confidences = [scores.argmax(dim=-1)], [likeliest_prob(scores)]
         if self.depth > 1:
@@ -98,6 +109,12 @@ class SelectedRows(DraftRows):
                 places.append(after[:, depth].gather(1, places[-1]))
         tokens = self.candidate_tokens.gather(2, torch.stack(places, dim=1))[..., 0]
         return GreedyBlock(tokens, torch.cat(confidences, dim=1) if with_confidence else None)
+
+    def _compiled_greedy(self, compiled: CompiledSelector, with_confidence: bool) -> GreedyBlock:
+        gates, anchors = self.selector.hidden_projection(self.states).float(), self.anchors.tolist()
+        paths = [compiled.path(*parts) for parts in zip(self.unary.float(), gates, anchors)]
+        tokens = torch.stack([path.tokens for path in paths])
+        return GreedyBlock(tokens, torch.stack([path.confidence for path in paths]) if with_confidence else None)
 
     def ranked(self, branches: int) -> RankedRows:
         first = self._scores(slice(0, 1), self.anchors[:, None, None]).expand(-1, -1, self.candidates.ids.shape[-1], -1)

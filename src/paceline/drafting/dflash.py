@@ -106,6 +106,8 @@ class DFlash(Drafter):
         round_linears(self._head)
         round_linears(self._context_product)
         self._compiled = compiled_block(self._head)
+        if self._head.candidate_selector is not None:
+            self._head.candidate_selector.compile_path(self._target_ids)
 
     # --- states of the target -----------------------------------------------------------------------------------------
 

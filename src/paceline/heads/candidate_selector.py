@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from paceline.layers.cpu_selector import CompiledSelector
+
 INITIAL_SPREAD = 0.02
 
 
@@ -33,6 +35,12 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.randn(draft_vocab_size, rank) * INITIAL_SPREAD)
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
         nn.init.normal_(self.hidden_projection.weight, std=INITIAL_SPREAD)
+        self.compiled: CompiledSelector | None = None  # a path in one call
+
+    def compile_path(self, target_ids: Tensor) -> None:
+        """Choose greedy paths by the compiled CPU kernels, where they take the codebooks. target_ids: of candidates."""
+        books = (self.predecessor_codebook, self.successor_codebook)
+        self.compiled = CompiledSelector.of(*books, target_ids, self.top_k)
 
     def candidates(self, logits: Tensor) -> TokenCandidates:
         """logits [..., draft_vocab_size]"""

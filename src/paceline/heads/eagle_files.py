@@ -85,10 +85,15 @@ def vocab_size_of(named: Checkpoint) -> int:
 
 
 def written_tensors(head: EagleHead, prefix: str, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a head with the layer under the name `prefix`, in the dtype to write."""
+    """The tensors of a head with the layer under the name `prefix`, in the dtype to write.
+
+    A head of the whole vocabulary has no map of tokens: vLLM refuses the file of one that has.
+    """
+    maps = ("d2t", "t2d") if head.config.draft_vocab_size == head.config.vocab_size else ()
     return {
         prefix + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name: converted(value, dtype)
         for name, value in head.state_dict().items()
+        if name not in maps
     }
 
 

@@ -7,6 +7,7 @@ from, had it come that way. Rows have the padding of the call in front, because 
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import ScoreProcessor
 from paceline.core.stopping import StopRules
+from paceline.errors import OptionError
 
 NO_LIMIT = 1 << 20
 # transformers' class -> (where it keeps its value, our setting)
@@ -26,6 +28,23 @@ VECTORISED = {
     "MinPLogitsWarper": ("min_p", "min_p"),
     "RepetitionPenaltyLogitsProcessor": ("penalty", "repetition_penalty"),
 }
+# Processors that keep a state from call to call: they cannot be asked about draft tokens.
+STATEFUL = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "a SynthID watermarking_config",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A row of the batch: its place, and how many there are."""
+
+    index: int
+    num_rows: int = 1
+
+    def source(self, num_prompts: int) -> int:
+        """The prompt that the row was made from: num_return_sequences repeats each."""
+        return self.index * num_prompts // self.num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +60,13 @@ class Processing:
 
 
 def processing_of(processors: Any, do_sample: bool) -> Processing:
-    """Our settings for a list of transformers' processors."""
+    """Our settings for a list of transformers' processors. Raises OptionError for one that keeps a state."""
     settings: dict[str, Any] = {"temperature": 1.0}
     exact = True
     for processor in processors or ():
         kind = type(processor).__name__
+        if kind in STATEFUL:
+            raise OptionError(f"hf_generate cannot verify draft tokens with {STATEFUL[kind]}: call generate without it")
         if kind not in VECTORISED or getattr(processor, "prompt_ignore_length", None):
             exact = False
             continue
@@ -69,19 +90,19 @@ class NodeProcessor(ScoreProcessor):
     """Processors over one row of the batch.
 
     prompt  int64 [prompt]: the row as it was given, padding included
-    index   of the row: a prefix_allowed_tokens_fn is told which row it answers for
+    row     its place in the batch: some processors answer for the rows one by one
     record  where logits and scores of accepted tokens go; None: not kept
     """
 
     processors: list[Any]
     prompt: Tensor
-    index: int
+    row: BatchRow
     record: ScoreRecord | None = None
     _generated: list[int] = field(default_factory=list)
     _computed: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.processors = [_for_row(processor, self.index) for processor in self.processors]
+        self.processors = [_for_row(processor, self.row) for processor in self.processors]
 
     def process(self, path: list[int], scores: Tensor) -> Tensor:
         added = torch.tensor(self._generated + path, dtype=self.prompt.dtype, device=self.prompt.device)
@@ -103,12 +124,34 @@ class NodeProcessor(ScoreProcessor):
         self._generated += tokens
 
 
-def _for_row(processor: Any, index: int) -> Any:
+def _for_row(processor: Any, row: BatchRow) -> Any:
     """A processor that is called with one row at a time, and not with the batch."""
-    if type(processor).__name__ != "PrefixConstrainedLogitsProcessor":
-        return processor
+    narrow = BY_ROW.get(type(processor).__name__)
+    return processor if narrow is None else narrow(copy.copy(processor), row)
+
+
+def _prefix_constrained(processor: Any, row: BatchRow) -> Any:
     allowed = processor._prefix_allowed_tokens_fn
-    return type(processor)(lambda _, ids: allowed(index, ids), 1)
+    return type(processor)(lambda _, ids: allowed(row.index, ids), 1)
+
+
+def _encoder_repetition_penalty(processor: Any, row: BatchRow) -> Any:
+    source = row.source(len(processor.encoder_input_ids))
+    processor.encoder_input_ids = processor.encoder_input_ids[source : source + 1]
+    return processor
+
+
+def _encoder_no_repeat(processor: Any, row: BatchRow) -> Any:
+    processor.generated_ngrams = [processor.generated_ngrams[row.source(processor.batch_size)]]
+    processor.batch_size = 1
+    return processor
+
+
+BY_ROW = {
+    "PrefixConstrainedLogitsProcessor": _prefix_constrained,
+    "EncoderRepetitionPenaltyLogitsProcessor": _encoder_repetition_penalty,
+    "EncoderNoRepeatNGramLogitsProcessor": _encoder_no_repeat,
+}
 
 
 def stop_rules_of(criteria: Any, prompt: Tensor) -> StopRules:

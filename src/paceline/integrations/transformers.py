@@ -23,16 +23,17 @@ from paceline.core.token_arrays import append_generated, prompts_of
 from paceline.core.types import RequestOutput
 from paceline.engines.local.request_state import OnOutput, ignore_output
 from paceline.errors import OptionError, PacelineError
-from paceline.integrations.processors import NodeProcessor, ScoreRecord, processing_of, stop_rules_of
+from paceline.integrations.model_outputs import STATES, ModelOutputs, check_cache, model_outputs
+from paceline.integrations.processors import BatchRow, NodeProcessor, ScoreRecord, processing_of, stop_rules_of
 
 DEFAULT_DRAFT_TOKENS = 4
+CACHES = ("past_key_values", STATES)  # names that models take a cache by
 # Inputs that hf_generate reads, or that change nothing: transformers itself adds some of them.
 KNOWN_INPUTS = frozenset(
-    ("attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache", "cache_position")
+    ("attention_mask", "position_ids", "inputs_embeds", "use_cache", "cache_position", *CACHES)
     + ("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states")
 )
 USER_NAMES = {"mm_encoder_outputs": "pixel_values or other inputs that are not text"}  # encoded before we are called
-UNSUPPORTED_OUTPUTS = ("output_attentions", "output_hidden_states")
 UNSUPPORTED_SEARCHES = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa decoding",
@@ -48,6 +49,7 @@ class CallArguments:
 
     streamer: Any = None
     assistant_model: Any = None
+    has_cache: bool = False  # the caller's own past_key_values, which is filled
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,13 @@ def hf_generate(
     num_draft_tokens  draft tokens a step, 0 to 128, or "auto"; default: 4
     `assistant_model`, `assistant_early_exit` and `prompt_lookup_num_tokens` of the call choose how to draft too.
     Sampling settings, processors, criteria, lengths, end tokens and the streamer are those of the call. What
-    speculation cannot do (beams, attentions and hidden states, images and other inputs beside the tokens) raises
-    OptionError.
+    speculation cannot do (beams, images and other inputs beside the tokens) raises OptionError. Hidden states,
+    attentions and past_key_values of the result come from one more pass, over the accepted tokens.
     """
     _refuse_unsupported(model, generation_config, model_kwargs)
-    _check_inputs(input_ids, model_kwargs)
+    _check_inputs(model_kwargs)
+    check_cache(model, input_ids, model_kwargs)
+    _check_positions(input_ids, model_kwargs)
     arguments = call_arguments()
     draft = _draft(generation_config, arguments, method, draft_model, num_draft_tokens)
     _check_draft(model, draft.draft_model)
@@ -104,22 +108,27 @@ def hf_generate(
     if arguments.streamer is not None:
         arguments.streamer.end()
     sequences = append_generated(input_ids, [seq.generated for seq in seqs], _pad_token(generation_config))
-    return _in_requested_form(sequences, generation_config, records)
+    outputs = ModelOutputs()
+    if generation_config.return_dict_in_generate or arguments.has_cache:
+        outputs = model_outputs(model, sequences, input_ids.shape[1], generation_config, model_kwargs)
+    return _in_requested_form(sequences, generation_config, records, outputs)
 
 
 # --- what the call asks for -------------------------------------------------------------------------------------------
 
 
 def call_arguments() -> CallArguments:
-    """The streamer and the assistant of the `generate` that calls hf_generate.
+    """The streamer, the assistant and the cache of the `generate` that calls hf_generate.
 
-    transformers hands a callable neither of them, and puts the prompt into the streamer all the same: its reader would
-    never see the end. They are read from the frame of `generate`.
+    transformers hands a callable neither of the first two, and puts the prompt into the streamer all the same: its
+    reader would never see the end. A cache it makes itself where the caller gives none. All are read from the frame of
+    `generate`.
     """
     for frame in _callers(sys._getframe(1)):
         values = frame.f_locals
         if frame.f_code.co_name == "generate" and values.get("custom_generate") is hf_generate:
-            return CallArguments(values.get("streamer"), values.get("assistant_model"))
+            has_cache = any(values.get("kwargs", {}).get(name) is not None for name in CACHES)
+            return CallArguments(values.get("streamer"), values.get("assistant_model"), has_cache)
     return CallArguments()
 
 
@@ -142,6 +151,8 @@ def _draft(
             method, options = "layerskip", {"layer": int(early_exit)}
         elif lookup is not None and num_draft_tokens is None:
             num_draft_tokens = int(lookup)
+    elif num_draft_tokens is None and draft_model is arguments.assistant_model is not None:
+        num_draft_tokens = draft_model.generation_config.num_assistant_tokens  # None unless the user has set it
     return _Draft(method, draft_model, DEFAULT_DRAFT_TOKENS if num_draft_tokens is None else num_draft_tokens, options)
 
 
@@ -166,7 +177,8 @@ def _sequence_params(
     params: list[SequenceParams] = []
     for index, row in enumerate(input_ids):
         record = None if records is None else records[index]
-        processor = NodeProcessor(list(processors or ()), row, index, record) if by_node else None
+        place = BatchRow(index, len(input_ids))
+        processor = NodeProcessor(list(processors or ()), row, place, record) if by_node else None
         params.append(SequenceParams(processing.sampling, stop_rules_of(criteria, row), processor=processor))
     return params
 
@@ -197,21 +209,19 @@ def _refuse_unsupported(model: Any, config: Any, model_kwargs: dict[str, Any]) -
     for name, search in UNSUPPORTED_SEARCHES.items():
         if getattr(config, name, None):
             raise OptionError(f"hf_generate does not do {search}: call generate without {name}")
-    outputs = [name for name in UNSUPPORTED_OUTPUTS if getattr(config, name, None)]
-    if outputs:
-        raise OptionError(f"hf_generate does not return {', '.join(outputs)}")
     if model_kwargs.get("inputs_embeds") is not None:
         raise OptionError("hf_generate reads token ids, not inputs_embeds")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise OptionError("hf_generate keeps a cache of its own: call it without past_key_values")
 
 
-def _check_inputs(input_ids: Tensor, inputs: dict[str, Any]) -> None:
+def _check_inputs(inputs: dict[str, Any]) -> None:
     """Raise OptionError for an input that would be left out, and so change the output."""
     unknown = sorted(USER_NAMES.get(name, name) for name in inputs.keys() - KNOWN_INPUTS if not _is_empty(inputs[name]))
     if unknown:
         raise OptionError(f"hf_generate reads token ids alone: call generate without {', '.join(unknown)}")
+
+
+def _check_positions(input_ids: Tensor, inputs: dict[str, Any]) -> None:
+    """Raise OptionError for positions that are not those of the mask."""
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is None:
         return
@@ -240,14 +250,23 @@ def _records_scores(config: Any) -> bool:
     return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
 
-def _in_requested_form(sequences: Tensor, config: Any, records: list[ScoreRecord] | None) -> Any:
+def _in_requested_form(
+    sequences: Tensor, config: Any, records: list[ScoreRecord] | None, outputs: ModelOutputs
+) -> Any:
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
     scores = _by_position([record.scores for record in records]) if records and config.output_scores else None
     logits = _by_position([record.logits for record in records]) if records and config.output_logits else None
-    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=scores,
+        logits=logits,
+        attentions=outputs.attentions,
+        hidden_states=outputs.hidden_states,
+        past_key_values=outputs.past_key_values,
+    )
 
 
 def _by_position(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:

@@ -498,22 +498,51 @@ INLINE Eight eight_halves(const uint8_t *place) {
     return (Eight){vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};
 }
 
-INLINE Eight eight_bytes(uint8x8_t bytes) {
-    const uint16x8_t words = vmovl_u8(bytes);
-    return (Eight){vcvtq_f32_u32(vmovl_u16(vget_low_u16(words))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(words)))};
+/* Four of sixteen bytes in the last bits of 2^23: floats without a conversion, of which the core does one in two cycles. */
+INLINE float32x4_t counted(uint8x16_t bytes, int first) {
+    static const uint8_t PLACES[16] = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
+    const uint8x16_t places = vaddq_u8(vld1q_u8(PLACES), vreinterpretq_u8_u32(vdupq_n_u32(first)));
+    return vreinterpretq_f32_u32(vorrq_u32(vreinterpretq_u32_u8(vqtbl1q_u8(bytes, places)), vdupq_n_u32(0x4b000000)));
 }
 
-INLINE Eight eight_signed(int8x8_t bytes) {
-    const int16x8_t words = vmovl_s8(bytes);
-    return (Eight){vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), vcvtq_f32_s32(vmovl_s16(vget_high_s16(words)))};
+#define COUNT_FROM 8388608.0f /* 2^23 */
+
+/* Bytes times a factor, exact but for the last rounding. offset: -2^23 · factor, which has no rounding. */
+INLINE Eight bytes_times(uint8x16_t bytes, int first, Eight factor, Eight offset) {
+    return (Eight){vfmaq_f32(offset.low, counted(bytes, first), factor.low),
+                   vfmaq_f32(offset.high, counted(bytes, first + 4), factor.high)};
+}
+
+INLINE Eight eight_signed(int8x16_t bytes, int first) {
+    const uint8x16_t raised = veorq_u8(vreinterpretq_u8_s8(bytes), vdupq_n_u8(128));
+    const float32x4_t zero = vdupq_n_f32(COUNT_FROM + 128.0f);
+    return (Eight){vsubq_f32(counted(raised, first), zero), vsubq_f32(counted(raised, first + 4), zero)};
 }
 
 INLINE Eight times(Eight a, Eight b) { return (Eight){vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
 
-/* a · 128 + b · steps: what a group adds for each unit of its input's sum. Its integers are stored less 8 or 16. */
-INLINE Eight shifted_min(Eight scales, Eight least, float steps) {
-    return (Eight){vfmaq_n_f32(vmulq_n_f32(scales.low, 128.0f), least.low, steps),
-                   vfmaq_n_f32(vmulq_n_f32(scales.high, 128.0f), least.high, steps)};
+INLINE Eight times_number(Eight a, float number) {
+    return (Eight){vmulq_n_f32(a.low, number), vmulq_n_f32(a.high, number)};
+}
+
+/* scales · 128 + least: what a group adds for each unit of its input's sum. Its integers are stored less 8 or 16. */
+INLINE Eight shifted_min(Eight scales, Eight least) {
+    const float32x4_t units = vdupq_n_f32(128.0f);
+    return (Eight){vfmaq_f32(least.low, scales.low, units), vfmaq_f32(least.high, scales.high, units)};
+}
+
+/* What eight groups share: the factors of their scales and minimums, which come `steps` times, and -2^23 times those. */
+typedef struct {
+    Eight scale, scale_offset, least, least_offset;
+} Outer;
+
+INLINE Outer read_outer(int header, const uint8_t *super, float steps) {
+    const Eight none = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
+    if (!is_super(header)) return (Outer){none, none, none, none};
+    const Eight scale = eight_halves(super);
+    if (header != SUPER_MIN) return (Outer){scale, none, none, none};
+    const Eight least = times_number(eight_halves(super + SCALE_BYTES), -steps);
+    return (Outer){scale, times_number(scale, -COUNT_FROM), least, times_number(least, -COUNT_FROM)};
 }
 
 /* Scales of a group, with those of its columns 16 to 31 where they have their own, and its minimums. */
@@ -521,22 +550,22 @@ typedef struct {
     Eight scales, second, least;
 } Scales;
 
-INLINE Scales read_scales(int header, const uint8_t *super, const uint8_t *group, float steps) {
+INLINE Scales read_scales(int header, const Outer *outer, const uint8_t *group, float steps) {
     const Eight none = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
     Scales read = {none, none, none};
     if (header == BFLOATS) read.scales = eight_bfloats(group);
     if (header == HALVES || header == HALVES_MIN) read.scales = eight_halves(group);
-    if (header == HALVES_MIN) read.least = shifted_min(read.scales, eight_halves(group + SCALE_BYTES), steps);
+    if (header == HALVES_MIN)
+        read.least = shifted_min(read.scales, times_number(eight_halves(group + SCALE_BYTES), steps));
     if (header == SUPER_MIN) {
         const uint8x16_t bytes = vld1q_u8(group);
-        read.scales = times(eight_halves(super), eight_bytes(vget_low_u8(bytes)));
-        const Eight least = times(eight_halves(super + SCALE_BYTES), eight_bytes(vget_high_u8(bytes)));
-        read.least = shifted_min(read.scales, least, -steps);
+        read.scales = bytes_times(bytes, 0, outer->scale, outer->scale_offset);
+        read.least = shifted_min(read.scales, bytes_times(bytes, 8, outer->least, outer->least_offset));
     }
     if (header == SUPER_SIXTEENS) {
         const int8x16_t bytes = vld1q_s8((const int8_t *)group);
-        read.scales = times(eight_halves(super), eight_signed(vget_low_s8(bytes)));
-        read.second = times(eight_halves(super), eight_signed(vget_high_s8(bytes)));
+        read.scales = times(outer->scale, eight_signed(bytes, 0));
+        read.second = times(outer->scale, eight_signed(bytes, 8));
     }
     return read;
 }
@@ -544,11 +573,17 @@ INLINE Scales read_scales(int header, const uint8_t *super, const uint8_t *group
 /* 1.5 · 2^23: its last bits count integers */
 #define OFFSET 12582912.0f
 
+/* Where sums of dot products begin. It is read each time: loads are free beside dot products, copies are not. */
+static const float32x4_t BEGIN = {OFFSET, OFFSET, OFFSET, OFFSET};
+
+INLINE int32x4_t begin_dots(void) { return vreinterpretq_s32_f32(*(const volatile float32x4_t *)&BEGIN); }
+
 INLINE void add_dots(int32x4_t dots[TILE][2], Eight rows, const float *scales, int64_t stride, int tokens,
                      float32x4_t out[TILE][2]) {
     const float32x4_t offset = vdupq_n_f32(OFFSET);
     UNROLL for (int token = 0; token < tokens; token++) {
-        const float scale = scales[token * stride];
+        float scale = scales[token * stride];
+        __asm__("" : "+w"(scale)); /* one lane: a copy in all lanes is one more operation */
         const float32x4_t below = vsubq_f32(vreinterpretq_f32_s32(dots[token][0]), offset);
         const float32x4_t above = vsubq_f32(vreinterpretq_f32_s32(dots[token][1]), offset);
         out[token][0] = vfmaq_f32(out[token][0], below, vmulq_n_f32(rows.low, scale));
@@ -559,13 +594,12 @@ INLINE void add_dots(int32x4_t dots[TILE][2], Eight rows, const float *scales, i
 /* A block of eight rows times `tokens` inputs, which is a constant wherever this is inlined, as the kinds are. */
 INLINE void block_product(const uint8_t *block, int groups, int header, int values, float steps, Input x, int columns,
                           int tokens, float32x4_t out[TILE][2]) {
-    const int32x4_t start = vreinterpretq_s32_f32(vdupq_n_f32(OFFSET));
     const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), table = vld1q_s8(TABLE_VALUES);
-    const uint8_t *super = block;
+    Outer outer = read_outer(header, block, steps);
     UNROLL for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
     for (int group = 0; group < groups; group++) {
         if (is_super(header) && group % SUPER_GROUPS == 0) {
-            super = block;
+            outer = read_outer(header, block, steps);
             block += super_bytes(header);
         }
         const int8_t *weights = (const int8_t *)block + header_bytes(header);
@@ -574,7 +608,7 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
         UNROLL for (int token = 0; token < tokens; token++) {
             low[token] = vld1q_s8(x.values + (int64_t)token * columns + group * GROUP);
             high[token] = vld1q_s8(x.values + (int64_t)token * columns + group * GROUP + 16);
-            dots[token][0] = dots[token][1] = start;
+            dots[token][0] = begin_dots(), dots[token][1] = begin_dots();
         }
 #define DOT(part, input, lane)                                                                                        \
     UNROLL for (int token = 0; token < tokens; token++) dots[token][half] =                                           \
@@ -601,9 +635,9 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
             FIRST_QUAD(1)
             FIRST_QUAD(2)
             FIRST_QUAD(3)
-            const Scales read = read_scales(header, super, block, steps);
+            const Scales read = read_scales(header, &outer, block, steps);
             add_dots(dots, read.scales, scales, groups, tokens, out);
-            UNROLL for (int token = 0; token < tokens; token++) dots[token][0] = dots[token][1] = start;
+            UNROLL for (int token = 0; token < tokens; token++) dots[token][0] = begin_dots(), dots[token][1] = begin_dots();
             SECOND_QUAD(0)
             SECOND_QUAD(1)
             SECOND_QUAD(2)
@@ -614,7 +648,7 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
             QUAD(1)
             QUAD(2)
             QUAD(3)
-            const Scales read = read_scales(header, super, block, steps);
+            const Scales read = read_scales(header, &outer, block, steps);
             add_dots(dots, read.scales, scales, groups, tokens, out);
             if (has_min(header)) {
                 UNROLL for (int token = 0; token < tokens; token++) {
@@ -673,7 +707,6 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
     float32x4_t sums[TILE][2];
     block_product(rows->block, groups, header, values, rows->steps, x, weight->columns, tokens, sums);
     UNROLL for (int i = 0; i < tokens; i++) {
-        if (token + i == rows->tokens.end) break; /* three tokens are multiplied as four */
         store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), rows->bias ? rows->bias + first : 0,
                    rows->adds, rows->out + (token + i) * rows->stride + first, count);
     }
@@ -683,12 +716,12 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
 #define ROWS_PRODUCT(name, header, values)                                                                            \
     NOT_INLINE void name(const Rows *rows) {                                                                          \
         int64_t token = rows->tokens.start;                                                                           \
-        for (; token + 3 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);               \
-        if (token + 2 <= rows->tokens.end) {                                                                          \
-            tile_product(rows, header, values, token, 2);                                                             \
-            token += 2;                                                                                               \
+        for (; token + 4 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);               \
+        switch (rows->tokens.end - token) {                                                                           \
+        case 3: return tile_product(rows, header, values, token, 3);                                                  \
+        case 2: return tile_product(rows, header, values, token, 2);                                                  \
+        case 1: return tile_product(rows, header, values, token, 1);                                                  \
         }                                                                                                             \
-        if (token < rows->tokens.end) tile_product(rows, header, values, token, 1);                                   \
     }
 ROWS_PRODUCT(bfloats_four, BFLOATS, FOUR)
 ROWS_PRODUCT(bfloats_eight, BFLOATS, EIGHT)
@@ -761,6 +794,9 @@ static void plain_product(const Weight *weight, const float *x, int64_t nodes, c
     }
 }
 
+/* Tokens above which a block is widened once instead of being unpacked for every tile. */
+static int widens_above(int values) { return values == EIGHT ? CHUNK : values == FOUR ? 4 * TILE : TILE; }
+
 /* One piece of a linear layer; `room` is the thread's own. */
 static void piece_product(const Weight *weight, Input x, int64_t nodes, const float *bias, int adds, float *out,
                           int64_t stride, uint8_t *room, int thread, int threads) {
@@ -770,7 +806,7 @@ static void piece_product(const Weight *weight, Input x, int64_t nodes, const fl
     Rows rows = {weight, 0, x, {0, 0}, bias, out, stride, steps_of(values), 0, adds};
     for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
         rows.tokens = (Share){chunk, nodes - chunk < CHUNK ? nodes : chunk + CHUNK};
-        const int widens = values != EIGHT && rows.tokens.end - chunk > TILE;
+        const int widens = rows.tokens.end - chunk > widens_above(values);
         const RowsProduct multiply = ROWS_PRODUCTS[header][widens ? EIGHT : values];
         for (int64_t index = blocks.start; index < blocks.end; index++) {
             rows.block = weight->blocks + index * bytes;
@@ -804,9 +840,9 @@ static size_t widened_bytes(int columns) {
     return (size_t)(columns / GROUP) * (4 * SCALE_BYTES + value_bytes(EIGHT));
 }
 
-/* Room for the inputs of some tokens and of one more, which a tile of four may read and nothing is stored of. */
+/* Room for the inputs of some tokens. */
 static int reserve_input(Input *out, int64_t tokens, int64_t columns, int needs) {
-    const int64_t count = (tokens + 1) * columns;
+    const int64_t count = tokens * columns;
     *out = (Input){0, 0, 0, 0};
     if (needs & PLAIN) out->plain = malloc(count * sizeof(float));
     if (needs & ROUNDED) out->values = malloc(count);
@@ -991,8 +1027,8 @@ static void weigh(const Attending *one, int group, int size) {
 }
 
 /* A few nodes over one key head, some keys at a time: what one node has read of the cache is near for the next. */
-static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, int count, int kv_head) {
-    const int size = model->head_dim, group = model->num_heads / model->num_kv_heads;
+static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, int count, int kv_head, int group) {
+    const int size = model->head_dim;
     const int64_t stride = model->slot_stride, place = offset + kv_head * model->head_stride;
     int64_t longest = 0;
     for (int i = 0; i < count; i++) longest = nodes[i].keys > longest ? nodes[i].keys : longest;
@@ -1128,24 +1164,32 @@ static void place_heads(const Model *model, const Layer *layer, int64_t offset, 
         place_head(model, layer, work->nodes + item / heads, offset, item % heads, work->qkv + item * model->head_dim);
 }
 
+/* Query heads that share a key head go together; alone where that leaves a thread without work, as 3 key heads do 2. */
+static int parts_of(int64_t items, int group, int threads) {
+    return items % threads && items < 4 * threads ? group : 1;
+}
+
 /* Every thread takes nodes from the whole pass: later nodes of a prompt have more keys. */
 static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
     const int size = model->head_dim, kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
     const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + NODE_TILE - 1) / NODE_TILE;
-    for (int64_t item = thread; item < tiles * kv_heads; item += threads) {
-        const int64_t first = item / kv_heads * NODE_TILE, kv_head = item % kv_heads;
+    const int parts = parts_of(tiles * kv_heads, group, threads), together = group / parts;
+    const int64_t items = tiles * kv_heads * parts, step = parts > 1 ? 1 : threads;
+    const Share share = parts > 1 ? share_of(items, thread, threads) : (Share){thread, items};
+    for (int64_t item = share.start; item < share.end; item += step) {
+        const int64_t first = item / (kv_heads * parts) * NODE_TILE, head = item % (kv_heads * parts) * together;
         const int count = nodes - first < NODE_TILE ? nodes - first : NODE_TILE;
         float *scores = work->scores + work->score_room * thread;
         Attending tile[NODE_TILE];
         for (int i = 0; i < count; i++) {
             const Node *node = work->nodes + first + i;
             const int keys = node->seen + node->tail_count, padded = (keys + 7) / 8 * 8;
-            const float *queries = work->qkv + ((first + i) * heads + kv_head * group) * size;
-            float *out = work->attended + ((first + i) * model->num_heads + kv_head * group) * size;
+            const float *queries = work->qkv + ((first + i) * heads + head) * size;
+            float *out = work->attended + ((first + i) * model->num_heads + head) * size;
             tile[i] = (Attending){node, queries, scores, out, keys, padded};
-            scores += (int64_t)padded * group;
+            scores += (int64_t)padded * together;
         }
-        attend_nodes(model, offset, tile, count, kv_head);
+        attend_nodes(model, offset, tile, count, head / group, together);
     }
 }
 

@@ -24,7 +24,8 @@ from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_gguf.c", "cpu_block.c"))
+SOURCE_NAMES = ("cpu_kernels.c", "cpu_gguf.c", "cpu_block.c", "cpu_selector.c")  # compiled as one
+SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
 MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import PairError
-from paceline.heads.checkpoint import Checkpoint
+from paceline.heads.block_convolution import BlockConvolution
+from paceline.heads.checkpoint import Checkpoint, plain_name
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.dflash_files import config_of
-from paceline.lint.reading import TOP, ConfigKey, HeadReading, choices, config_reading, section_of
+from paceline.lint.reading import TOP, ConfigKey, HeadReading, choices, config_reading, section_of, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 from paceline.lint.transformer_readings import (
@@ -23,6 +25,7 @@ from paceline.lint.transformer_readings import (
     theta_readings,
     vocabulary_readings,
 )
+from paceline.train.teacher import Teacher
 
 DFLASH_CONFIG, LAYER_CONFIG = "dflash_config", "transformer_layer_config"
 NESTED = (DFLASH_CONFIG, TOP)
@@ -40,6 +43,8 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
         *theta_readings(checkpoint, theta, facts),
         *rotary_order_readings(checkpoint, config.head_dim),
         *norm_readings(checkpoint),
+        *_exchanged_norms(checkpoint),
+        *_convolutions(config),
         *vocabulary_readings(checkpoint),
     ]
 
@@ -75,6 +80,37 @@ def _rows(checkpoint: Checkpoint, config: DFlashConfig, facts: TargetFacts) -> l
     ]  # fmt: skip
 
 
+def _exchanged_norms(checkpoint: Checkpoint) -> list[HeadReading]:
+    """The norm of the context and the final one have names that converters take for each other."""
+    names = {plain_name(name): name for name in checkpoint.tensors}
+    pair = (names.get("hidden_norm.weight", ""), names.get("norm.weight", ""))
+    if not all(pair):
+        return []
+
+    def edit(files: Checkpoint) -> Checkpoint:
+        exchanged = {pair[0]: files.tensors[pair[1]], pair[1]: files.tensors[pair[0]]}
+        return replace(files, tensors={**files.tensors, **exchanged})
+
+    change = f"model.safetensors: exchange {pair[0]} and {pair[1]}"
+    return [HeadReading("hidden_norm and norm exchanged", change, edit)]
+
+
+def _convolutions(config: DFlashConfig) -> list[HeadReading]:
+    """The weights of a convolution by tap (this row, the row before, …) and by side (input, output)."""
+    if not config.conv_kernel_size:
+        return []
+
+    def reversed_along(axis: int, name: str) -> HeadReading:
+        return tensor_reading(
+            f"convolution {name} reversed",
+            f"put the {name} of base_kernel and kernel_projection of every convolution in the other order",
+            ("_conv.base_kernel", "_conv.kernel_projection.weight"),
+            lambda weight: weight.view(2, config.conv_kernel_size, -1).flip(axis).reshape(weight.shape),
+        )
+
+    return [reversed_along(1, "taps"), reversed_along(0, "sides")]
+
+
 def _other_causality(config: DFlashConfig) -> list[bool]:
     """The settings under which some layer sees other rows than now."""
     now = [config.visibility(layer).causal for layer in range(config.num_layers)]
@@ -103,20 +139,45 @@ def draft(head: DFlashHead, text: StatedText, anchors: Anchors, k: int) -> Tenso
     if config.target_hidden_size != teacher.hidden_size:
         sizes = f"{config.target_hidden_size} values; the target has {teacher.hidden_size}"
         raise PairError(f"this head reads states of {sizes}: it was trained for another model")
+    _take_output_rows(head, teacher)
     head.bind_target(teacher.embed, teacher.logits)
     context = head.context(text.features(config.feature_layers))
     count = min(k, config.max_draft_tokens)
-    drafts, at_once = [], max(1, ROWS_AT_A_TIME // config.block_size)
+    size = min(config.block_size, config.first_row + count) if config.is_causal else config.block_size
+    _cut_blocks(head, size)  # rows that no draft token sees need not be computed
+    drafts, at_once = [], max(1, ROWS_AT_A_TIME // size)
     for row in range(text.tokens.shape[0]):
         for columns in torch.split(anchors.column[anchors.row == row], at_once):
-            states = _block_states(head, context[row : row + 1], text.tokens[row], columns)
+            states = _block_states(head, context[row : row + 1], text.tokens[row], columns, size)
             drafts.append(_drafts(head, states, text.tokens[row], columns, count))
     return functional.pad(torch.cat(drafts), (0, k - count), value=-1)
 
 
-def _block_states(head: DFlashHead, context: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-    """States of the blocks of some anchors of one sequence. [anchors, block_size, hidden_size]"""
-    size, device = head.config.block_size, tokens.device
+_output_rows: WeakKeyDictionary[Teacher, Tensor] = WeakKeyDictionary()  # [vocab_size, hidden_size] of each target
+
+
+def _take_output_rows(head: DFlashHead, teacher: Teacher) -> None:
+    """Give a head of a reduced vocabulary its rows of the target's output head, which are computed once for all."""
+    if head.lm_head is not None or not head.config.is_reduced:
+        return
+    if teacher not in _output_rows:
+        each = torch.eye(teacher.hidden_size, dtype=head.like.dtype, device=head.like.device)
+        _output_rows[teacher] = teacher.logits(each).T
+    rows = _output_rows[teacher][head.target_ids].to(head.like.dtype)
+    head.lm_head = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+    head.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def _cut_blocks(head: DFlashHead, size: int) -> None:
+    """Several blocks in a row are of this size from now on."""
+    for module in head.modules():
+        if isinstance(module, BlockConvolution):
+            module.block_size = size
+
+
+def _block_states(head: DFlashHead, context: Tensor, tokens: Tensor, anchors: Tensor, size: int) -> Tensor:
+    """States of the blocks of some anchors of one sequence. [anchors, size, hidden_size]"""
+    device = tokens.device
     offsets = torch.arange(size, device=device)
     ids = torch.where(offsets[None] == 0, tokens[anchors][:, None], head.config.mask_token_id)
     positions = (anchors[:, None] + offsets).view(1, -1)

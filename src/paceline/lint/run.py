@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,10 @@ POSITIONS = 3  # draft tokens after every anchor
 ALPHA = 0.01  # chance of naming a change although no reading is better
 MOST_CHANGES = 4
 # A reading that a part of the text shows to be worse is not read on the whole. One that the whole text would show to be
-# better at z = 4 is lost by this once in 100 times.
-FIRST_SHARE, FEWEST_FIRST_ANCHORS, WORSE = 0.15, 160, -1.0
+# better at z = 4 is lost by each part once in 100 times.
+BETTER, LOST = 4.0, 2.33  # deviates
+SHARES = (0.15, 0.5)
+FEWEST_ANCHORS, BEGINNING_ANCHORS = 160, 64  # of a share; most wrong readings are told by the first few lines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +62,7 @@ class LintResult:
     as_given    the reading of the files as they are
     tried       all others, in the order of the head's kind
     changes     what the files should say instead, one change after the other; empty: they are right
+    given       the files as they are
     files       the corrected files
     num_tested  comparisons made, which the error probabilities are corrected for
     """
@@ -67,6 +71,7 @@ class LintResult:
     as_given: TriedReading
     tried: list[TriedReading]
     changes: list[Change]
+    given: Checkpoint
     files: Checkpoint
     num_tested: int
 
@@ -101,7 +106,7 @@ def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Wa
         files, base = change.tried.reading.edit(files), change.tried
     if as_given.error and not changes:
         raise WeightsError(f"{as_given.error}; no other reading of the files loads and drafts better")
-    return LintResult(kind, as_given, first_tried, changes, files, num_tested)
+    return LintResult(kind, as_given, first_tried, changes, checkpoint, files, num_tested)
 
 
 def _best_change(tried: list[TriedReading], num_tested: int) -> Change | None:
@@ -136,8 +141,8 @@ class _Trial:
 
     def __init__(self, text: StatedText, files: Checkpoint, base: TriedReading) -> None:
         assert base.acceptance is not None
-        self._text, self._files, self._base = text, files, base.acceptance
-        self._first = _first_part(text)
+        self._files, self._base = files, base.acceptance
+        self._parts = _parts(text)
 
     def all(self, readings: list[HeadReading], watch: Watcher) -> list[TriedReading]:
         tried = []
@@ -147,12 +152,14 @@ class _Trial:
         return tried
 
     def _tried(self, reading: HeadReading) -> TriedReading:
-        """On the first part, and where that does not show it to be worse, on the whole text."""
+        """On the parts of the text, up to the one that shows it to be worse."""
         try:
             files = reading.edit(self._files)
-            first = self._compared(reading, acceptance(files, self._first))
-            whole = self._first is not self._text and first.z > WORSE
-            return self._compared(reading, acceptance(files, self._text)) if whole else first
+            for part in self._parts:
+                tried = self._compared(reading, acceptance(files, part.text))
+                if tried.z <= part.worse:
+                    break
+            return tried
         except (WeightsError, OptionError) as error:
             return TriedReading(reading, None, error=str(error))
 
@@ -161,9 +168,25 @@ class _Trial:
         return TriedReading(reading, other, other.tokens_per_step - base.tokens_per_step, paired(other, base))
 
 
-def _first_part(text: StatedText) -> StatedText:
-    """Whole sequences at the start of the text that hold a share of its anchors."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """The beginning of a text, or all of it. worse: the deviate at which a reading is given up."""
+
+    text: StatedText
+    worse: float
+
+
+def _parts(text: StatedText) -> list[_Part]:
+    """From short to long; each has the first anchors of the next one. The last is the whole text."""
     per_seq = text.anchors(POSITIONS).row.bincount(minlength=len(text.lengths)).cumsum(dim=0)
-    needed = max(FEWEST_FIRST_ANCHORS, int(FIRST_SHARE * int(per_seq[-1])))
-    num_seqs = int((per_seq < needed).sum()) + 1
-    return text if num_seqs >= len(per_seq) else text.seqs(list(range(num_seqs)))
+    whole = int(per_seq[-1])
+    texts = []
+    if whole >= 2 * BEGINNING_ANCHORS and int(per_seq[0]) >= BEGINNING_ANCHORS:
+        texts.append(text.beginning(BEGINNING_ANCHORS, POSITIONS))
+    for share in SHARES:
+        num_seqs = int((per_seq < max(FEWEST_ANCHORS, int(share * whole))).sum()) + 1
+        if num_seqs < len(per_seq):
+            texts.append(text.seqs(list(range(num_seqs))))
+    shares = [len(part.anchors(POSITIONS)) / whole for part in texts]
+    parts = [_Part(part, BETTER * math.sqrt(share) - LOST) for part, share in zip(texts, shares)]
+    return [*parts, _Part(text, -math.inf)]

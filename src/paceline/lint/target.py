@@ -112,6 +112,21 @@ class StatedText:
             self.best[rows],
         )
 
+    def beginning(self, num_anchors: int, k: int) -> StatedText:
+        """The first sequence alone, cut behind so many of its anchors."""
+        first = self.seqs([0])
+        end = min(int(first.lengths), max(1, int(first.starts)) + num_anchors + k - 1)
+        return StatedText(
+            self.teacher,
+            first.tokens[:, :end],
+            torch.full_like(first.lengths, end),
+            first.starts,
+            tuple(states[:, :end] for states in first.inputs),
+            first.last[:, :end],
+            first.final[:, :end],
+            first.best[:, :end],
+        )
+
     @property
     def answer_tokens(self) -> int:
         return int((self.lengths - self.starts).sum())

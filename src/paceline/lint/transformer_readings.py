@@ -11,6 +11,7 @@ from paceline.lint.target import TargetFacts
 
 USUAL_THETAS = (10_000.0, 1_000_000.0)
 PROJECTIONS = tuple(f"self_attn.{name}_proj.{part}" for name in "qk" for part in ("weight", "bias"))
+MOVES = {-3: "three lower", -1: "one lower", 1: "one higher", 3: "three higher"}  # of one layer alone
 ROTATED = (*PROJECTIONS, "self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
@@ -81,11 +82,12 @@ def norm_readings(checkpoint: Checkpoint) -> list[HeadReading]:
 def layer_readings(
     checkpoint: Checkpoint, key: ConfigKey, layers: tuple[int, ...], facts: TargetFacts, offset: int = 0
 ) -> list[HeadReading]:
-    """States one layer higher or lower, from low to high, or in the other order.
+    """States one layer higher or lower, from low to high, in the other order, or with one layer of several wrong.
 
     layers  indices of the entering states that are read now; the config holds them less `offset`
     """
     names = {
+        **_single_layers(layers),
         tuple(layer - 1 for layer in layers): "layers one lower",
         tuple(layer + 1 for layer in layers): "layers one higher",
         tuple(reversed(layers)): "layers in the other order",
@@ -96,6 +98,18 @@ def layer_readings(
         for ids, name in names.items()
         if ids != layers and facts.has_layers(ids)
     ]
+
+
+def _single_layers(layers: tuple[int, ...]) -> dict[tuple[int, ...], str]:
+    """One layer of several moved by a few, without passing its neighbours."""
+    if len(layers) < 2:
+        return {}
+    moved = {
+        (*layers[:index], layer + step, *layers[index + 1 :]): f"layer {index + 1} of {len(layers)} {word}"
+        for index, layer in enumerate(layers)
+        for step, word in MOVES.items()
+    }
+    return {ids: name for ids, name in moved.items() if sorted(set(ids)) == list(ids)}
 
 
 def flipped(name: str, key: ConfigKey, checkpoint: Checkpoint, default: bool = False) -> HeadReading:

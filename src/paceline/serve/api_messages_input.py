@@ -23,6 +23,7 @@ OWN_FIELDS = frozenset(
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS = {"max": "xhigh"}  # the highest that a chat knows
 UNREAD_BLOCKS = ("redacted_thinking",)  # only its author can read them
+TOOL_REFERENCE, TOOL_CHANGES = "tool_reference", ("tool_addition", "tool_removal")
 BILLING_HEADER = "x-anthropic-billing-header:"  # begins a block for Anthropic's accounts, new with every request
 
 
@@ -62,10 +63,10 @@ def prompt_document(body: CountTokensRequest) -> Json:
     text = _system_text(body.system)
     system = [{"role": "system", "content": text}] if text else []
     messages = _combined([message for index, turn in enumerate(body.messages) for message in _messages(turn, index)])
-    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
+    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(_offered_tools(body))]
     document = given(model=body.model, tools=tools or None, thinking=body.thinking)
     document |= _tool_choice(body.tool_choice or {}) | {"messages": [*system, *messages]}
-    if messages[-1]["role"] == "assistant":  # the answer goes on from it
+    if messages and messages[-1]["role"] == "assistant":  # the answer goes on from it
         document |= {"continue_final_message": True, "add_generation_prompt": False}
     return document
 
@@ -91,16 +92,25 @@ def _system_text(system: str | list[Json] | None) -> str:
     return "\n\n".join(text for text in texts if not text.startswith(BILLING_HEADER))
 
 
+def _instructions(content: str | list[Json], param: str) -> list[Json]:
+    """The message of a turn that gives instructions in the middle of a conversation; none where it has no text."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [part_text(block, param) for block in blocks if block.get("type") not in TOOL_CHANGES]
+    text = "".join(text for text in texts if not text.startswith(BILLING_HEADER))
+    return [{"role": "system", "content": text}] if text else []
+
+
 # --- content blocks ---------------------------------------------------------------------------------------------------
 
 
 def _messages(turn: MessageParam, index: int) -> list[Json]:
     """The chat messages of one turn. Tool results are messages of their own, before the text of the turn."""
+    param = f"messages.{index}.content"
+    if turn.role == "system":
+        return _instructions(turn.content, param)
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    if turn.role == "assistant":
-        return [_assistant(turn.content, f"messages.{index}.content")]
-    return _user(turn.role, turn.content, f"messages.{index}.content")
+    return [_assistant(turn.content, param)] if turn.role == "assistant" else _user(turn.content, param)
 
 
 def _combined(messages: list[Json]) -> list[Json]:
@@ -122,7 +132,7 @@ def _joined(first: Json, second: Json) -> Json:
     return message
 
 
-def _user(role: str, blocks: list[Json], param: str) -> list[Json]:
+def _user(blocks: list[Json], param: str) -> list[Json]:
     messages: list[Json] = []
     text = ""
     for block in blocks:
@@ -130,14 +140,21 @@ def _user(role: str, blocks: list[Json], param: str) -> list[Json]:
             messages.append(_tool_result(block, param))
         else:
             text += _block_text(block, param)
-    return [*messages, {"role": role, "content": text}] if text or not messages else messages
+    return [*messages, {"role": "user", "content": text}] if text or not messages else messages
 
 
 def _tool_result(block: Json, param: str) -> Json:
-    content = text_of(block.get("content"), f"{param}.content")
+    parts = block.get("content")
+    if isinstance(parts, list):  # a search for tools gives their names
+        parts = [string_of(part, "tool_name", param) if _is_reference(part) else part for part in parts]
+    content = text_of(parts, f"{param}.content")
     if block.get("is_error"):
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": string_of(block, "tool_use_id", param), "content": content}
+
+
+def _is_reference(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == TOOL_REFERENCE
 
 
 def _assistant(blocks: list[Json], param: str) -> Json:
@@ -167,6 +184,31 @@ def _block_text(block: Json, param: str) -> str:
 
 
 # --- tools, formats ---------------------------------------------------------------------------------------------------
+
+
+def _offered_tools(body: CountTokensRequest) -> list[Json]:
+    """The tools after what messages of the system have added and removed."""
+    known = {string_of(tool, "name", f"tools.{index}"): tool for index, tool in enumerate(body.tools or ())}
+    removed: set[str] = set()
+    for index, turn in enumerate(body.messages):
+        for block in turn.content if turn.role == "system" and isinstance(turn.content, list) else ():
+            if block.get("type") in TOOL_CHANGES:
+                _change_tools(block, known, removed, f"messages.{index}.content")
+    return [tool for name, tool in known.items() if name not in removed]
+
+
+def _change_tools(block: Json, known: dict[str, Json], removed: set[str], param: str) -> None:
+    change, tool = block["type"], block.get("tool")
+    if not isinstance(tool, dict):
+        raise ApiError(400, f"{param}: {change} needs its tool", param=param)
+    definition = tool.get("definition")
+    if change == "tool_addition" and isinstance(definition, dict):
+        known[string_of(definition, "name", param)] = definition
+        removed.discard(definition["name"])
+        return
+    if not _is_reference(tool) or tool.get("name") not in known:
+        raise ApiError(400, f"{param}: {change} names no tool that is declared in tools", param=param)
+    (removed.add if change == "tool_removal" else removed.discard)(tool["name"])
 
 
 def _tool(tool: Json, param: str) -> Json:

@@ -40,10 +40,20 @@ ERROR_TYPES = {
 
 
 def error_body(error: ApiError) -> Json:
-    """Anthropic's error. Its clients know a conversation that must be shortened by the words at the start."""
-    is_too_long = error.code == "context_length_exceeded"
-    message = f"prompt is too long: {error.message}" if is_too_long else error.message
+    """Anthropic's error."""
+    message = _context_message(error) if error.code == "context_length_exceeded" else error.message
     return {"type": "error", "error": {"type": ERROR_TYPES.get(error.status, "api_error"), "message": message}}
+
+
+def _context_message(error: ApiError) -> str:
+    """In words that clients look for: after the first they ask for fewer tokens, after the others they shorten the
+    conversation."""
+    num_tokens, limit = error.counts.get("n_prompt_tokens"), error.counts.get("n_ctx")
+    if error.asked_tokens is not None:
+        sizes = f"{num_tokens} + {error.asked_tokens} > {limit}"
+        return f"input length and `max_tokens` exceed context limit: {sizes}; {error.message}"
+    sizes = "" if num_tokens is None else f"{num_tokens} tokens > {limit} maximum; "
+    return f"prompt is too long: {sizes}{error.message}"
 
 
 ERROR_SHAPES["/v1/messages"] = error_body

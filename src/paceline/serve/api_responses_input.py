@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.serve.api_chat import given, string_of, text_of, tool_call, with_one_system_message
+from paceline.serve.api_responses_tools import ResponseTools, custom_arguments, function_name
 from paceline.serve.api_shape import Json
 from paceline.serve.errors import ApiError
 from paceline.serve.schema import Count, LenientModel
@@ -115,7 +116,8 @@ def chat_document(body: ResponsesRequest, items: list[Json]) -> Json:
         document |= {"stream": True, "stream_options": {"include_usage": True}}
     if body.enable_response_messages:
         document["return_token_ids"] = True
-    return {**document, "messages": with_one_system_message(system + messages_of(items))}
+    messages = with_one_system_message(system + messages_of(items))
+    return {**document, **_continued(items[-1]), "messages": messages}
 
 
 def _check(body: ResponsesRequest, fields: Json) -> None:
@@ -164,10 +166,9 @@ def _message(item: Json, param: str) -> Json:
     if kind == "message":
         role = string_of(item, "role", param)
         return {"role": role, "content": text_of(item.get("content"), f"{param}.content")}
-    if kind == "function_call":
-        names = [string_of(item, name, param) for name in ("call_id", "name", "arguments")]
-        return {"role": "assistant", "content": "", "tool_calls": [tool_call(*names)]}
-    if kind == "function_call_output":
+    if kind in ("function_call", "custom_tool_call"):
+        return {"role": "assistant", "content": "", "tool_calls": [_call(item, param)]}
+    if kind in ("function_call_output", "custom_tool_call_output"):
         output = text_of(item.get("output"), f"{param}.output")
         return {"role": "tool", "tool_call_id": string_of(item, "call_id", param), "content": output}
     if kind == "reasoning":
@@ -177,28 +178,39 @@ def _message(item: Json, param: str) -> Json:
     raise ApiError(400, message, param=param)
 
 
+def _call(item: Json, param: str) -> Json:
+    name = function_name(string_of(item, "name", param), item.get("namespace"))
+    if item["type"] == "custom_tool_call":
+        arguments = custom_arguments(string_of(item, "input", param))
+    else:
+        arguments = string_of(item, "arguments", param)
+    return tool_call(string_of(item, "call_id", param), name, arguments)
+
+
+def _continued(item: Json) -> Json:
+    """Fields that make the answer go on from a last message that is not complete."""
+    is_open = item.get("role") == "assistant" and item.get("status") in ("in_progress", "incomplete")
+    return {"continue_final_message": True, "add_generation_prompt": False} if is_open else {}
+
+
 # --- tools, formats, reasoning, log-probabilities ---------------------------------------------------------------------
 
 
 def _tools(body: ResponsesRequest) -> Json:
-    tools = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools or ())]
+    tools = ResponseTools(body.tools or []).functions
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names = {tool.get("name") for tool in choice.get("tools") or () if isinstance(tool, dict)}
+        names = {_chosen_name(tool) for tool in choice.get("tools") or () if isinstance(tool, dict)}
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = choice.get("mode") or "auto"
-    elif isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
+        choice = {"type": "function", "function": {"name": _chosen_name(choice)}}
     return given(tools=tools or None, tool_choice=choice)
 
 
-def _tool(tool: Json, param: str) -> Json:
-    if tool.get("type") != "function":
-        message = f"{param} is a tool of type {str(tool.get('type'))[:40]!r}; this server has functions only"
-        raise ApiError(400, message, param=param, code="unsupported_parameter")
-    string_of(tool, "name", param)
-    names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+def _chosen_name(choice: Json) -> Any:
+    """The function that stands for a tool which a choice names."""
+    return function_name(str(choice.get("name")), choice.get("namespace")) if choice.get("name") else None
 
 
 def _output_format(body: ResponsesRequest) -> Json:

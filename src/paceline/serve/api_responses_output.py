@@ -9,16 +9,19 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from paceline.serve.api_chat import REASONING, TEXT, TOOL_CALL, OutputPiece, chunk_pieces, finish_of, output_pieces
+from paceline.serve.api_responses_tools import CalledTool, CustomInput, ResponseTools
 from paceline.serve.api_shape import Json, NamedEvents
 from paceline.serve.errors import ApiError
 
 OnFinish = Callable[[Json], None]
-ID_PREFIXES = {TEXT: "msg", REASONING: "rs", TOOL_CALL: "fc"}
+CUSTOM_CALL = "custom_call"
+ID_PREFIXES = {TEXT: "msg", REASONING: "rs", TOOL_CALL: "fc", CUSTOM_CALL: "ctc"}
 # The events of an item by its kind: of a piece of its text, and of the whole.
 DELTA_EVENTS = {
     TEXT: ("response.output_text.delta", "response.output_text.done", "text"),
     REASONING: ("response.reasoning_text.delta", "response.reasoning_text.done", "text"),
     TOOL_CALL: ("response.function_call_arguments.delta", "response.function_call_arguments.done", "arguments"),
+    CUSTOM_CALL: ("response.custom_tool_call_input.delta", "response.custom_tool_call_input.done", "input"),
 }
 COMPLETED, INCOMPLETE, FAILED, IN_PROGRESS = "completed", "incomplete", "failed", "in_progress"
 TRUNCATED = "length"  # the finish_reason of an output that was cut
@@ -30,28 +33,36 @@ def new_id(prefix: str) -> str:
 
 @dataclass(slots=True)
 class OutputItem:
-    """One item of the output while its text arrives."""
+    """One item of the output while its text arrives.
+
+    tool   which one it calls
+    delta  what the latest piece has added to the text
+    """
 
     opening: OutputPiece
     index: int
+    tool: CalledTool
     id: str
     text: str = ""
+    delta: str = ""
     logprobs: list[Json] = field(default_factory=list)
+    custom_input: CustomInput = field(default_factory=CustomInput)
 
     @classmethod
-    def opened(cls, piece: OutputPiece, index: int) -> OutputItem:
+    def opened(cls, piece: OutputPiece, index: int, tool: CalledTool) -> OutputItem:
         if piece.kind == TOOL_CALL and piece.call_id is None:
             piece = replace(piece, call_id=new_id("call"))
-        return cls(piece, index, new_id(ID_PREFIXES[piece.kind]))
+        kind = CUSTOM_CALL if tool.is_custom else piece.kind
+        return cls(piece, index, tool, new_id(ID_PREFIXES[kind]))
 
     @property
     def kind(self) -> str:
-        return self.opening.kind
+        return CUSTOM_CALL if self.tool.is_custom else self.opening.kind
 
     @property
     def has_parts(self) -> bool:
-        """Whether its text is a content part; the arguments of a function call are a field."""
-        return self.kind != TOOL_CALL
+        """Whether its text is a content part; that of a call is a field."""
+        return self.kind not in (TOOL_CALL, CUSTOM_CALL)
 
     @property
     def place(self) -> Json:
@@ -60,8 +71,15 @@ class OutputItem:
         return {**place, "content_index": 0} if self.has_parts else place
 
     def add(self, piece: OutputPiece) -> None:
-        self.text += piece.text
+        self.delta = self.custom_input.feed(piece.text) if self.tool.is_custom else piece.text
+        self.text += self.delta
         self.logprobs += piece.logprobs
+
+    def close(self) -> None:
+        """No more pieces come."""
+        text = self.custom_input.whole() if self.tool.is_custom else self.text
+        self.delta = text.removeprefix(self.text)
+        self.text = text
 
     def part(self) -> Json:
         """Its content part."""
@@ -70,9 +88,10 @@ class OutputItem:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self.logprobs)}
 
     def document(self, status: str) -> Json:
-        if self.kind == TOOL_CALL:
-            call = {"call_id": self.opening.call_id, "name": self.opening.name or "", "arguments": self.text}
-            return {"id": self.id, "type": "function_call", "status": status, **call}
+        if not self.has_parts:
+            call = {"call_id": self.opening.call_id, **self.tool.fields, DELTA_EVENTS[self.kind][2]: self.text}
+            item_type = "custom_tool_call" if self.tool.is_custom else "function_call"
+            return {"id": self.id, "type": item_type, "status": status, **call}
         content = [] if status == IN_PROGRESS else [self.part()]
         if self.kind == REASONING:
             return {"id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content}
@@ -113,6 +132,7 @@ class ResponseDocument:
     ) -> None:
         self.id, self._fields, self._on_finish = response_id, fields, on_finish
         self.raw = raw
+        self._tools = ResponseTools(fields.get("tools") or [])
         self._created = int(time.time())
         self._items: list[OutputItem] = []
         self._usage: Json | None = None
@@ -129,7 +149,7 @@ class ResponseDocument:
         """The item that a piece belongs to, opened if it is new."""
         item = self._items[-1] if self._items else None
         if item is None or item.opening.key != piece.key:
-            item = OutputItem.opened(piece, len(self._items))
+            item = OutputItem.opened(piece, len(self._items), self._tools.called(piece.name))
             self._items.append(item)
         item.add(piece)
         return item
@@ -142,12 +162,14 @@ class ResponseDocument:
 
     def drop_cut_call(self) -> None:
         """Leave out a last tool call that was cut: its arguments are no JSON, and no event has named it yet."""
-        if self.status == INCOMPLETE and self._items and self._items[-1].kind == TOOL_CALL:
+        if self.status == INCOMPLETE and self._items and not self._items[-1].has_parts:
             self._items.pop()
 
     def finish(self) -> Json:
         if not self._items:  # an end token came first
             self.add(OutputPiece(TEXT, ""))
+        for item in self._items:
+            item.close()
         document = self.document()
         self._on_finish(document)
         return document
@@ -244,24 +266,27 @@ class ResponsesShape(NamedEvents):
         item = self._open = self._response.add(piece)
         if is_new:
             yield from self._item_added(item)
-        if piece.text:
+        if item.delta:
             logprobs = {"logprobs": piece.logprobs} if item.kind == TEXT else {}
-            yield self._event(DELTA_EVENTS[item.kind][0], **item.place, delta=piece.text, **logprobs)
+            yield self._event(DELTA_EVENTS[item.kind][0], **item.place, delta=item.delta, **logprobs)
 
     def _item_added(self, item: OutputItem) -> Iterator[Json]:
-        blank = OutputItem(item.opening, item.index, item.id)
+        blank = OutputItem(item.opening, item.index, item.tool, item.id)
         document = blank.document(IN_PROGRESS)
         yield self._event("response.output_item.added", output_index=item.index, item=document)
         if item.has_parts:
             yield self._event("response.content_part.added", **item.place, part=blank.part())
 
     def _item_done(self, item: OutputItem) -> Iterator[Json]:
-        _, done, name = DELTA_EVENTS[item.kind]
+        delta, done, name = DELTA_EVENTS[item.kind]
+        item.close()
+        if item.delta:
+            yield self._event(delta, **item.place, delta=item.delta)
         fields: Json = {name: item.text}
         if item.kind == TEXT:
             fields["logprobs"] = item.logprobs
         if item.kind == TOOL_CALL:
-            fields["name"] = item.opening.name
+            fields |= item.tool.fields
         yield self._event(done, **item.place, **fields)
         if item.has_parts:
             yield self._event("response.content_part.done", **item.place, part=item.part())

@@ -130,7 +130,7 @@ def _add_middleware(app: FastAPI, context: ServerContext, tracer: RequestTracer)
 
 
 def _add_page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: clients ask whether a server is there
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")
 

@@ -55,6 +55,23 @@ def template_message(
     return document
 
 
+def instructions_as_user_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with instructions after the start as text of the user, for templates that take them nowhere else.
+
+    Turns of the user that follow one another become one: such templates want turns that alternate.
+    """
+    changed: list[Message] = []
+    for message in messages:
+        before = changed[-1]["role"] if changed else None
+        if message["role"] == "system" and before not in (None, "system"):
+            message = {**message, "role": "user"}
+        if message["role"] == before and before in ("system", "user"):
+            changed[-1] = {**changed[-1], "content": f"{changed[-1]['content']}\n\n{message['content']}"}
+        else:
+            changed.append(message)
+    return changed
+
+
 def messages_with_tools(messages: Sequence[ChatMessage], offer: ToolOffer | None) -> list[Message]:
     """Messages for a template that takes no tools."""
     documents = [_written_message(message) for message in messages]

@@ -6,9 +6,14 @@ from dataclasses import dataclass, replace
 
 from paceline.core.protocols import Tokenizer
 from paceline.core.types import ReasoningSpan, Request, StructuredOutput
-from paceline.errors import OptionError
+from paceline.errors import OptionError, PromptError
 from paceline.hub.tokenizer import ChatPrompt
-from paceline.serve.chat_messages import content_text, messages_with_tools, template_messages
+from paceline.serve.chat_messages import (
+    content_text,
+    instructions_as_user_text,
+    messages_with_tools,
+    template_messages,
+)
 from paceline.serve.chat_schema import AllowedTools, NamedTool, ToolParam
 from paceline.serve.chat_template import ChatTemplate
 from paceline.serve.errors import ApiError
@@ -120,7 +125,18 @@ class ChatPlanner:
 
     def _encode(self, prompt: ChatPrompt) -> list[int]:
         """A tokenizer whose template is not known takes the messages alone."""
-        return self._tokenizer.encode(prompt if self._template.text else prompt.messages)
+        if not self._template.text:
+            return self._tokenizer.encode(prompt.messages)
+        try:
+            return self._tokenizer.encode(prompt)
+        except PromptError as refusal:
+            messages = instructions_as_user_text(prompt.messages)
+            if messages == prompt.messages:
+                raise
+            try:
+                return self._tokenizer.encode(replace(prompt, messages=messages))
+            except PromptError:
+                raise refusal from None
 
     def _reasoning_variables(self, body: ChatRequest) -> dict[str, object]:
         """What templates call the effort, and whether to reason."""

@@ -95,8 +95,10 @@ class ChatWriter:
 
     def whole(self) -> Json:
         message: Json = {"role": "assistant", "content": self._content, "refusal": None}
+        if self._syntax.reasoning:  # vLLM's clients read the field unasked
+            message["reasoning"] = self._reasoning or None
         if self._reasoning:
-            message |= {"reasoning_content": self._reasoning, "reasoning": self._reasoning}
+            message["reasoning_content"] = self._reasoning
         if self._calls:
             message["tool_calls"] = [call.document() for call in self._calls]
         if self._calls and not self._content and not self._syntax.is_forced:

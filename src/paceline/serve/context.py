@@ -15,13 +15,15 @@ from paceline.core.types import Request, RequestOutput
 from paceline.serve.auth import NO_KEY
 from paceline.serve.beam_search import BeamSearch
 from paceline.serve.config import ServerConfig
+from paceline.serve.engine_readings import EngineSource
 from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.fair_queue import FairQueue
 from paceline.serve.limits import AdmissionControl
 from paceline.serve.logprob_format import TokenFormatter
-from paceline.serve.metrics import EngineSource, Metrics, TokenTimer
+from paceline.serve.metrics import Metrics
 from paceline.serve.requests import CompletionTask, RequestBuilder
 from paceline.serve.responses import ChoiceDelta
+from paceline.serve.sequence_metrics import SequenceObserver
 from paceline.serve.streaming import Observer, merge_outputs
 from paceline.serve.token_text import token_text
 
@@ -120,21 +122,24 @@ class ServerContext:
             outputs = partial(self._outputs, key=key)
             search = BeamSearch(outputs, self.formatter.token_text, self.engine.info.eos_token_ids)
             return search.deltas([choice.request for choice in task.choices], task.beams, timeout)
+        requests = [choice.request for choice in task.choices]
+        sequences = self.metrics.sequences
+        observers = [SequenceObserver(sequences, self.name, len(request.prompt)) for request in requests]
         streams = [
-            self._outputs(choice.request, key) if choice.request.max_new_tokens else _nothing()
-            for choice in task.choices
+            self._outputs(request, key, observer.begin) if request.max_new_tokens else _nothing()
+            for request, observer in zip(requests, observers)
         ]
-        timers: list[Observer] = [TokenTimer(self.metrics, self.name) for _ in streams]
-        return merge_outputs(streams, timers, timeout)
+        return merge_outputs(streams, list[Observer](observers), timeout)
 
-    async def _outputs(self, request: Request, key: str) -> AsyncIterator[RequestOutput]:
+    async def _outputs(
+        self, request: Request, key: str, on_turn: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[RequestOutput]:
         """The outputs of one sequence, once it is its turn."""
-        async with (
-            self.queue.turn(key, request.priority),
-            aclosing(self.engine.generate(request)) as outputs,  # type: ignore[type-var]
-        ):
-            async for output in outputs:
-                yield output
+        async with self.queue.turn(key, request.priority):
+            on_turn()
+            async with aclosing(self.engine.generate(request)) as outputs:  # type: ignore[type-var]
+                async for output in outputs:
+                    yield output
 
     async def close(self) -> None:
         self.admission.shutting_down = True

@@ -45,6 +45,7 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers or {})
         self.status, self.message, self.param, self.code = status, message, param, code
         self.counts: dict[str, int | None] = {}  # of a prompt that is too long, in llama.cpp's spelling
+        self.asked_tokens: int | None = None  # of an answer that is too long for what its prompt leaves
 
     @property
     def body(self) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def as_api_error(error: BaseException) -> ApiError:
             api_error = ApiError(entry.status, str(error), code=entry.code, headers=entry.headers)
             if isinstance(error, ContextLengthExceeded):
                 api_error.counts = {"n_prompt_tokens": error.num_tokens, "n_ctx": error.limit}
+                api_error.asked_tokens = error.asked_tokens
             return api_error
     return ApiError(500, "the server failed; its log has the details", code="internal_error")
 

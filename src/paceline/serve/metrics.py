@@ -1,42 +1,19 @@
-"""Metrics for Prometheus, by model. Engines' counters are read at every scrape; latencies are observed here."""
+"""Metrics for Prometheus. Engines' counters are read at every scrape; requests and sequences are observed."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.protocols import Engine
-from paceline.core.stats import EngineStats, SpecStats
-from paceline.core.types import RequestOutput
-from paceline.errors import EngineFailed
-from paceline.serve.fair_queue import FairQueue
+from paceline.serve import vllm_metrics
+from paceline.serve.engine_readings import EngineReading, EngineSource
 from paceline.serve.learning_metrics import learning_metrics
+from paceline.serve.sequence_metrics import LATENCY_BUCKETS, SequenceMetrics
 
-FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 DRAFT_LENGTH_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSource:
-    """An engine, the name of its model, and the sequences that wait for it in the server."""
-
-    model: str
-    engine: Engine
-    queue: FairQueue
-
-    def is_up(self) -> bool:
-        try:
-            self.engine.check_health()
-        except EngineFailed:
-            return False
-        return True
 
 
 class Metrics:
@@ -47,25 +24,20 @@ class Metrics:
         self.http_requests = Counter(
             "paceline_http_requests", "HTTP requests by route and status", ("route", "status"), registry=self.registry
         )
-        self.time_to_first_token = self._histogram(
-            "paceline_time_to_first_token_seconds", "From request to first token", FIRST_TOKEN_BUCKETS, ("model",)
+        self.request_latency = Histogram(
+            "paceline_e2e_request_latency_seconds",
+            "From first byte to last",
+            ("route",),
+            buckets=LATENCY_BUCKETS,
+            registry=self.registry,
         )
-        self.inter_token_latency = self._histogram(
-            "paceline_inter_token_latency_seconds", "Between two tokens of a sequence", INTER_TOKEN_BUCKETS, ("model",)
-        )
-        self.request_latency = self._histogram(
-            "paceline_e2e_request_latency_seconds", "From first byte to last", REQUEST_BUCKETS, ("route",)
-        )
-        self._engines = EngineCollector()
+        self.sequences = SequenceMetrics(self.registry)
+        self._engines = EngineCollector(self.sequences)
         self.registry.register(self._engines)
 
-    def _histogram(self, name: str, description: str, buckets: tuple[float, ...], labels: tuple[str, ...]) -> Histogram:
-        return Histogram(name, description, labels, buckets=buckets, registry=self.registry)
-
     def add_engine(self, source: EngineSource) -> None:
-        """Export the stats of one more engine, its latencies from the first scrape on."""
-        for histogram in (self.time_to_first_token, self.inter_token_latency):
-            histogram.labels(source.model)
+        """Export the stats of one more engine, and those of its sequences from the first scrape on."""
+        self.sequences.add_model(source.model)
         self._engines.sources.append(source)
 
     def exposition(self) -> bytes:
@@ -77,48 +49,12 @@ class Metrics:
         self.request_latency.labels(route).observe(seconds)
 
 
-class TokenTimer:
-    """Observes the token latencies of one sequence."""
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._time_to_first_token = metrics.time_to_first_token.labels(model)
-        self._inter_token_latency = metrics.inter_token_latency.labels(model)
-        self._last, self._first = time.perf_counter(), True
-
-    def __call__(self, output: RequestOutput) -> None:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        if not output.token_ids:
-            return
-        if self._first:
-            self._time_to_first_token.observe(seconds)
-            self._first = False
-        else:
-            self._inter_token_latency.observe(seconds / len(output.token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReading:
-    """The stats of one engine at the time of the scrape."""
-
-    model: str
-    stats: EngineStats
-    num_waiting: int
-    is_up: bool
-    by_method: dict[str, SpecStats]
-
-    @classmethod
-    def of(cls, source: EngineSource) -> EngineReading:
-        stats, engine = source.engine.stats(), source.engine
-        by_method = stats.by_method or {engine.methods[0]: stats.spec}
-        return cls(source.model, stats, stats.waiting + source.queue.num_waiting, source.is_up(), by_method)
-
-
 class EngineCollector(Collector):
-    """The engines' stats at the time of the scrape."""
+    """The engines' stats at the time of the scrape, and all that vLLM has too under its names."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: SequenceMetrics) -> None:
         self.sources: list[EngineSource] = []
+        self._sequences = sequences
 
     def collect(self) -> Iterator[Metric]:
         readings = [EngineReading.of(source) for source in self.sources]
@@ -128,6 +64,8 @@ class EngineCollector(Collector):
         yield from _position_counters(readings)
         yield _draft_length_histogram(readings)
         yield from learning_metrics({reading.model: reading.stats.learning for reading in readings})
+        yield from vllm_metrics.engine_metrics(readings)
+        yield from vllm_metrics.sequence_metrics(self._sequences.collect())
 
 
 def _gauges(readings: list[EngineReading]) -> Iterator[Metric]:

@@ -271,6 +271,7 @@ class RequestBuilder:
                 f"{self.max_model_len} of {self._info.name}; ask for {space} or fewer, or set truncate_prompt_tokens",
                 num_tokens,
                 self.max_model_len,
+                asked_tokens=asked_tokens,
             )
 
     # --- engine requests ----------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from paceline.train.block_loss import BlockLoss, TrainedRows, drafts_of, positio
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget
-from paceline.train.teacher import TargetStates, Teacher, draft_ids_of
+from paceline.train.teacher import TargetStates, Teacher, draft_ids_of, rounded_teacher
 
 BLOCK_ATTENTION = ("bidirectional", "causal")
 INITIAL_SPREAD = 0.02
+USUAL_BLOCK_SIZE = 8
 CHUNKS_AT_A_TIME = 128  # whose logits exist at once while drafts are measured
 
 
@@ -36,7 +38,9 @@ class DFlashOptions:
     num_layers: int = setting(4, "layers of the head")
     intermediate_size: int = setting(0, "size of the feed-forward part (the target's)")
     num_feature_layers: int = setting(5, "layers of the target whose states the head reads")
-    block_size: int = setting(8, "rows of a block; one less are drafted in one pass")
+    block_size: int = setting(
+        0, f"rows of a block; one less are drafted in one pass ({USUAL_BLOCK_SIZE}, or that of the head it continues)"
+    )
     draft_vocab_size: int = setting(16384, "tokens the head can draft: the most frequent ones")
     mask_token_id: int = setting(0, "token that stands for what is not yet known (an unused special one)")
     block_attention: str = setting(
@@ -45,18 +49,22 @@ class DFlashOptions:
     anchors: int = setting(128, "random anchors of a sequence in a training step")
     gamma: float = setting(0.0, "draft positions over which the loss weight falls to 1/e (half a block)", "G")
     greedy_weight: float = setting(0.5, "share of the loss for the target's likeliest token alone, 0 to 1", "W")
+    int4_share: float = setting(
+        0.0, "share of the steps that read states of the target with int4 weights: a head for --dtype int4 too", "S"
+    )
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_feature_layers, self.anchors, self.draft_vocab_size) < 1:
             raise OptionError("--num-layers, --num-feature-layers, --anchors and --draft-vocab-size are 1 or more")
         if self.block_attention not in BLOCK_ATTENTION:
             raise OptionError(f"--block-attention is {' or '.join(BLOCK_ATTENTION)}, not {self.block_attention}")
-        if self.block_size < 2 or not 0 <= self.greedy_weight <= 1:
-            raise OptionError("--block-size is 2 or more, --greedy-weight lies between 0 and 1")
+        if self.block_size < 0 or self.block_size == 1:
+            raise OptionError("--block-size is 2 or more")
+        if not 0 <= self.greedy_weight <= 1 or not 0 <= self.int4_share <= 1:
+            raise OptionError("--greedy-weight and --int4-share lie between 0 and 1")
 
-    @property
-    def decay(self) -> float:
-        return self.gamma or self.block_size / 2
+    def decay(self, block_size: int) -> float:
+        return self.gamma or block_size / 2
 
     def variant(self) -> dict[str, Any]:
         """What the config of the head says beyond its sizes."""
@@ -80,7 +88,7 @@ def dflash_config(teacher: Teacher, options: DFlashOptions, mask_token_id: int) 
         min(options.draft_vocab_size, teacher.vocab_size),
         sizes.hidden_size,
         tuple(layer + 1 for layer in layers),
-        options.block_size,
+        options.block_size or USUAL_BLOCK_SIZE,
         mask_token_id,
         rope_theta=float(rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))),
         rope_scaling=None if unscaled else rope,
@@ -122,6 +130,7 @@ class DFlashTask:
 
     def __init__(self, teacher: Teacher, head: DFlashHead, options: DFlashOptions, name: str = "") -> None:
         self.teacher, self.options, self._name = teacher, options, name
+        self._rounded = rounded_teacher(teacher) if options.int4_share else None
         self._take(head)
 
     def _take(self, head: DFlashHead) -> None:
@@ -152,14 +161,23 @@ class DFlashTask:
 
     @torch.no_grad()
     def start_from(self, folder: Path, sample: TrainingBatch) -> None:
-        """First weights and all sizes: those of a trained head."""
+        """First weights and all sizes: those of a trained head. No weight depends on the size of its blocks."""
         head = load_head(folder, DFlashHead, device=str(self.teacher.device))
         sizes = (head.config.vocab_size, head.config.target_hidden_size)
         if sizes != (self.teacher.vocab_size, self.teacher.hidden_size):
             raise OptionError(f"the head in {folder} was trained for a model of other sizes")
-        self._take(head.train().requires_grad_(True))
+        self._take(self._resized(head).train().requires_grad_(True))
         self.measure_scale(sample)
         self.head.fc.weight.div_(self.module.scale)
+
+    def _resized(self, head: DFlashHead) -> DFlashHead:
+        """The same weights with blocks of the size that was asked for."""
+        size = self.options.block_size or head.config.block_size
+        if size == head.config.block_size:
+            return head
+        resized = DFlashHead(replace(head.config, block_size=size)).to(self.teacher.device)
+        resized.load_state_dict(head.state_dict())
+        return resized
 
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
@@ -178,19 +196,25 @@ class DFlashTask:
         """Row j of a block is trained on what the target predicts of the token j places after the anchor."""
         size, options = self.head.config.block_size, self.options
         blocks = AnchorBlocks.of(random_order(batch), possible_anchors(batch), options.anchors, size)
-        states = self.teacher.states(batch.tokens)
+        states = self.teacher_of(batch).states(batch.tokens)
         answers = Positions.of(batch, 0)
         targets = self.teacher.targets(answers.pick(states.final), self._draft_ids)
         rows = self._rows(batch, blocks, answers, self._states(batch, states, blocks))
         del states
         return BlockLoss(self.head, targets, options.greedy_weight).mean(rows)
 
+    def teacher_of(self, batch: TrainingBatch) -> Teacher:
+        """The target, or in some steps its rounded copy. Decided by the batch's number, as its anchors are."""
+        if self._rounded is None or random.Random(batch.number).random() >= self.options.int4_share:
+            return self.teacher
+        return self._rounded
+
     def _rows(self, batch: TrainingBatch, blocks: AnchorBlocks, answers: Positions, states: Tensor) -> TrainedRows:
         """The drafting rows whose token exists."""
         chosen = blocks.valid[..., None] & blocks.inside(batch.lengths)[..., 1:]
         chunk, block, row = chosen.nonzero(as_tuple=True)
         seq, before = blocks.seq[chunk], blocks.anchors[chunk, block] + row
-        weights = position_weights(blocks.block_size, self.options.decay, states.device)
+        weights = position_weights(blocks.block_size, self.options.decay(blocks.block_size), states.device)
         label = answers.numbered(batch.tokens.shape)[seq, before]
         chosen_states = states.flatten(0, 2).index_select(0, chosen.flatten().nonzero().flatten())
         return TrainedRows(chosen_states, label, batch.tokens[seq, before], weights[row])

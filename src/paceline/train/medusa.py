@@ -98,9 +98,7 @@ class MedusaTask:
         config = self.module.config
         main_layout = "original" if config.draft_vocab_size == config.vocab_size else "vllm"
         for place, layout in ((folder, main_layout), (folder / "vllm", "vllm")):
-            save_head(
-                self.module, place, layout=layout, provenance=Provenance(self._name), dtype=torch.bfloat16
-            )
+            save_head(self.module, place, layout=layout, provenance=Provenance(self._name), dtype=torch.bfloat16)
 
 
 def _build(target: TrainingTarget, parts: CorpusSplit, options: MedusaOptions) -> MedusaTask:

@@ -44,9 +44,7 @@ def _muon(weights: list[nn.Parameter], learning_rate: float) -> torch.optim.Opti
         from torch.optim import Muon
     except ImportError:
         raise OptionError("--optimizer muon needs torch 2.9 or newer; use adamw") from None
-    return Muon(
-        weights, lr=learning_rate, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
-    )
+    return Muon(weights, lr=learning_rate, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
 
 
 class JoinedOptimizer(torch.optim.Optimizer):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.hub.model_config import decoder_sizes
+from paceline.quantization.int4 import GROUP_SIZE
+from paceline.quantization.packed import round_weight
+from paceline.quantization.packed_layout import Kind
 from paceline.train.losses import TeacherTargets
 
 ROWS_AT_A_TIME = 8192  # full-vocabulary logits are computed for this many rows at once
@@ -72,6 +76,20 @@ class Teacher:
             probs.append(log_probs.exp_().to(self.model.dtype))
             best.append(draft_ids[logits.argmax(dim=-1)])
         return TeacherTargets(torch.cat(probs), torch.cat(best))
+
+
+@torch.no_grad()
+def rounded_teacher(teacher: Teacher) -> Teacher:
+    """A copy of the teacher whose weights are rounded as `--dtype int4` rounds them on a CPU.
+
+    States of a rounded target are not those of the whole one: a head that never met them drafts worse beside it.
+    """
+    model = copy.deepcopy(teacher.model)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.in_features % GROUP_SIZE == 0:
+            rounded = round_weight(module.weight, Kind.INT4, GROUP_SIZE).dequantize(module.weight.dtype)
+            module.weight = nn.Parameter(rounded, requires_grad=False)
+    return Teacher(model)
 
 
 def draft_ids_of(target_ids: Tensor, vocab_size: int) -> Tensor:

@@ -24,6 +24,9 @@ AT_A_TIME = 8
 RANKS = ("the likeliest token", "the second token", "a token further down", "a token not listed")
 UNTRUNCATED = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0}
 PARTS = 3  # checks that share the level
+# Not 1: a server that verifies draft tokens at another temperature than it samples at must show. No top_p or top_k:
+# rounding may put a token on either side of their edges.
+TEMPERATURE = 0.7
 
 
 async def run(exam: Examination) -> None:
@@ -161,7 +164,7 @@ async def _against_variants(exam: Examination, check: Check, query: Query) -> No
 
 async def _two_samples(exam: Examination, check: Check, query: Query, variant: Variant) -> None:
     """Without log-probabilities and seeds: some servers verify by another rule where either is asked for."""
-    drawn = query.changed(temperature=1, top_p=1, max_tokens=4)
+    drawn = query.changed(temperature=TEMPERATURE, top_p=1, max_tokens=4)
     other = drawn.changed(**variant.fields)
     tested = await exam.ask_together([drawn] * exam.effort.draws, AT_A_TIME)
     reference = await exam.ask_together([other] * exam.effort.draws, AT_A_TIME, variant.client)

@@ -49,8 +49,9 @@ class DraftCounts:
     def stats(self, new_tokens: int) -> SpecStats:
         """As paceline counts: a step emits its accepted draft tokens and one more."""
         stats = SpecStats(new_tokens, max(0, new_tokens - self.accepted), self.drafted, self.accepted)
-        if self.drafts and self.accepted_at and self.drafted % self.drafts == 0:  # every step drafted as many
-            length = self.drafted // self.drafts
+        if self.drafts and self.accepted_at:
+            even = self.drafted % self.drafts == 0  # every step drafted as many; else only position 1 is known
+            length = self.drafted // self.drafts if even else 1
             stats.offered_at = [self.drafts] * length
             stats.accepted_at = [*self.accepted_at, *[0] * length][:length]
         return stats

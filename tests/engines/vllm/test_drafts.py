@@ -1,0 +1,159 @@
+"""Draft tokens of one head in vLLM and in our own engine, step for step, on a tiny target.
+
+vLLM runs in this process, so that what its proposer returns can be read. Every start of it takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("vllm")
+
+from paceline.heads.checkpoint import Provenance
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
+from paceline.heads.peagle import PEagleConfig, PEagleHead
+from paceline.heads.registry import save_head
+from tests.support.build import sequence, tiny_engine
+from tests.support.tiny import write_tiny_model
+
+K, NEW_TOKENS = 3, 12
+PROMPTS = [[5, 7, 9, 11, 200, 31], list(range(40, 70))]
+SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4}  # heads of a size that vLLM's CPU kernels have
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("target"), **SIZES)
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+def random_weights(head: nn.Module) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for name, weight in head.named_parameters():
+            torch.nn.init.normal_(weight, mean=1.0 if "norm" in name else 0.0, std=0.2)
+    return head.eval().requires_grad_(False)
+
+
+def eagle_head() -> nn.Module:
+    return random_weights(Eagle3Head(Eagle3Config(128, 96, 4, 2, 32, 259, 259, 128, feature_layers=(1, 2, 3))))
+
+
+def peagle_head() -> nn.Module:
+    config = PEagleConfig(
+        128, 96, 4, 2, 32, 259, 259, 128, feature_layers=(1, 2, 3), num_layers=2, mask_token_id=255
+    )  # fmt: skip
+    return random_weights(PEagleHead(config))
+
+
+HEADS: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
+    "eagle3": (eagle_head, "eagle", {"method": "eagle3"}),
+    "p-eagle": (peagle_head, "eagle", {"method": "eagle3", "parallel_drafting": True}),
+}
+
+
+# --- the two engines --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What an engine generates for each prompt, and its draft tokens by the number of tokens before them."""
+
+    tokens: list[list[int]] = field(default_factory=list)
+    drafts: list[dict[int, list[int]]] = field(default_factory=list)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    yield
+    cleanup_dist_env_and_memory()
+
+
+def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Generated:
+    """vLLM, one prompt after the other."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    llm = LLM(
+        str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=1,
+        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False,
+        speculative_config={"num_speculative_tokens": K, **speculative},
+    )  # fmt: skip
+    steps: list[tuple[int, list[int]]] = []  # new tokens of each step, and the draft after them
+    propose = GPUModelRunner.propose_draft_token_ids
+
+    def recorded(self: Any, scheduler_output: Any, sampled: Any, *arguments: Any, **options: Any) -> Any:
+        drafts = propose(self, scheduler_output, sampled, *arguments, **options)
+        [tokens] = sampled.tolist() if isinstance(sampled, Tensor) else sampled
+        [draft] = drafts.tolist() if isinstance(drafts, Tensor) else drafts
+        steps.append((sum(token >= 0 for token in tokens), draft))
+        return drafts
+
+    monkeypatch.setattr(GPUModelRunner, "propose_draft_token_ids", recorded)
+    generated = Generated()
+    for prompt in PROMPTS:
+        steps.clear()
+        sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+        [result] = llm.generate([TokensPrompt(prompt_token_ids=prompt)], sampling, use_tqdm=False)
+        lengths = accumulate((count for count, _ in steps), initial=len(prompt))
+        generated.tokens.append(list(result.outputs[0].token_ids))
+        generated.drafts.append({length: draft for length, (_, draft) in zip(list(lengths)[1:], steps, strict=True)})
+    return generated
+
+
+def own_generated(folder: Path, **options: Any) -> Generated:
+    """Our engine, as the library builds it."""
+    engine = tiny_engine(folder, num_draft_tokens=K, dtype="float32", **options)
+    drafts: dict[int, list[int]] = {}
+    propose = engine.parts.drafter.propose
+
+    def recorded(seqs: Any, num_draft_tokens: Any) -> Any:
+        trees = propose(seqs, num_draft_tokens)
+        drafts.update({len(seq.ids): tree.tokens.tolist() for seq, tree in zip(seqs, trees, strict=True)})
+        return trees
+
+    engine.parts.drafter.propose = recorded  # type: ignore[method-assign]
+    generated = Generated()
+    for prompt in PROMPTS:
+        drafts.clear()
+        [seq] = engine.run([sequence(list(prompt), NEW_TOKENS)])
+        generated.tokens.append(list(seq.generated))
+        generated.drafts.append(dict(drafts))
+    return generated
+
+
+def check_equal(theirs: Generated, ours: Generated) -> None:
+    """Ours drafts the first token too, and no more than a sequence still takes: what both have drafted is compared."""
+    assert theirs.tokens == ours.tokens
+    for their_drafts, own in zip(theirs.drafts, ours.drafts, strict=True):
+        both = sorted(set(their_drafts) & {length for length, draft in own.items() if draft})
+        assert len(both) >= 5 and len({tuple(own[length]) for length in both}) >= 3
+        expected = {length: their_drafts[length][: len(own[length])] for length in both}
+        assert {length: own[length] for length in both} == expected
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_drafts_the_same_tokens_in_vllm(
+    kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, method, keys = HEADS[kind]
+    save_head(head(), tmp_path, provenance=Provenance(str(target)))
+    theirs = vllm_generated(target, {"model": str(tmp_path), **keys}, monkeypatch)
+    check_equal(theirs, own_generated(target, method=method, draft_model=str(tmp_path)))

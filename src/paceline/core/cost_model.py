@@ -126,6 +126,11 @@ class CostCurve:
         expensive and draft tokens cheap; a cost that keeps rising, or is long out of date, counts in full."""
         return self.MAX_RISE if weight > self.WEIGHT else min(self.MAX_RISE, self.STEEP ** max(1, self._rises))
 
+    @property
+    def largest(self) -> int:
+        """The largest size that was sampled; what is said of larger ones is a guess."""
+        return self._sizes[-1] if self._sizes else 0
+
     def at(self, size: int) -> float:
         seconds = self._interpolated.get(size)
         if seconds is None:

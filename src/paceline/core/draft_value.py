@@ -168,10 +168,13 @@ class DraftValue:
         return _pays(self.costs.of(1), count + 1, survival * self.token_seconds(1) - making)
 
     def useful_length(self, seq: Sequence, limit: int, source: str = "") -> int:
-        """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain."""
+        """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain.
+
+        That fewer take less time must have been seen: a block takes one pass whatever its length.
+        """
         record = self.record(seq, source)
         reach = min(record.reach, limit)
-        if reach == limit:
+        if reach == limit or record.draft.largest < limit:
             return limit
         length = max(1, math.ceil(reach))
         saved = record.draft.at(limit) - record.draft.at(length)

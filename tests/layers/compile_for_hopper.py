@@ -108,18 +108,24 @@ def compile_experts() -> None:
     for experts, tile_count in ((128, 128), (512, 0)):
         compile_kernel(route_kernel, route, constants | {"EXPERTS": experts, "TILES": tile_count})
     sizes = {"columns": "i32", "in_features": "i32"}
-    gate_up = dict.fromkeys(("x", "weight", "bias", "out"), HALF) | tiles | sizes | {"alpha": "fp32", "limit": "fp32"}
-    down = dict.fromkeys(("activated", "weight", "bias"), HALF) | tiles | sizes | {"out": FLOAT}
-    for tiling, other in ((FEW_EXPERTS, False), (FEW_EXPERTS, True), (MANY_EXPERTS, True), (PROMPT, False)):
+    float4 = {"weight": "*u8", "exponents": "*u8"}
+    gate_up = dict.fromkeys(("x", "weight", "exponents", "bias", "out"), HALF) | tiles | sizes
+    gate_up |= {"alpha": "fp32", "limit": "fp32"}
+    down = dict.fromkeys(("activated", "weight", "exponents", "bias"), HALF) | tiles | sizes | {"out": FLOAT}
+    plain, special, packed = (False, {}), (True, {}), (True, float4)
+    for tiling, (other, stored) in (
+        (FEW_EXPERTS, plain), (FEW_EXPERTS, special), (FEW_EXPERTS, packed), (MANY_EXPERTS, special),
+        (MANY_EXPERTS, packed), (PROMPT, plain), (PROMPT, packed),
+    ):  # fmt: skip
         first, second = (
             {"USE_PDL": True, "BIAS": other, "EVEN": not other, "TRANSPOSED": tile.transposed, "ROWS": tile.rows}
-            | {"COLUMNS": tile.columns, "STEP": tile.step}
+            | {"COLUMNS": tile.columns, "STEP": tile.step, "MXFP4": bool(stored)}
             for tile in (tiling.gate_up, tiling.down)
         )
         stages = {"num_stages": tiling.gate_up.stages, "num_warps": tiling.gate_up.warps}
-        compile_kernel(expert_gate_up_kernel, gate_up, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
+        compile_kernel(expert_gate_up_kernel, gate_up | stored, first | {"CLAMPED": other, "TOP_K": 8}, **stages)
         stages = {"num_stages": tiling.down.stages, "num_warps": tiling.down.warps}
-        compile_kernel(expert_down_kernel, down, second, **stages)
+        compile_kernel(expert_down_kernel, down | stored, second, **stages)
     parts = {"parts": FLOAT, "weights": FLOAT, "residual": HALF, "out": HALF, "columns": "i32"}
     compile_kernel(weighted_sum_kernel, parts, {"USE_PDL": True, "RESIDUAL": True, "TOP_K": 8, "COLUMNS": 512})
 

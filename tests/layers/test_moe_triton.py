@@ -5,6 +5,8 @@ Without a GPU they run through Triton's interpreter: the same code, slowly.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +15,18 @@ pytest.importorskip("triton")
 
 from paceline.layers.gemm_tiling import TILE_ROWS, Tiling
 from paceline.layers.linear import UnquantizedLinear
-from paceline.layers.moe import ClampedSwiGlu, MixtureOfExperts, Router, StackedWeights, route, stacked_experts
+from paceline.layers.moe import (
+    ClampedSwiGlu,
+    Matrices,
+    MixtureOfExperts,
+    Router,
+    StackedWeights,
+    route,
+    stacked_experts,
+)
 from paceline.layers.moe_tiling import ExpertTiling, expert_tiling
 from paceline.layers.moe_triton import ExpertKernels, ExpertTiles, RealRows, grouped
+from paceline.layers.mxfp4_experts import Mxfp4Matrices
 from tests.layers.test_moe import CLAMPED, EXPERTS, HIDDEN, by_definition, mixture_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,6 +34,59 @@ KERNELS = ExpertKernels(use_pdl=False)
 NARROW = ExpertTiling(Tiling(16, 32, 2, 4), Tiling(32, 16, 2, 4))
 TALL = ExpertTiling(Tiling(16, 32, 2, 4, 32), Tiling(32, 16, 2, 4, 32))
 pytestmark = pytest.mark.slow
+
+
+def mxfp4_mixture(*, biases: bool, dtype: torch.dtype, size: int = 32, hidden: int = 96) -> MixtureOfExperts:
+    """Random codes, exponents near those of real experts, and in float32 the smallest there is."""
+
+    def random(rows: int, columns: int) -> Mxfp4Matrices:
+        codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8)
+        exponents = torch.randint(118, 128, (EXPERTS, rows, columns // 32), dtype=torch.uint8)
+        exponents[0, 0, 0] = 0 if dtype == torch.float32 else 118
+        return Mxfp4Matrices(codes.to(DEVICE), exponents.to(DEVICE), dtype)
+
+    def bias(columns: int) -> Tensor | None:
+        return torch.randn(EXPERTS, columns).to(DEVICE, dtype) if biases else None
+
+    weights = StackedWeights(random(2 * size, hidden), random(hidden, size), bias(2 * size), bias(hidden))
+    router = Router(UnquantizedLinear(torch.randn(EXPERTS, hidden).to(DEVICE, dtype)), 2)
+    return MixtureOfExperts(router, stacked_experts(weights, CLAMPED if biases else None))
+
+
+def unpacked_mixture(mixture: MixtureOfExperts) -> MixtureOfExperts:
+    """The same with weights in floating point."""
+    stacked = mixture.experts.stacked
+    assert stacked is not None
+
+    def matrices(packed: Matrices) -> Tensor:
+        assert isinstance(packed, Mxfp4Matrices)
+        return torch.stack([linear.dequantize(packed.dtype) for linear in packed.linears()])
+
+    weights = replace(stacked, gate_up=matrices(stacked.gate_up), down=matrices(stacked.down))
+    return MixtureOfExperts(mixture.router, stacked_experts(weights, mixture.experts.activation))
+
+
+@pytest.mark.parametrize(("rows", "biases"), [(1, False), (5, True), (21, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter has no bfloat16
+def test_experts_in_mxfp4_give_the_bits_of_unpacked_ones(rows: int, biases: bool, dtype: torch.dtype) -> None:
+    mixture = mxfp4_mixture(biases=biases, dtype=dtype)
+    assert mixture.can_fuse
+    x = torch.randn(rows, 96).to(DEVICE, dtype)
+    logits = mixture.router.logits(x)
+    kernels = ExpertKernels(use_pdl=False, tiling=ExpertTiling(Tiling(16, 64, 2, 4), Tiling(32, 32, 2, 4)))
+    assert torch.equal(kernels(x, logits, mixture), kernels(x, logits, unpacked_mixture(mixture)))
+    eager = mixture.experts(x, route(logits, mixture.router))
+    assert torch.equal(eager, unpacked_mixture(mixture).experts(x, route(logits, mixture.router)))
+    assert (kernels(x, logits, mixture).float() - eager.float()).norm() / eager.float().norm() < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 6, 16, 40, 300])
+def test_experts_in_mxfp4_give_the_bits_of_unpacked_ones_on_a_gpu(rows: int) -> None:
+    mixture = mxfp4_mixture(biases=True, dtype=torch.bfloat16, size=192, hidden=256)
+    x = torch.randn(rows, 256).to(DEVICE, torch.bfloat16)
+    logits = mixture.router.logits(x)
+    assert torch.equal(KERNELS(x, logits, mixture), KERNELS(x, logits, unpacked_mixture(mixture)))
 
 
 def logits_choosing(choices: list[list[int]]) -> Tensor:

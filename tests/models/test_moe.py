@@ -33,7 +33,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [(kind, {}) for kind in MOE] + [
     ("qwen3_moe", {"num_experts_per_tok": 6}),
 ]
 IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
-TOLERANCE = 1e-5  # transformers rotates, norms and routes in float32
+TOLERANCE = 5e-5  # transformers rotates, norms and routes in float32
 
 
 def experts_of(runner: NativeRunner, layer: int = 0) -> Any:

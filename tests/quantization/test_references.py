@@ -12,6 +12,7 @@ from safetensors import safe_open
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from paceline.layers.mxfp4_experts import Mxfp4Matrices, unpacked
 from paceline.quantization import compressed_tensors, fp8, mxfp4
 from tests.quantization.fixtures.make_compressed_tensors import FILE, SCHEMES, config_of, packed
 
@@ -49,14 +50,18 @@ def test_experts_in_mxfp4_are_what_transformers_unpacks(dtype: torch.dtype) -> N
     checkpoint = Checkpoint({"experts.down_proj_blocks": blocks, "experts.down_proj_scales": scales})
     checkpoint.dtype = dtype
     assert mxfp4.is_packed(checkpoint, "experts.down_proj") and not mxfp4.is_packed(checkpoint, "experts")
-    experts = mxfp4.load_experts(checkpoint, "experts.down_proj")
-    assert torch.equal(experts, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
+    assert torch.equal(mxfp4.load_experts(checkpoint, "experts.down_proj", packed=False), expected)
+    kept = mxfp4.load_experts(checkpoint, "experts.down_proj", packed=True)
+    assert isinstance(kept, Mxfp4Matrices) and kept.shape == expected.shape
+    assert torch.equal(torch.stack([linear.dequantize(dtype) for linear in kept.linears()]), expected)
+    assert sum(linear.nbytes for linear in kept.linears()) == blocks.nbytes + scales.nbytes
 
 
 def test_every_exponent_of_mxfp4_is_a_power_of_two() -> None:
     blocks = torch.full((1, 255, 1, 16), 0x22, dtype=torch.uint8)  # every code stands for 1
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1)
-    experts = mxfp4.unpack_experts(blocks, scales, torch.float64)[0, :, 0]
+    experts = unpacked(blocks[0].flatten(1), scales[0], torch.float64)[:, 0]
     assert experts.tolist() == [2.0 ** (exponent - 127) for exponent in range(255)]
 
 

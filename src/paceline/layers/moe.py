@@ -6,7 +6,7 @@ of the row. A row's numbers do not depend on the other rows: experts are added i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +20,9 @@ from paceline.layers.cpu_kernels import blocks_product, joined
 from paceline.layers.gemm_types import Linear
 from paceline.layers.linear import UnquantizedLinear
 from paceline.layers.mlp import silu_mul
+from paceline.layers.mxfp4_experts import Mxfp4Matrices
 
+Matrices = Tensor | Mxfp4Matrices  # of all experts: [experts, rows, columns]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -110,8 +112,8 @@ class ExpertMlp:
 class StackedWeights:
     """The weights of all experts of a layer, one behind the other, as the kernels read them."""
 
-    gate_up: Tensor  # [experts, 2 · size, hidden_size]: the rows of gate, then those of up
-    down: Tensor  # [experts, hidden_size, size]
+    gate_up: Matrices  # [experts, 2 · size, hidden_size]: the rows of gate, then those of up
+    down: Matrices  # [experts, hidden_size, size]
     gate_up_bias: Tensor | None = None  # [experts, 2 · size]
     down_bias: Tensor | None = None  # [experts, hidden_size]
 
@@ -153,14 +155,17 @@ def _weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def stacked_experts(weights: StackedWeights, activation: ClampedSwiGlu | None = None) -> Experts:
-    """Experts of stacked weights in floating point; nothing is copied."""
+    """Experts of stacked weights; nothing is copied."""
     gate_up_biases, down_biases = (
         [None] * len(weights.gate_up) if bias is None else list(bias)
         for bias in (weights.gate_up_bias, weights.down_bias)
     )
-    matrices = zip(weights.gate_up, weights.down, gate_up_biases, down_biases)
-    mlps = [ExpertMlp(UnquantizedLinear(gate_up), UnquantizedLinear(down), *bias) for gate_up, down, *bias in matrices]
-    return Experts(tuple(mlps), weights, activation)
+    linears = zip(_linears(weights.gate_up), _linears(weights.down), gate_up_biases, down_biases)
+    return Experts(tuple(ExpertMlp(*parts) for parts in linears), weights, activation)
+
+
+def _linears(matrices: Matrices) -> Iterable[Linear]:
+    return matrices.linears() if isinstance(matrices, Mxfp4Matrices) else map(UnquantizedLinear, matrices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,6 +191,11 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def has_expert_kernels(device: torch.device | str) -> bool:
+    """Whether experts run through the kernels on this device."""
+    return supports_graphs(torch.device(device)) and _has_triton()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MixtureOfExperts:
     """What stands in the place of an MLP: a router, its experts, and an expert that all rows share."""
@@ -207,7 +217,7 @@ class MixtureOfExperts:
 
     def needs_kernels(self, x: Tensor) -> bool:
         """On a GPU the loop over experts asks the device how many rows each has, and no graph can hold that."""
-        return self.can_fuse and supports_graphs(x.device) and _has_triton()
+        return self.can_fuse and has_expert_kernels(x.device)
 
     def linears(self) -> Iterator[Linear]:
         """Every linear layer of it."""

@@ -75,10 +75,41 @@ def route_kernel(
 
 
 @triton.jit
+def _float4(code, factor):
+    """Codes of e2m1 as float32, times a factor: as bits of a float32 their exponent is 126 too small."""
+    bits = ((code & 8) << 28) | ((code & 7) << 22)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * factor
+
+
+@triton.jit
+def _expert_weights(
+    weight, exponents, row, start, in_features, row_ok,
+    DTYPE: tl.constexpr, MXFP4: tl.constexpr, EVEN: tl.constexpr, STEP: tl.constexpr,
+):
+    """Some rows of the stacked matrices, [rows, STEP] from column `start`.
+
+    MXFP4: every byte is two columns; an exponent is loaded with each byte that it belongs to, from the cache, so that
+    numbers are made where the bytes are and no thread has to ask another one.
+    """
+    if MXFP4:
+        byte = start // 2 + tl.arange(0, STEP // 2)
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & (byte < in_features // 2)[None, :]
+        both = tl.load(weight + row[:, None] * (in_features // 2) + byte[None, :], mask=ok, other=0).to(tl.int32)
+        exponent_at = exponents + row[:, None] * (in_features // 32) + (byte // 16)[None, :]
+        exponent = tl.load(exponent_at, mask=ok, other=0).to(tl.int32)
+        factor = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+        return tl.interleave(_float4(both & 15, factor).to(DTYPE), _float4(both >> 4, factor).to(DTYPE))
+    else:
+        column = start + tl.arange(0, STEP)
+        ok = row_ok[:, None] if EVEN else row_ok[:, None] & (column < in_features)[None, :]
+        return tl.load(weight + row[:, None] * in_features + column[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
 def expert_gate_up_kernel(
-    x, weight, bias, tile_expert, tile_pairs, out, columns, in_features, alpha, limit,
-    USE_PDL: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    x, weight, exponents, bias, tile_expert, tile_pairs, out, columns, in_features, alpha, limit,
+    USE_PDL: tl.constexpr, BIAS: tl.constexpr, CLAMPED: tl.constexpr, MXFP4: tl.constexpr, EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):
     """out [pairs, columns] = activation(gate, up) of each pair's row and expert, for one tile and some columns.
 
@@ -98,16 +129,17 @@ def expert_gate_up_kernel(
     row_ok = pair >= 0
     first_row = expert.to(tl.int64) * 2 * columns  # of the expert in the stacked matrices
     x_at = x + (pair // TOP_K)[:, None].to(tl.int64) * in_features + step[None, :]
-    weight_at = weight + (first_row + column)[:, None] * in_features + step[None, :]
-    up_at = weight_at + tl.cast(columns, tl.int64) * in_features
+    gate_row = first_row + column
+    up_row = gate_row + columns
+    dtype: tl.constexpr = x.dtype.element_ty
     gate = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, in_features, STEP):
-        inside = (start + step < in_features)[None, :]
-        x_ok = row_ok[:, None] if EVEN else row_ok[:, None] & inside
-        w_ok = column_ok[:, None] if EVEN else column_ok[:, None] & inside
-        gate_weights = tl.load(weight_at + start, mask=w_ok, other=0.0)
-        up_weights = tl.load(up_at + start, mask=w_ok, other=0.0)
+        x_ok = row_ok[:, None] if EVEN else row_ok[:, None] & (start + step < in_features)[None, :]
+        gate_weights = _expert_weights(
+            weight, exponents, gate_row, start, in_features, column_ok, dtype, MXFP4, EVEN, STEP
+        )
+        up_weights = _expert_weights(weight, exponents, up_row, start, in_features, column_ok, dtype, MXFP4, EVEN, STEP)
         part = tl.load(x_at + start, mask=x_ok, other=0.0)
         gate = accumulate(part, gate_weights, gate, TRANSPOSED)
         up = accumulate(part, up_weights, up, TRANSPOSED)
@@ -129,8 +161,8 @@ def expert_gate_up_kernel(
 
 @triton.jit
 def expert_down_kernel(
-    activated, weight, bias, tile_expert, tile_pairs, out, columns, in_features,
-    USE_PDL: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
+    activated, weight, exponents, bias, tile_expert, tile_pairs, out, columns, in_features,
+    USE_PDL: tl.constexpr, BIAS: tl.constexpr, MXFP4: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):
     """out [pairs, columns], float32 = activated [pairs, in_features] · each pair's expert, for a tile and some columns.
@@ -145,23 +177,23 @@ def expert_down_kernel(
     pair = tl.load(tile_pairs + tile * ROWS + tl.arange(0, ROWS))
     row_ok = pair >= 0
     first_row = tl.maximum(expert, 0).to(tl.int64) * columns
-    weight_at = weight + (first_row + column)[:, None] * in_features + step[None, :]
-    inside = (step < in_features)[None, :]
-    weights = tl.load(weight_at, mask=column_ok[:, None] & inside, other=0.0)
+    weight_row = first_row + column
+    dtype: tl.constexpr = activated.dtype.element_ty
+    weights = _expert_weights(weight, exponents, weight_row, 0, in_features, column_ok, dtype, MXFP4, False, STEP)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
     if expert < 0:
         return
     part_at = activated + pair[:, None].to(tl.int64) * in_features + step[None, :]
-    part = tl.load(part_at, mask=row_ok[:, None] & inside, other=0.0)
+    part = tl.load(part_at, mask=row_ok[:, None] & (step < in_features)[None, :], other=0.0)
     total = tl.zeros((COLUMNS, ROWS) if TRANSPOSED else (ROWS, COLUMNS), dtype=tl.float32)
     total = accumulate(part, weights, total, TRANSPOSED)
     for start in range(STEP, in_features, STEP):
-        inside = (start + step < in_features)[None, :]
-        part_ok = row_ok[:, None] if EVEN else row_ok[:, None] & inside
-        w_ok = column_ok[:, None] if EVEN else column_ok[:, None] & inside
-        weights = tl.load(weight_at + start, mask=w_ok, other=0.0)
+        part_ok = row_ok[:, None] if EVEN else row_ok[:, None] & (start + step < in_features)[None, :]
+        weights = _expert_weights(
+            weight, exponents, weight_row, start, in_features, column_ok, dtype, MXFP4, EVEN, STEP
+        )
         part = tl.load(part_at + start, mask=part_ok, other=0.0)
         total = accumulate(part, weights, total, TRANSPOSED)
     if TRANSPOSED:

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from paceline.layers.gemm_tiling import TILE_ROWS
-from paceline.layers.moe import MixtureOfExperts, Router, StackedWeights
+from paceline.layers.moe import Matrices, MixtureOfExperts, Router, StackedWeights
 from paceline.layers.moe_kernels import (
     expert_down_kernel,
     expert_gate_up_kernel,
@@ -22,6 +22,7 @@ from paceline.layers.moe_kernels import (
     weighted_sum_kernel,
 )
 from paceline.layers.moe_tiling import ExpertTiling, expert_tiling
+from paceline.layers.mxfp4_experts import Mxfp4Matrices
 
 ROUTE_WARPS = 4
 SUM_COLUMNS = 512  # of one program
@@ -107,12 +108,14 @@ class ExpertKernels:
         columns, in_features = stacked.down.shape[2], x.shape[1]
         out = x.new_empty(tiles.weights.numel(), columns)
         bias, clamped, tile = stacked.gate_up_bias, mixture.experts.activation, tiling.gate_up
+        weight, exponents = _stored(stacked.gate_up)
         expert_gate_up_kernel[(triton.cdiv(columns, tile.columns), tiles.expert.shape[0])](
-            x, stacked.gate_up, x if bias is None else bias, tiles.expert, tiles.pairs, out, columns, in_features,
+            x, weight, exponents, x if bias is None else bias, tiles.expert, tiles.pairs, out, columns, in_features,
             0.0 if clamped is None else clamped.alpha, 0.0 if clamped is None else clamped.limit,
-            BIAS=bias is not None, CLAMPED=clamped is not None, EVEN=in_features % tile.step == 0,
-            TRANSPOSED=tile.transposed, TOP_K=mixture.router.top_k, ROWS=tile.rows, COLUMNS=tile.columns,
-            STEP=tile.step, num_warps=tile.warps, num_stages=tile.stages, **self._launch(),
+            BIAS=bias is not None, CLAMPED=clamped is not None, MXFP4=weight is not exponents,
+            EVEN=in_features % tile.step == 0, TRANSPOSED=tile.transposed, TOP_K=mixture.router.top_k,
+            ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step,
+            num_warps=tile.warps, num_stages=tile.stages, **self._launch(),
         )
         return out
 
@@ -121,10 +124,12 @@ class ExpertKernels:
         columns, in_features = stacked.down.shape[1:]
         out = torch.empty(activated.shape[0], columns, dtype=torch.float32, device=activated.device)
         bias, tile = stacked.down_bias, tiling.down
+        weight, exponents = _stored(stacked.down)
         expert_down_kernel[(triton.cdiv(columns, tile.columns), tiles.expert.shape[0])](
-            activated, stacked.down, activated if bias is None else bias, tiles.expert, tiles.pairs, out,
-            columns, in_features, BIAS=bias is not None, EVEN=in_features % tile.step == 0,
-            TRANSPOSED=tile.transposed, ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step,
+            activated, weight, exponents, activated if bias is None else bias, tiles.expert, tiles.pairs, out,
+            columns, in_features, BIAS=bias is not None, MXFP4=weight is not exponents,
+            EVEN=in_features % tile.step == 0, TRANSPOSED=tile.transposed,
+            ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step,
             num_warps=tile.warps, num_stages=tile.stages, **self._launch(),
         )
         return out
@@ -141,6 +146,11 @@ class ExpertKernels:
 
     def _launch(self) -> dict[str, Any]:
         return {"USE_PDL": True, "launch_pdl": True} if self.use_pdl else {"USE_PDL": False}
+
+
+def _stored(matrices: Matrices) -> tuple[Tensor, Tensor]:
+    """Weights and their exponents as the kernels take them; twice the weights where there are no exponents."""
+    return (matrices.codes, matrices.exponents) if isinstance(matrices, Mxfp4Matrices) else (matrices, matrices)
 
 
 def grouped(experts: Tensor, weights: Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:

@@ -14,13 +14,16 @@ from paceline.layers.moe import (
     ClampedSwiGlu,
     ExpertMlp,
     Experts,
+    Matrices,
     MixtureOfExperts,
     Router,
     RowByRowLinear,
     StackedWeights,
+    has_expert_kernels,
     stacked_experts,
 )
 from paceline.layers.moe_layer import MoeMlp
+from paceline.layers.mxfp4_experts import Mxfp4Matrices
 from paceline.models.checkpoint import ModelCheckpoint
 from paceline.models.config import ArchConfig, MoeConfig, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel
@@ -75,7 +78,7 @@ def _experts(checkpoint: ModelCheckpoint, config: ArchConfig, moe: MoeConfig, pr
     """Of gate and up, outputs are stored in turns."""
     count, size, hidden_size = moe.num_experts, moe.intermediate_size, config.hidden_size
     weights = StackedWeights(
-        _gates_first(_matrices(checkpoint, f"{prefix}gate_up_proj", count, 2 * size, hidden_size)),
+        _matrix_gates_first(_matrices(checkpoint, f"{prefix}gate_up_proj", count, 2 * size, hidden_size)),
         _matrices(checkpoint, f"{prefix}down_proj", count, hidden_size, size),
         _gates_first(checkpoint.tensor(f"{prefix}gate_up_proj_bias", count, 2 * size)),
         checkpoint.tensor(f"{prefix}down_proj_bias", count, hidden_size),
@@ -86,11 +89,18 @@ def _experts(checkpoint: ModelCheckpoint, config: ArchConfig, moe: MoeConfig, pr
     return Experts(tuple(_converted(mlp, checkpoint) for mlp in made.mlps), activation=moe.activation)
 
 
-def _matrices(checkpoint: ModelCheckpoint, name: str, experts: int, out_features: int, in_features: int) -> Tensor:
+def _matrices(checkpoint: ModelCheckpoint, name: str, experts: int, out_features: int, in_features: int) -> Matrices:
     """[experts, out_features, in_features]; in floating point they are stored with inputs before outputs."""
     if mxfp4.is_packed(checkpoint, name):
-        return mxfp4.load_experts(checkpoint, name)
+        packed = checkpoint.keeps_float and has_expert_kernels(checkpoint.device)
+        return mxfp4.load_experts(checkpoint, name, packed=packed)
     return checkpoint.tensor(name, experts, in_features, out_features).transpose(1, 2).contiguous()
+
+
+def _matrix_gates_first(matrices: Matrices) -> Matrices:
+    if isinstance(matrices, Mxfp4Matrices):
+        return replace(matrices, codes=_gates_first(matrices.codes), exponents=_gates_first(matrices.exponents))
+    return _gates_first(matrices)
 
 
 def _gates_first(rows: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     NAME_blocks  uint8 [experts, out_features, in_features / 32, 16]: the first of two in the low half
     NAME_scales  uint8 [experts, out_features, in_features / 32]: the exponent plus 127
 
-Layers that are not experts are stored in floating point.
+Layers that are not experts are stored in floating point. On a GPU experts stay as they are (layers/mxfp4_experts.py);
+on a CPU they are unpacked, since a product of four-bit floats would unpack them every time.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from torch import Tensor
 
 from paceline.errors import CapabilityError
 from paceline.layers.gemm_types import Linear
-from paceline.quantization.packed_layout import FP4_VALUES
+from paceline.layers.moe import Matrices
+from paceline.layers.mxfp4_experts import Mxfp4Matrices, unpacked
 from paceline.quantization.registry import Tensors, quantization_of
-
-EXPONENT_BIAS = 127
 
 
 def matches(config: Any) -> bool:
@@ -39,18 +39,14 @@ def is_packed(tensors: Tensors, name: str) -> bool:
     return f"{name}_blocks" in tensors
 
 
-def load_experts(tensors: Tensors, name: str) -> Tensor:
-    """Experts of a checkpoint in the model's dtype. [experts, out_features, in_features]"""
-    return unpack_experts(tensors.raw(f"{name}_blocks"), tensors.raw(f"{name}_scales"), tensors.dtype)
-
-
-def unpack_experts(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Blocks of codes and their exponents as numbers, one expert at a time. [experts, out_features, in_features]"""
-    table = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], device=blocks.device)
-    experts, rows, groups, pairs = blocks.shape
-    out = torch.empty(experts, rows, groups * pairs * 2, dtype=dtype, device=blocks.device)
-    for expert in range(experts):
-        codes = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], dim=-1).flatten(-2)  # [rows, groups, 32]
-        factors = (scales[expert].float() - EXPONENT_BIAS).exp2()
-        out[expert] = (table[codes.to(torch.int64)] * factors[..., None]).flatten(1)
+def load_experts(tensors: Tensors, name: str, *, packed: bool) -> Matrices:
+    """Experts of a checkpoint, [experts, out_features, in_features]: as they are, or in the model's dtype."""
+    blocks, exponents = tensors.raw(f"{name}_blocks"), tensors.raw(f"{name}_scales")
+    codes = blocks.flatten(2)
+    if packed:
+        return Mxfp4Matrices(codes, exponents, tensors.dtype)
+    experts, rows, pairs = codes.shape
+    out = torch.empty(experts, rows, 2 * pairs, dtype=tensors.dtype, device=codes.device)
+    for expert in range(experts):  # one at a time: the numbers of all in float32 may not fit
+        out[expert] = unpacked(codes[expert], exponents[expert], tensors.dtype)
     return out

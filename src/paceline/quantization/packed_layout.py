@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.layers.mxfp4_experts import FP4_VALUES
+
 STEP = 128  # input features
 
 
@@ -61,9 +63,6 @@ class Kind(IntEnum):
     def words(self) -> int:
         """Words of a step."""
         return STEP // self.codes
-
-
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def pack_words(codes: Tensor, kind: Kind) -> Tensor:

@@ -128,7 +128,7 @@ class CostCurve:
 
     @property
     def largest(self) -> int:
-        """The largest size that was sampled; what is said of larger ones is a guess."""
+        """The largest size that was sampled; the cost of larger ones is not known."""
         return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:

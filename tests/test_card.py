@@ -1,0 +1,54 @@
+"""The run over all rows of a card: in order, gone on with after a cut, and never begun without time to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import card
+from benchmarks.fresh_process import FreshResult, Job, Pass
+
+PAIR = ["--pair", "big", "small", "--limit-prompts", "1", "--only", "pair;pair, 8 at a time;pair, vLLM"]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """Jobs that were run: no process is started."""
+    jobs: list[Job] = []
+
+    def run(job: Job) -> FreshResult:
+        jobs.append(job)
+        one = Pass(tokens=10 * len(jobs), seconds=1.0, steps=10, accepted=5, outputs=[[1, 2]])
+        return FreshResult(job, one, one, ready=2.0)
+
+    monkeypatch.setattr(card, "in_fresh_process", run)
+    return jobs
+
+
+def test_rows_are_measured_once_and_shown_again(
+    measured: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "card.json")]
+    assert card.main([*PAIR, *out]) == 0
+    names = [(job.name, job.batch) for job in measured]
+    single = ["plain", "draft:3", "draft:auto", "auto", "draft:5", "ngram:5"]
+    assert names == [*((name, 1) for name in single), ("plain", 8), ("draft:3", 8), ("draft:auto", 8)]
+    assert {(job.model, job.draft) for job in measured if job.name == "draft:3"} == {("big", "small")}
+    assert all(job.dtype == "bf16" and job.device == "cuda" for job in measured)
+    first = capsys.readouterr().out
+    assert "| draft:3 | 1 | 20.0 |" in first and "vllm" not in first
+    assert card.main([*PAIR, *out]) == 0
+    assert len(measured) == len(names) and capsys.readouterr().out == first
+
+
+def test_no_row_begins_without_time_to_end(measured: list[Job], tmp_path: Path) -> None:
+    card.main([*PAIR, "--out", str(tmp_path / "card.json"), "--seconds", "10"])
+    assert measured == []
+
+
+def test_rows_of_vllm_run_in_the_python_that_has_it(measured: list[Job], tmp_path: Path) -> None:
+    card.main([*PAIR, "--out", str(tmp_path / "card.json"), "--python", "vllm=/opt/python"])
+    rows = [job for job in measured if job.engine == "vllm"]
+    assert [job.name for job in rows] == ["vllm/plain", "vllm/draft:3"]
+    assert all(job.python == "/opt/python" and job.model == "big" for job in rows)

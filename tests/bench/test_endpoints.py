@@ -23,11 +23,14 @@ Answer = Callable[[dict[str, Any]], str]  # request -> output
 DICE = [0.5, 0.3, 0.2]
 
 
-def dice(probabilities: list[float]) -> Answer:
-    """a, b or c with these probabilities."""
+def dice(probabilities: list[float], stream: int = 0) -> Answer:
+    """a, b or c with these probabilities. Draws without a seed come from a stream of the server's own, so that how
+    often each came after so many draws does not change from run to run."""
+    unseeded = random.Random(stream)
 
     def answer(request: dict[str, Any]) -> str:
-        return random.Random(request.get("seed")).choices(["a", "b", "c"], probabilities)[0]
+        rng = random.Random(request["seed"]) if "seed" in request else unseeded
+        return rng.choices(["a", "b", "c"], probabilities)[0]
 
     return answer
 
@@ -87,8 +90,8 @@ def audit(tested: str, reference: str, *more: str) -> int:
 
 @pytest.mark.slow
 def test_two_servers_of_one_distribution_are_lossless(capsys: pytest.CaptureFixture[str]) -> None:
-    """The probability of a false alarm is 0.001."""
-    with server(dice(DICE)) as tested, server(dice(DICE)) as reference:
+    """The probability of a false alarm is 0.001, and the draws are fixed."""
+    with server(dice(DICE)) as tested, server(dice(DICE, 1)) as reference:
         assert audit(tested, reference, "--draws", "500", "--seconds", "200") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("lossless: 3 checks, false alarm probability 0.001")
@@ -140,7 +143,7 @@ def test_the_time_is_kept_and_too_few_draws_are_not_shown(capsys: pytest.Capture
     with server(dice(DICE), seconds=0.02) as tested, server(dice(DICE)) as reference:
         started = time.perf_counter()
         assert audit(tested, reference, "--seconds", "0.5") == 3
-        assert time.perf_counter() - started < 10
+        assert time.perf_counter() - started < 60
     out = capsys.readouterr().out
     assert "at least 200 are needed" in out
     assert out.splitlines()[-1].startswith("not shown: sampled endpoint = reference T=1 without seeds; ")

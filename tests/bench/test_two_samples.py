@@ -32,8 +32,17 @@ def test_one_event_is_tested_as_scipy_does(a: int, b: int, n: int, m: int) -> No
 
 
 def test_a_permutation_test_of_two_outputs_is_fishers() -> None:
+    """Twice that: the test of repetition has the other half."""
     first, second = Counter(a=14, b=6), Counter(a=7, b=13)
-    assert permutation_p(first, second, 0.001) == pytest.approx(fisher(14, 7, 20, 20), abs=0.03)
+    assert permutation_p(first, second, 0.001) / 2 == pytest.approx(fisher(14, 7, 20, 20), abs=0.03)
+
+
+def test_another_temperature_shows_in_how_often_outputs_repeat() -> None:
+    """No output changes much. The seeds are fixed, so this holds always or never."""
+    rng, sharper = np.random.default_rng(3), WIDE**1.4 / (WIDE**1.4).sum()
+    for number in range(3):
+        first, second = draw(rng, 300, np.sqrt(WIDE) / np.sqrt(WIDE).sum()), draw(rng, 300, sharper)
+        assert permutation_p(first, second, 0.001, number) < 0.001
 
 
 def test_separation_is_a_matter_of_counting() -> None:

@@ -167,4 +167,4 @@ def test_a_decoder_drafts_although_its_first_draft_took_half_a_second(captures: 
     with SpeculativeDecoder(tiny_folder, drafter=Oracle(expected.token_ids, captures=captures)) as decoder:
         result = decoder.generate(prompt, max_new_tokens=200, ignore_eos=True)
     assert result.token_ids == expected.token_ids
-    assert result.stats.tokens_per_step > 2
+    assert result.stats.tokens_per_step > 1.5  # 1.0 where it never drafts again; how many tokens pay is measured

@@ -250,21 +250,25 @@ def cut_stream() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PlantedFault:
-    """A fault, and the scenario that is made for it."""
+    """A fault, the scenario that is made for it, and a seed of prompts that show it.
+
+    Prompts that a server has seen before are in its prefix cache, so the two faults of the cache have two seeds.
+    """
 
     fault: Callable[[], AbstractContextManager[None]]
     scenario: str
+    seed: int
 
 
 FAULTS = {
-    "stale KV after a cache hit": PlantedFault(stale_kv, "prefix-cache"),
-    "lost last token of a prefix": PlantedFault(lost_last_token, "prefix-cache"),
-    "off-by-one rollback": PlantedFault(off_by_one_rollback, "speculation"),
-    "wrong q": PlantedFault(wrong_q, "sampling"),
-    "lost temperature": PlantedFault(lost_temperature, "sampling"),
-    "dropped stop": PlantedFault(dropped_stop, "stop-strings"),
-    "swapped streams": PlantedFault(swapped_streams, "concurrency"),
-    "wrong logprobs": PlantedFault(wrong_logprobs, "logprobs"),
-    "ignored seed": PlantedFault(ignored_seed, "seeds"),
-    "cut stream": PlantedFault(cut_stream, "streaming"),
+    "stale KV after a cache hit": PlantedFault(stale_kv, "prefix-cache", 1),
+    "lost last token of a prefix": PlantedFault(lost_last_token, "prefix-cache", 2),
+    "off-by-one rollback": PlantedFault(off_by_one_rollback, "speculation", 3),
+    "wrong q": PlantedFault(wrong_q, "sampling", 6),
+    "lost temperature": PlantedFault(lost_temperature, "sampling", 6),
+    "dropped stop": PlantedFault(dropped_stop, "stop-strings", 7),
+    "swapped streams": PlantedFault(swapped_streams, "concurrency", 8),
+    "wrong logprobs": PlantedFault(wrong_logprobs, "logprobs", 9),
+    "ignored seed": PlantedFault(ignored_seed, "seeds", 10),
+    "cut stream": PlantedFault(cut_stream, "streaming", 11),
 }

@@ -124,7 +124,7 @@ def test_unknown_paths_and_methods(tiny_server: RunningServer) -> None:
 def test_a_half_open_connection_is_closed(tiny_server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
-        connection.settimeout(8)
+        connection.settimeout(60)
         assert connection.recv(1024) == b""  # closed without a response
 
 
@@ -135,7 +135,7 @@ def test_a_body_that_never_arrives_times_out(tiny_server: RunningServer) -> None
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             b"Content-Length: 100\r\n\r\n{"
         )
-        connection.settimeout(8)
+        connection.settimeout(60)
         assert b"408" in connection.recv(4096).split(b"\r\n", 1)[0]
 
 
@@ -148,13 +148,13 @@ def test_a_slow_reader_does_not_delay_other_requests(tiny_server: RunningServer)
         connection.sendall(head.encode() + body)
         started = time.monotonic()
         assert tiny_server.http().post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 2}).status_code == 200
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
 
 
 def test_garbage_instead_of_http(tiny_server: RunningServer) -> None:
     with socket.create_connection(("127.0.0.1", tiny_server.port)) as connection:
         connection.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n")
-        connection.settimeout(8)
+        connection.settimeout(60)
         response = connection.recv(4096)
     assert not response or response.startswith(b"HTTP/1.1 400")
 

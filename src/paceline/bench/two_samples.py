@@ -3,8 +3,11 @@
 each event    how often an output, its first character or one of its first words came on either side: Fisher's exact
               test, corrected for the number of events that are frequent enough to show anything (Tarone)
 all together  how unevenly the outputs are divided between the two sides: a permutation test
+repetition    how much more often one side repeats itself: a permutation test. Another temperature changes every
+              output's probability a little, which the other two hardly see, and all in one direction
 
-Neither needs large counts. Each has half of the level, so both together raise a false alarm with at most that.
+None needs large counts. The first has half of the level and the others a quarter each, so together they raise a false
+alarm with at most that.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ FIRST_PERMUTATIONS = 500
 MAX_PERMUTATIONS = 400_000  # levels below 1 / this are left to the test of each event
 NOT_WORTH_MORE = 0.02  # a first estimate above this will not fall below any level in use
 MAX_ELEMENTS = 2_000_000  # of an array of permutations
+NUM_STATISTICS = 2  # of the permutation tests
 SIMULATIONS = 400
 SHARES = tuple(step / 50 for step in range(1, 51))  # differences that are tried, smallest first
 
@@ -41,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class TwoSampleResult:
-    """p_value: corrected for both tests and all events; furthest: the event with the smallest p-value by itself.
+    """p_value: corrected for all tests and events; furthest: the event with the smallest p-value by itself.
 
     num_testable  the events that were frequent enough to be tested
     """
@@ -52,7 +56,7 @@ class TwoSampleResult:
 
 
 def compare_samples(first: Counter[str], second: Counter[str], level: float, seed: int = 0) -> TwoSampleResult:
-    """Both tests. A p-value below `level` is a difference."""
+    """All tests. A p-value below `level` is a difference."""
     n, m = first.total(), second.total()
     events = list(events_of(first, second))
     num_testable = tested_events(events, n, m, level / 2)
@@ -134,21 +138,22 @@ def tested_events(events: list[Event], n: int, m: int, level: float) -> int:
 
 
 def permutation_p(first: Counter[str], second: Counter[str], level: float, seed: int = 0) -> float:
-    """The share of random divisions of all outputs into two sides that are at least as uneven as this one.
+    """The share of random divisions of all outputs into two sides that are at least as uneven as this one, or in which
+    one side repeats itself as much more than the other: twice the smaller of the two shares.
 
     Never 0: the division at hand counts as one of them. Far more divisions are tried where the first few look rare.
     """
     rng = np.random.default_rng(seed)
-    uneven = _Unevenness.of(first, second)
-    p_value = uneven.p_value(first, rng, FIRST_PERMUTATIONS)
+    divisions = _Divisions.of(first, second)
+    p_value = divisions.p_value(first, rng, FIRST_PERMUTATIONS)
     if p_value > NOT_WORTH_MORE:
         return p_value
-    return uneven.p_value(first, rng, min(math.ceil(4 / level), MAX_PERMUTATIONS))
+    return divisions.p_value(first, rng, min(math.ceil(4 * NUM_STATISTICS / level), MAX_PERMUTATIONS))
 
 
 @dataclass(frozen=True, slots=True)
-class _Unevenness:
-    """Pearson's chi², less a constant factor, of outputs divided into two sides.
+class _Divisions:
+    """All outputs of both sides, to be divided again at random.
 
     repeated  outputs that came more than once; totals: how often each
     singles   outputs that came once: only how many of them are on the first side matters
@@ -161,7 +166,7 @@ class _Unevenness:
     m: int
 
     @classmethod
-    def of(cls, first: Counter[str], second: Counter[str]) -> _Unevenness:
+    def of(cls, first: Counter[str], second: Counter[str]) -> _Divisions:
         both = first + second
         repeated = [text for text, count in both.items() if count > 1]
         totals = np.array([both[text] for text in repeated], dtype=np.int64)
@@ -170,34 +175,46 @@ class _Unevenness:
     def p_value(self, first: Counter[str], rng: np.random.Generator, permutations: int) -> float:
         counts = np.array([*(first[text] for text in self.repeated), 0], dtype=np.int64)
         counts[-1] = self.n - counts.sum()
-        observed = self._statistic(counts[None])[0] - 1e-9
+        observed = self._statistics(counts[None]) - 1e-9  # [statistics, 1]
         chunk = max(1, MAX_ELEMENTS // len(counts))
-        as_uneven, remaining = 1, permutations
+        as_extreme, remaining = np.ones(NUM_STATISTICS), permutations
         while remaining:
             size = min(chunk, remaining)
             divisions = rng.multivariate_hypergeometric([*self.totals, self.singles], self.n, size, method="marginals")
-            as_uneven += int((self._statistic(divisions) >= observed).sum())
+            as_extreme += (self._statistics(divisions) >= observed).sum(1)
             remaining -= size
-        return as_uneven / (permutations + 1)
+        return min(1.0, NUM_STATISTICS * float(as_extreme.min()) / (permutations + 1))
 
-    def _statistic(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """counts [divisions, repeated + 1]: on the first side, the singles last."""
-        share = self.n / (self.n + self.m)
+    def _statistics(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """counts [divisions, repeated + 1]: on the first side, the singles last. Returns [statistics, divisions]."""
         repeated, singles = counts[:, :-1], counts[:, -1]
+        return np.stack([self._unevenness(repeated, singles), self._repetition(repeated)])
+
+    def _unevenness(self, repeated: NDArray[np.int64], singles: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Pearson's chi², less a constant factor."""
+        share = self.n / (self.n + self.m)
         uneven = ((repeated - share * self.totals) ** 2 / self.totals).sum(1)
         return np.asarray(uneven + singles * (1 - share) ** 2 + (self.singles - singles) * share**2)
+
+    def _repetition(self, repeated: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How far apart the two sides are in the share of pairs of draws that are equal."""
+        others = self.totals - repeated
+        first = (repeated * (repeated - 1)).sum(1) / max(1, self.n * (self.n - 1))
+        second = (others * (others - 1)).sum(1) / max(1, self.m * (self.m - 1))
+        return np.asarray(np.abs(first - second))
 
 
 # --- power ------------------------------------------------------------------------------------------------------------
 
 
 def disjoint_would_be_found(first: Counter[str], second: Counter[str], level: float) -> bool:
-    """Whether two sides as diverse as these, with no output in common, would be told apart by the permutation test.
+    """Whether two sides as diverse as these, with no output in common, would be told apart by how unevenly they are
+    divided.
 
     Outputs that never repeat cannot be: two samples of one wide distribution look just like that.
     """
     totals = [*first.values(), *second.values()]
-    return 2 * separation_p(totals, first.total()) < level
+    return 2 * NUM_STATISTICS * separation_p(totals, first.total()) < level
 
 
 def separation_p(totals: list[int], n: int) -> float:

@@ -20,6 +20,7 @@ import os
 import sys
 
 from paceline.cli import interrupt
+from paceline.cli.interrupt import INTERRUPTED
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import OptionError, PacelineError
 
@@ -39,7 +40,7 @@ COMMANDS = {
     "fetch": "download and convert a model; prints its directory",
     "models": "what is in the cache: list, show, rm",
 }
-USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+USER_ERROR, BROKEN_PIPE = 2, 141
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         return BROKEN_PIPE
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
-    except Exception:  # an import that an interrupt has cut in two raises anything
+    except Exception:  # what an interrupt has cut in two raises anything
         if argv is None and interrupt.pressed():
             interrupt.leave(INTERRUPTED)
         raise

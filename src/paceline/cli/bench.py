@@ -31,6 +31,7 @@ from paceline.cli.candidates import (
     open_candidates,
     open_pool,
 )
+from paceline.cli.interrupt import INTERRUPTED
 from paceline.cli.weights_comparison import add_against_flags, check_against, compare_weights
 from paceline.config import NONE
 from paceline.errors import MissingExtra, OptionError
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from paceline.bench.sweep import SettingRun, SweepPlan
     from paceline.bench.workloads import WorkloadPrompt
     from paceline.core.protocols import Tokenizer
-
-INTERRUPTED = 130
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,10 @@
 """Ctrl-C in a command that owns its process: never lost, never a crash.
 
-Some libraries swallow a KeyboardInterrupt that reaches them while they are imported, so it is written down too: a
-command that has loaded its model calls `check`. A thread may still be inside torch or a tokenizer; the interpreter
-would abort if it ended under it, so `leave` ends the process instead.
+No exception is raised into an import: torch's C++ initialisation aborts on one, and others swallow it or leave half a
+module behind. The process ends at once there instead; an import holds nothing that must be put away. Libraries swallow
+a KeyboardInterrupt elsewhere as well, so it is written down too: a command that has loaded its model calls `check`.
+A thread may still be inside torch or a tokenizer; the interpreter would abort if it ended under it, so `leave` ends the
+process instead.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ import sys
 import threading
 from types import FrameType
 from typing import NoReturn
+
+INTERRUPTED = 130
+STDERR = 2
+IMPORTING = "<frozen importlib._bootstrap"  # the file name of Python's own import functions begins like this
 
 _pressed = threading.Event()
 
@@ -25,7 +31,19 @@ def watch() -> None:
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
     _pressed.set()
+    if is_importing(frame):
+        os.write(STDERR, b"\n")  # not print(), which may be what was interrupted
+        leave(INTERRUPTED)
     raise KeyboardInterrupt
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether this frame was called, directly or not, by an import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(IMPORTING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def check() -> None:
@@ -49,6 +67,6 @@ def leave(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # nothing reads it any more
+        except (OSError, RuntimeError):  # nothing reads it any more, or a write to it was interrupted
             pass
     os._exit(status)

@@ -23,8 +23,8 @@ class Effort:
 EFFORTS = {
     effort.name: effort
     for effort in (
-        Effort("quick", 3, 24, 1200, 200, 8, (8,), 4),
-        Effort("normal", 6, 40, 4000, 400, 12, (8, 32), 12),
+        Effort("quick", 3, 24, 1200, 400, 8, (8,), 4),
+        Effort("normal", 6, 40, 4000, 800, 12, (8, 32), 12),
         Effort("thorough", 16, 96, 24000, 2000, 32, (8, 32), 64),
     )
 }

@@ -54,6 +54,16 @@ def test_a_completion_has_content_counts_and_timings(tiny_server: RunningServer)
     assert document["generation_settings"]["n_predict"] == 8 and document["truncated"] is False
 
 
+def test_the_settings_shown_are_those_in_force() -> None:
+    """The server's defaults where the request is silent, and the request's own fields where it is not."""
+    config = ServerConfig((NAME,), seed=42, sampling_defaults={"temperature": 0.5, "top_k": 20})
+    with serving_model(tiny_llama(), byte_tokenizer(), config) as server:
+        shown = post(server, "/completion", prompt="abc", n_predict=2, top_k=3).json()["generation_settings"]
+        params = server.http().get("/props").json()["default_generation_settings"]["params"]
+    assert (shown["seed"], shown["temperature"], shown["top_k"]) == (42, 0.5, 3)
+    assert (params["seed"], params["temperature"], params["top_k"]) == (42, 0.5, 20)
+
+
 def test_a_stream_adds_up_to_the_whole(tiny_server: RunningServer) -> None:
     whole = post(tiny_server, "/completion", prompt="abc", n_predict=8, **GREEDY).json()
     *parts, last = events(post(tiny_server, "/completion", prompt="abc", n_predict=8, stream=True, **GREEDY))

@@ -213,6 +213,19 @@ def test_a_template_without_calls_gets_the_default_and_a_wrong_name_lists_the_ri
         registry.tool_format("nonsense")
 
 
+def test_a_command_line_written_for_vllm_names_the_same_formats() -> None:
+    tools = {"openai": "harmony", "glm45": "glm", "deepseek_v3": "deepseek", "qwen3_xml": "qwen3_coder"}
+    assert {alias: registry.tool_format(alias).name for alias in tools} == tools
+    reasoning = {"qwen3": "think", "deepseek_r1": "think", "openai_gptoss": "harmony", "seed_oss": "seed"}
+    assert {alias: reasoning_format(alias).name for alias in reasoning} == reasoning
+
+
+def test_no_name_and_no_alias_stands_for_two_formats() -> None:
+    for formats in (REASONING_FORMATS, tuple(registry.formats().values())):
+        spellings = [spelling for known in formats for spelling in (known.name, *known.aliases)]
+        assert len(spellings) == len(set(spellings))
+
+
 # --- reasoning ---
 
 TAGGED = [known.name for known in REASONING_FORMATS if known.is_tagged]

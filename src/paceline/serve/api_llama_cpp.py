@@ -122,7 +122,7 @@ class LlamaApi:
         llama_request = LlamaRequest(
             context.config.served_model_names[0],
             shown_prompt,
-            fields,
+            {**context.requests.sampling_defaults, **fields},
             body.response_fields or [],
             context.formatter.token_text,
             context.engine.info.eos_token_ids,
@@ -228,7 +228,7 @@ def _add_status_routes(routes: APIRouter, context: ServerContext) -> None:
         vocabulary = context.requests.vocabulary
         special = vocabulary.special_tokens
         return {
-            "default_generation_settings": {"n_ctx": limit, "params": context.config.sampling_defaults},
+            "default_generation_settings": {"n_ctx": limit, "params": context.requests.sampling_defaults},
             "total_slots": num_seqs,
             "model_alias": context.config.served_model_names[0],
             "model_path": context.engine.info.name,

@@ -36,7 +36,7 @@ for path in ("/chat/completions", "/completion", "/responses", "/infill"):
 class LlamaRequest:
     """What an answer repeats of its request, and what it is spelled with.
 
-    fields            those of the completion
+    fields            those of the completion, and the server's defaults of those it leaves out
     response_fields   what the answer shows; empty: everything
     eos_token_ids     whose probability ignore_eos sets to nothing
     """

@@ -17,6 +17,7 @@ class ReasoningFormat:
     begin, end  before and after it; a template may write `begin` into the prompt
     forced_end  what closes it where it has reached its longest allowed length; None: `end`
     is_tagged   the marks stand around the reasoning alone; otherwise the family's tool format reads the whole output
+    aliases     what vLLM calls parsers of these marks: a command line written for it works here
     """
 
     name: str
@@ -24,6 +25,7 @@ class ReasoningFormat:
     end: str
     forced_end: str | None = None
     is_tagged: bool = True
+    aliases: tuple[str, ...] = ()
 
     def matches(self, chat_template: str) -> bool:
         return self.end in chat_template
@@ -50,24 +52,30 @@ class ReasoningFormat:
 
 
 FORMATS = (
-    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat(
+        "think",
+        "<think>",
+        "</think>",
+        aliases=("qwen3", "deepseek_r1", "deepseek_v3", "glm45", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3"),
+    ),
     ReasoningFormat(
         "harmony",
         "<|channel|>analysis<|message|>",
         "<|end|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
         is_tagged=False,
+        aliases=("openai_gptoss",),
     ),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("seed", "<seed:think>", "</seed:think>", aliases=("seed_oss",)),
     ReasoningFormat("kimi", "◁think▷", "◁/think▷"),
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
 )
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """The format of this name. Raises OptionError."""
-    match = next((known for known in FORMATS if known.name == name), None)
+    """The format of this name or alias. Raises OptionError."""
+    match = next((known for known in FORMATS if name in (known.name, *known.aliases)), None)
     if match is None:
         names = ", ".join(known.name for known in FORMATS)
         raise OptionError(f"--reasoning-parser is auto, none or one of {names}; not {name!r}")

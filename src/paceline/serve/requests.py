@@ -95,7 +95,7 @@ class RequestBuilder:
         self.vocabulary = vocabulary(engine.tokenizer)
         self._chat = ChatPlanner(engine.tokenizer, token_text, chat_template(token_text.chat_template, config))
         seed = {} if config.seed is None else {"seed": config.seed}
-        self._sampling_defaults = {**config.sampling_defaults, **seed}
+        self.sampling_defaults = {**config.sampling_defaults, **seed}
         self.max_model_len = min(engine.info.max_seq_len, config.max_model_len or engine.info.max_seq_len)
         self._fingerprint = system_fingerprint(engine)
 
@@ -153,7 +153,7 @@ class RequestBuilder:
 
     def sampling(self, body: CommonParams) -> SamplingParams:
         """How the tokens of a request are chosen."""
-        return sampling_params(body, self._info.vocab_size, self._sampling_defaults)
+        return sampling_params(body, self._info.vocab_size, self.sampling_defaults)
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 

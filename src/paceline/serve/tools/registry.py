@@ -33,6 +33,7 @@ class ToolFormat:
     text_arguments   templates take arguments as JSON text, not as an object
     null_content     templates take a call for a call only if there is no content
     id_length        characters of a call's id; None: any
+    aliases          what vLLM calls parsers of this format: a command line written for it works here
     """
 
     name: str
@@ -43,6 +44,7 @@ class ToolFormat:
     text_arguments: bool = False
     null_content: bool = False
     id_length: int | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @cache
@@ -58,10 +60,11 @@ def names() -> list[str]:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """Raises OptionError for a name that is not known."""
-    if name not in formats():
+    """The format of this name or alias. Raises OptionError."""
+    match = next((known for known in formats().values() if name in (known.name, *known.aliases)), None)
+    if match is None:
         raise OptionError(f"--tool-parser is auto, none or one of {', '.join(names())}; not {name!r}")
-    return formats()[name]
+    return match
 
 
 def detect(chat_template: str) -> ToolFormat:

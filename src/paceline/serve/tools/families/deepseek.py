@@ -70,4 +70,5 @@ FORMAT = ToolFormat(
     markers=(CALLS, CALLS_END, CALL, SEPARATOR, CALL_END),
     text_arguments=True,
     null_content=True,
+    aliases=("deepseek_v3",),
 )

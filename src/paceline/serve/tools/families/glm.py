@@ -60,4 +60,5 @@ FORMAT = ToolFormat(
     parse,
     CallLayout(json_prefix(before=f"{OPEN}\n"), f"}}\n{CLOSE}"),
     markers=(OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END),
+    aliases=("glm45", "glm47"),
 )

@@ -88,4 +88,5 @@ FORMAT = ToolFormat(
     parse,
     CallLayout(lambda name: f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json{MESSAGE}", "", between=None),
     markers=(START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS),
+    aliases=("openai",),
 )

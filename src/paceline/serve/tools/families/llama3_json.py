@@ -44,4 +44,5 @@ FORMAT = ToolFormat(
     parse,
     CallLayout(json_prefix("parameters"), "}", between="; "),
     markers=(PYTHON_TAG,),
+    aliases=("llama4_json",),
 )

@@ -67,4 +67,5 @@ FORMAT = ToolFormat(
     parse,
     CallLayout(json_prefix(before=f"{OPEN}\n"), f"}}\n{CLOSE}"),
     markers=(OPEN, CLOSE),
+    aliases=("qwen3_xml",),
 )

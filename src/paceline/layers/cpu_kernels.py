@@ -24,13 +24,12 @@ from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-SOURCE_NAMES = ("cpu_kernels.c", "cpu_gguf.c", "cpu_block.c", "cpu_selector.c")  # compiled as one
-SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
-MACHINES = ("aarch64", "arm64")  # the products are written for NEON
+MACHINES = {"aarch64": "neon", "arm64": "neon", "x86_64": "x86", "AMD64": "x86"}  # the instructions of each
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
 SCALE_BYTES = 2 * BLOCK_ROWS
 LANES = 16  # head_dim is a multiple of it
+VECTOR = 8  # floats of the widest vector
 MAX_PIECES = 3  # of a linear layer: queries, keys and values
 
 
@@ -108,13 +107,23 @@ class CBatch(ctypes.Structure):
     ]
 
 
+def source_of(instructions: str) -> str:
+    """The C sources as one, for the instructions of a machine; cpu_kernels.c says what is in each."""
+    names = (
+        f"cpu_vectors_{instructions}", "cpu_kernels", f"cpu_products_{instructions}", "cpu_products", "cpu_layers",
+        "cpu_gguf", "cpu_block", "cpu_selector",
+    )  # fmt: skip
+    return "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, and a line in the log, where this machine cannot have them."""
-    if platform.machine() not in MACHINES:
+    instructions = MACHINES.get(platform.machine())
+    if instructions is None:
         return None
     try:
-        loaded = compiled_library("\n".join(source.read_text() for source in SOURCES))
+        loaded = compiled_library(source_of(instructions))
     except CompileError as error:
         LOG.warning("passes on this CPU run through torch, more slowly: %s; install gcc to change that", error)
         return None

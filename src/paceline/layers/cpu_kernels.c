@@ -422,5 +422,5 @@ typedef struct {
     float *out;
     int64_t stride;
     float steps;
-    int32_t first, count, adds;
+    int32_t first, adds;
 } Rows;

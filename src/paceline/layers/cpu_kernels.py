@@ -24,13 +24,24 @@ from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-MACHINES = {"aarch64": "neon", "arm64": "neon", "x86_64": "x86", "AMD64": "x86"}  # the instructions of each
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
 SCALE_BYTES = 2 * BLOCK_ROWS
 LANES = 16  # head_dim is a multiple of it
 VECTOR = 8  # floats of the widest vector
 MAX_PIECES = 3  # of a linear layer: queries, keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the sources of a kind of machine end in, and how they are compiled."""
+
+    instructions: str
+    options: tuple[str, ...] = ()
+
+
+X86 = Machine("x86", ("-O2",))  # as fast as -O3 here, and compiled in a third of the time
+MACHINES = {"aarch64": Machine("neon"), "arm64": Machine("neon"), "x86_64": X86, "AMD64": X86}
 
 
 class WeightKind(IntEnum):
@@ -107,26 +118,27 @@ class CBatch(ctypes.Structure):
     ]
 
 
-def source_of(instructions: str) -> str:
-    """The C sources as one, for the instructions of a machine; cpu_kernels.c says what is in each."""
-    names = (
-        f"cpu_vectors_{instructions}", "cpu_kernels", f"cpu_products_{instructions}", "cpu_products", "cpu_layers",
-        "cpu_gguf", "cpu_block", "cpu_selector",
-    )  # fmt: skip
-    return "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
-
-
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, and a line in the log, where this machine cannot have them."""
-    instructions = MACHINES.get(platform.machine())
-    if instructions is None:
+    machine = MACHINES.get(platform.machine())
+    if machine is None:
         return None
     try:
-        loaded = compiled_library(source_of(instructions))
+        return compile_kernels(machine)
     except CompileError as error:
         LOG.warning("passes on this CPU run through torch, more slowly: %s; install gcc to change that", error)
         return None
+
+
+def compile_kernels(machine: Machine) -> ctypes.CDLL:
+    """The C sources as one; cpu_kernels.c says what is in each. Raises CompileError."""
+    names = (
+        f"cpu_vectors_{machine.instructions}", "cpu_kernels", f"cpu_products_{machine.instructions}", "cpu_products",
+        "cpu_layers", "cpu_gguf", "cpu_block", "cpu_selector",
+    )  # fmt: skip
+    source = "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
+    loaded = compiled_library(source, machine.options)
     loaded.paceline_pack.restype = None
     return loaded
 

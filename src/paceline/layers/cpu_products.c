@@ -1,18 +1,10 @@
-/* Products of linear layers over what the machine multiplies at once (`tile_product` of cpu_products_neon.c or
- * cpu_products_x86.c). Compiled behind it, as one source with cpu_kernels.c.
+/* Products of linear layers over what the machine multiplies at once (`tile_products` of cpu_products_neon.c
+ * or cpu_products_x86.c). Compiled behind it, as one source with cpu_kernels.c.
  */
 
 /* A function for each way that weights are stored, so that all its loops have constants. */
 #define ROWS_PRODUCT(name, header, values)                                                                            \
-    NOT_INLINE void name(const Rows *rows) {                                                                          \
-        int64_t token = rows->tokens.start;                                                                           \
-        for (; token + TILE <= rows->tokens.end; token += TILE) tile_product(rows, header, values, token, TILE);      \
-        switch (rows->tokens.end - token) {                                                                           \
-        case 3: return tile_product(rows, header, values, token, 3);                                                  \
-        case 2: return tile_product(rows, header, values, token, 2);                                                  \
-        case 1: return tile_product(rows, header, values, token, 1);                                                  \
-        }                                                                                                             \
-    }
+    NOT_INLINE void name(const Rows *rows) { tile_products(rows, header, values); }
 ROWS_PRODUCT(bfloats_four, BFLOATS, FOUR)
 ROWS_PRODUCT(bfloats_eight, BFLOATS, EIGHT)
 ROWS_PRODUCT(halves_four, HALVES, FOUR)
@@ -52,6 +44,7 @@ INLINE void plain_tile(const Weight *weight, int first, const float *x, int64_t 
     for (int k = 0; k < columns; k += WIDTH) {
         Floats part[4];
         UNROLL for (int row = 0; row < 4; row++) part[row] = load(lines[row] + k);
+        UNROLL for (int row = 0; row < 4; row++) expect(lines[row] + 4 * columns + k);
         UNROLL for (int i = 0; i < tokens; i++) {
             const Floats input = load(x + (token + i) * columns + k);
             UNROLL for (int row = 0; row < 4; row++) sums[i][row] = fused(sums[i][row], part[row], input);
@@ -93,9 +86,8 @@ static size_t widened_bytes(int columns) {
 /* The blocks from `index`, widened in `room`. The last block of a weight is beside itself, and multiplied once too often. */
 static void place_blocks(Rows *rows, int64_t index, int64_t last, size_t bytes, int widens, uint8_t *room) {
     const Weight *weight = rows->weight;
-    const int header = header_of(weight->kind), values = values_of(weight->kind), left = weight->rows - index * BLOCK_ROWS;
+    const int header = header_of(weight->kind), values = values_of(weight->kind);
     rows->first = index * BLOCK_ROWS;
-    rows->count = left < SIDE_BLOCKS * BLOCK_ROWS ? left : SIDE_BLOCKS * BLOCK_ROWS;
     UNROLL for (int side = 0; side < SIDE_BLOCKS; side++) {
         const int64_t place = index + side < last ? index + side : last;
         rows->blocks[side] = weight->blocks + place * bytes;
@@ -113,7 +105,7 @@ static void piece_product(const Weight *weight, Input x, int64_t nodes, const fl
     const Share places = share_of((count + SIDE_BLOCKS - 1) / SIDE_BLOCKS, thread, threads);
     const size_t bytes = block_bytes(weight);
     const int header = header_of(weight->kind), values = values_of(weight->kind);
-    Rows rows = {weight, {0}, x, {0, 0}, bias, out, stride, steps_of(values), 0, 0, adds};
+    Rows rows = {weight, {0}, x, {0, 0}, bias, out, stride, steps_of(values), 0, adds};
     for (int64_t chunk = 0; chunk < nodes; chunk += CHUNK) {
         rows.tokens = (Share){chunk, nodes - chunk < CHUNK ? nodes : chunk + CHUNK};
         const int widens = rows.tokens.end - chunk > widens_above(values);
@@ -140,15 +132,18 @@ static void product(const Linear *linear, Input x, int64_t nodes, const float *b
     }
 }
 
-/* Room for the inputs of some tokens. */
+/* Room for the inputs of some tokens, and of those that a tile computes beside them. */
 static int reserve_input(Input *out, int64_t tokens, int64_t columns, int needs) {
-    const int64_t count = tokens * columns;
+    const int64_t count = (tokens + MORE_TOKENS) * columns;
     *out = (Input){0, 0, 0, 0, 0};
     if (needs & PLAIN) out->plain = malloc(count * sizeof(float));
     if (needs & ROUNDED) out->values = malloc(count);
     if (needs & ROUNDED) out->scales = malloc(count / GROUP * sizeof(float));
     if (KEEPS_STARTS && needs & ROUNDED) out->starts = malloc(count / GROUP * sizeof(Starts));
     if (needs & SUMS) out->sums = malloc(count / GROUP * sizeof(float));
+    const int64_t kept = tokens * columns / GROUP, more = MORE_TOKENS * columns / GROUP;
+    if (MORE_TOKENS && out->scales) memset(out->scales + kept, 0, more * sizeof(float));
+    if (MORE_TOKENS && out->sums) memset(out->sums + kept, 0, more * sizeof(float));
     return (out->plain || !(needs & PLAIN)) && ((out->values && out->scales) || !(needs & ROUNDED)) &&
            (out->sums || !(needs & SUMS)) && (out->starts || !KEEPS_STARTS || !(needs & ROUNDED));
 }

@@ -267,6 +267,7 @@ INLINE void store_rows(float32x4_t low, float32x4_t high, const float *bias, int
 INLINE void tile_product(const Rows *rows, int header, int values, int64_t token, int tokens) {
     const Weight *weight = rows->weight;
     const int groups = weight->columns / GROUP, first = rows->first;
+    const int count = weight->rows - first < BLOCK_ROWS ? weight->rows - first : BLOCK_ROWS;
     const Input x = {rows->x.values + token * weight->columns, rows->x.scales + token * groups,
                      rows->x.sums + token * groups, 0, 0};
     const float unit = 1.0f / rows->steps;
@@ -274,7 +275,17 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
     block_product(rows->blocks[0], groups, header, values, rows->steps, x, weight->columns, tokens, sums);
     UNROLL for (int i = 0; i < tokens; i++) {
         store_rows(vmulq_n_f32(sums[i][0], unit), vmulq_n_f32(sums[i][1], unit), rows->bias ? rows->bias + first : 0,
-                   rows->adds, rows->out + (token + i) * rows->stride + first, rows->count);
+                   rows->adds, rows->out + (token + i) * rows->stride + first, count);
+    }
+}
+
+INLINE void tile_products(const Rows *rows, int header, int values) {
+    int64_t token = rows->tokens.start;
+    for (; token + 4 <= rows->tokens.end; token += 4) tile_product(rows, header, values, token, 4);
+    switch (rows->tokens.end - token) {
+    case 3: return tile_product(rows, header, values, token, 3);
+    case 2: return tile_product(rows, header, values, token, 2);
+    case 1: return tile_product(rows, header, values, token, 1);
     }
 }
 

@@ -253,6 +253,7 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
                           int tokens, Reals out[TILE]) {
     const uint8_t *blocks[SIDE_BLOCKS];
     UNROLL for (int side = 0; side < SIDE_BLOCKS; side++) blocks[side] = places[side];
+    const size_t next = SIDE_BLOCKS * rows_bytes(header, values, columns); /* to the same place of the next blocks */
     Outer outer = read_outer(header, blocks);
     UNROLL for (int token = 0; token < tokens; token++) out[token] = EACH(setzero_ps)();
     for (int group = 0; group < groups; group++) {
@@ -265,6 +266,9 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
         const Unpacking upper = read_upper(values, weights);
         const Scales read = read_scales(header, &outer, blocks);
         const int8_t *inputs = x.values + group * GROUP;
+        UNROLL for (int side = 0; side < SIDE_BLOCKS; side++)
+            UNROLL for (int line = 0; line < header_bytes(header) + value_bytes(values); line += LINE)
+                expect(blocks[side] + next + line);
         Sums sums[TILE];
         if (header == SUPER_SIXTEENS) {
             UNROLL for (int second = 0; second < 2; second++) {
@@ -313,16 +317,42 @@ INLINE void store_rows(Reals sums, const float *bias, int adds, float *out, int 
     }
 }
 
-INLINE void tile_product(const Rows *rows, int header, int values, int64_t token, int tokens) {
+/* A tile of `tokens`, which is a constant, of which the first `kept` are stored. */
+INLINE void tile_product(const Rows *rows, int header, int values, int64_t token, int tokens, int kept) {
     const Weight *weight = rows->weight;
-    const int groups = weight->columns / GROUP, first = rows->first;
+    const int groups = weight->columns / GROUP, first = rows->first, lanes = SIDE_BLOCKS * BLOCK_ROWS;
+    const int count = weight->rows - first < lanes ? weight->rows - first : lanes;
     const Input x = {rows->x.values + token * weight->columns, rows->x.scales + token * groups,
                      rows->x.sums + token * groups, 0, rows->x.starts + token * groups};
     Reals sums[TILE];
     block_product(rows->blocks, groups, header, values, x, weight->columns, tokens, sums);
-    UNROLL for (int i = 0; i < tokens; i++)
+    UNROLL for (int i = 0; i < tokens; i++) {
+        if (i == kept) return;
         store_rows(sums[i], rows->bias ? rows->bias + first : 0, rows->adds,
-                   rows->out + (token + i) * rows->stride + first, rows->count);
+                   rows->out + (token + i) * rows->stride + first, count);
+    }
+}
+
+/* A tile costs little more than a smaller one where memory sets the pace, and each size is as much code again: so there
+ * are few sizes, and tokens behind the last one are multiplied and not stored. */
+INLINE void tile_products(const Rows *rows, int header, int values) {
+    int64_t token = rows->tokens.start;
+    while (token < rows->tokens.end) {
+        const int64_t left = rows->tokens.end - token;
+        if (left > TILE / 2) {
+            tile_product(rows, header, values, token, TILE, left);
+            token += TILE;
+        } else if (TILE > 4 && left > 2) {
+            tile_product(rows, header, values, token, 4, left);
+            token += 4;
+        } else if (left == 2) {
+            tile_product(rows, header, values, token, 2, 2);
+            token += 2;
+        } else {
+            tile_product(rows, header, values, token, 1, 1);
+            token += 1;
+        }
+    }
 }
 
 /* A block in the layout of eight bits, for passes that multiply by it many times. Headers stay as they are, and unsigned

@@ -33,19 +33,23 @@
 typedef __m256 Floats;
 typedef __m128 Four;
 
-/* WIDTH: floats of a vector. SPINS: looks at a barrier before a thread gives its core away; a pause is long here. */
-enum { WIDTH = 8, SPINS = 100 };
+/* WIDTH: floats of a vector. SPINS: looks at a barrier before a thread gives its core away; a pause is long here. LINE: bytes that
+ * come from memory together. */
+enum { WIDTH = 8, SPINS = 100, LINE = 64 };
 
 /* Tokens, or for weights in floating point tokens beside four rows, whose sums stay in registers, of which AVX-512 has
  * 32 and AVX2 16; blocks that are multiplied side by side. Weights are multiplied as unsigned integers: sums of the inputs
- * (`Starts`) take away what that adds. */
+ * (`Starts`) take away what that adds. MORE_TOKENS: those behind the last one whose inputs a tile reads. */
 #ifdef BLOCK_PAIRS
-enum { TILE = 4, PLAIN_TILE = 4, SIDE_BLOCKS = 2, KEEPS_STARTS = 1 };
+enum { TILE = 8, PLAIN_TILE = 4, SIDE_BLOCKS = 2, KEEPS_STARTS = 1, MORE_TOKENS = 3 };
 #else
-enum { TILE = 4, PLAIN_TILE = 2, SIDE_BLOCKS = 1, KEEPS_STARTS = 1 };
+enum { TILE = 4, PLAIN_TILE = 2, SIDE_BLOCKS = 1, KEEPS_STARTS = 1, MORE_TOKENS = 1 };
 #endif
 
 INLINE void relax(void) { _mm_pause(); }
+
+/* Weights that are read soon. What a CPU sees by itself ends with each page of 4 kB, which holds less than two blocks. */
+INLINE void expect(const void *place) { _mm_prefetch((const char *)place, _MM_HINT_T0); }
 
 INLINE Floats load(const float *place) { return _mm256_loadu_ps(place); }
 INLINE void store(float *place, Floats x) { _mm256_storeu_ps(place, x); }

@@ -6,7 +6,7 @@
  *   BLOCK_PAIRS   AVX-512 with VNNI: dot products of bytes over 16 rows, two blocks side by side
  *   BYTE_DOTS     AVX-VNNI, or AVX-512 kept to 256 bits: the same over the eight rows of a block
  *   neither       AVX2: products of bytes added up as words
- * PACELINE_AVX2 and PACELINE_256_BITS, if defined, ask for a form of less than the CPU has.
+ * PACELINE_256_BITS, if defined, keeps AVX-512 to the second form, so that tests run it where there is no AVX-VNNI.
  */
 
 #include <immintrin.h>
@@ -17,12 +17,12 @@
 #error "this CPU has no AVX2, FMA and F16C instructions"
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__) && !defined(PACELINE_AVX2)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define BYTE_DOTS 1
 #ifndef PACELINE_256_BITS
 #define BLOCK_PAIRS 1
 #endif
-#elif defined(__AVXVNNI__) && !defined(PACELINE_AVX2)
+#elif defined(__AVXVNNI__)
 #define BYTE_DOTS 1
 #endif
 

@@ -55,7 +55,7 @@ def test_another_source_is_another_library(folder: Path) -> None:
 
 @needs_compiler
 def test_a_damaged_file_is_compiled_again(folder: Path) -> None:
-    key = host_compiler._key(SOURCE, host_compiler._compiler())
+    key = host_compiler._key(SOURCE, host_compiler.OPTIONS, host_compiler._compiler())
     folder.mkdir(parents=True)
     (folder / f"{key}.so").write_bytes(b"half a library")
     assert compiled_library(SOURCE).answer() == 42

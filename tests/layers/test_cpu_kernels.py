@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
+from paceline.device.kernel_cache import CompileError
 from paceline.layers import cpu_kernels
-from paceline.layers.cpu_kernels import blocks_product, float_blocks, joined, pack_blocks, unpack_blocks
+from paceline.layers.cpu_kernels import (
+    GGUF_KINDS,
+    MACHINES,
+    X86,
+    Machine,
+    WeightBlocks,
+    blocks_product,
+    compile_kernels,
+    float_blocks,
+    joined,
+    pack_blocks,
+    repack_blocks,
+    unpack_blocks,
+)
+from tests.support.gguf import random_blocks
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiled kernels on this machine")
 
@@ -70,3 +87,57 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(value: float) -> None
     blocks = pack_blocks(torch.ones(8, 64), 8)
     out = blocks_product(torch.full((1, 64), value), joined([blocks]), None)
     assert (out == 0).all() if value == 0 else not out.isfinite().any()
+
+
+def test_what_is_no_number_stays_none_beside_numbers() -> None:
+    blocks, x = pack_blocks(torch.ones(8, 64), 8), torch.ones(1, 64)
+    for place in (0, 13, 31):
+        x[0, place] = float("nan")
+        assert blocks_product(x, joined([blocks]), None).isnan().all()
+        x[0, place] = 1.0
+
+
+# --- forms for other x86-64 CPUs --------------------------------------------------------------------------------------
+
+needs_x86 = pytest.mark.skipif(MACHINES.get(platform.machine()) is not X86, reason="needs an x86-64 CPU")
+FORMS = {  # the compiler's flags of CPUs with less than this one may have
+    "256 bits": Machine("x86", (*X86.options, "-DPACELINE_256_BITS")),
+    "AVX2": Machine("x86", (*X86.options, "-march=haswell")),
+}
+
+
+def every_kind(rows: int, columns: int) -> dict[str, WeightBlocks]:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    files = {
+        name: repack_blocks(torch.from_numpy(random_blocks(name, rows, columns, 0)), kind, columns)
+        for name, kind in GGUF_KINDS.items()
+    }
+    kinds = {"int4": pack_blocks(weight, 4), "int8": pack_blocks(weight, 8), "float32": float_blocks(weight)} | files
+    return {name: blocks for name, blocks in kinds.items() if blocks is not None}
+
+
+def all_products(kinds: dict[str, WeightBlocks], x: Tensor) -> dict[str, Tensor]:
+    return {name: blocks_product(x, joined([blocks]), None) for name, blocks in kinds.items()}
+
+
+@needs_x86
+@pytest.mark.slow  # compiles all kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = every_kind(37, 512)
+    assert len(kinds) == len(GGUF_KINDS) + 3
+    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1))
+    x[1, :32] = torch.tensor([127.0, -127.0]).repeat(16)  # the largest sums of a group
+    widths = (1, 2, 3, 5, 8, 70)
+    own = {width: all_products(kinds, x[:width]) for width in widths}
+    compiled = compile_kernels(FORMS[form])
+    monkeypatch.setattr(cpu_kernels, "library", lambda: compiled)
+    for width in widths:
+        for name, product in all_products(kinds, x[:width]).items():
+            assert torch.equal(product, own[width][name]), f"{name} of {width} tokens"
+
+
+@needs_x86
+def test_a_cpu_without_the_instructions_is_told_so() -> None:
+    with pytest.raises(CompileError, match="AVX2, FMA and F16C"):
+        compile_kernels(Machine("x86", ("-march=x86-64",)))

@@ -27,17 +27,17 @@ LINK_OPTIONS = ("-shared", "-Wl,-z,now")  # now: a function that the process doe
 LONGEST_S = 120
 
 
-def compiled_library(source: str) -> ctypes.CDLL:
-    """The C source as a library in this process. Raises CompileError."""
-    compiler = _compiler()
+def compiled_library(source: str, more_options: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The C source as a library in this process. more_options: behind OPTIONS. Raises CompileError."""
+    compiler, options = _compiler(), OPTIONS + more_options
     _share_openmp()
-    file = cache_folder() / f"{_key(source, compiler)}.so"
+    file = cache_folder() / f"{_key(source, options, compiler)}.so"
     if file.is_file():
         try:
             return ctypes.CDLL(str(file))
         except OSError:  # damaged, or of another system with the same home
             pass
-    return _built(source, compiler, file)
+    return _built(source, options, compiler, file)
 
 
 def _compiler() -> Path:
@@ -59,9 +59,9 @@ def _share_openmp() -> None:
         raise CompileError("torch runs here without the OpenMP runtime of GCC") from error
 
 
-def _key(source: str, compiler: Path) -> str:
+def _key(source: str, options: tuple[str, ...], compiler: Path) -> str:
     status = compiler.stat()
-    identity = (source, *OPTIONS, *LINK_OPTIONS, str(compiler), str(status.st_mtime_ns), str(status.st_size), _cpu())
+    identity = (source, *options, *LINK_OPTIONS, str(compiler), str(status.st_mtime_ns), str(status.st_size), _cpu())
     return hashlib.sha256("\n".join(identity).encode()).hexdigest()[:32]
 
 
@@ -75,11 +75,11 @@ def _cpu() -> str:
     return "\n".join(sorted({line for line in lines if line.lower().startswith(named)}))
 
 
-def _built(source: str, compiler: Path, file: Path) -> ctypes.CDLL:
+def _built(source: str, options: tuple[str, ...], compiler: Path, file: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         code, part, library = (Path(folder, f"kernels.{ending}") for ending in ("c", "o", "so"))
         code.write_text(source)
-        _call(compiler, *OPTIONS, "-c", str(code), "-o", str(part))
+        _call(compiler, *options, "-c", str(code), "-o", str(part))
         _call(compiler, *LINK_OPTIONS, str(part), "-o", str(library), "-lm")
         keep(file, library.read_bytes())
         try:

@@ -44,17 +44,16 @@ static int weights_per_row(const Block *block) {
 
 /* 32 channels of a row after one side of a convolution: Σ (base + weight of the group) · the row so many before. */
 INLINE void convolve(const Block *block, const Convolution *convolution, const float *weights, int side,
-                     const float *x, int64_t row, int column, float32x4_t out[8]) {
+                     const float *x, int64_t row, int column, Floats out[GROUP / WIDTH]) {
     const int size = block->model.hidden_size, groups = size / block->channels;
-    for (int i = 0; i < 8; i++) out[i] = vdupq_n_f32(0.0f);
+    for (int i = 0; i < GROUP / WIDTH; i++) out[i] = spread(0.0f);
     for (int tap = 0; tap < block->taps && tap <= row; tap++) {
         const float *base = convolution->base + (int64_t)(side * block->taps + tap) * size + column;
         const float *added = weights + row * weights_per_row(block) + (side * block->taps + tap) * groups;
         const float *given = x + (row - tap) * size + column;
-        for (int i = 0; i < 8; i++) {
-            const float32x4_t own = vdupq_n_f32(added[(column + 4 * i) / block->channels]);
-            const float32x4_t kernel = vaddq_f32(vld1q_f32(base + 4 * i), own);
-            out[i] = vfmaq_f32(out[i], kernel, vld1q_f32(given + 4 * i));
+        for (int i = 0; i < GROUP / WIDTH; i++) {
+            const Floats own = spread(added[(column + WIDTH * i) / block->channels]);
+            out[i] = fused(out[i], load(base + WIDTH * i) + own, load(given + WIDTH * i));
         }
     }
 }
@@ -73,7 +72,7 @@ static void half_input(const Block *block, const Convolution *convolution, const
             work->work.blocks + work->work.block_room * thread, thread, threads);
     meet(barrier, threads);
     for (int64_t group = groups.start; group < groups.end; group++) {
-        float32x4_t part[8];
+        Floats part[GROUP / WIDTH];
         convolve(block, convolution, work->weights, 0, work->normed.plain, group / per_row, group % per_row * GROUP,
                  part);
         put_group(part, work->work.x, group);
@@ -92,10 +91,10 @@ static void half_output(const Block *block, const Convolution *convolution, cons
     if (!convolves) return;
     const Share groups = share_of((int64_t)block->rows * per_row, thread, threads);
     for (int64_t group = groups.start; group < groups.end; group++) {
-        float32x4_t part[8];
+        Floats part[GROUP / WIDTH];
         float *place = hidden + group * GROUP;
         convolve(block, convolution, work->weights, 1, work->mixed, group / per_row, group % per_row * GROUP, part);
-        for (int i = 0; i < 8; i++) vst1q_f32(place + 4 * i, vaddq_f32(vld1q_f32(place + 4 * i), part[i]));
+        for (int i = 0; i < GROUP / WIDTH; i++) store(place + WIDTH * i, load(place + WIDTH * i) + part[i]);
     }
     meet(barrier, threads);
 }

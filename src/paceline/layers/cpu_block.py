@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import LANES, CLayer, CLinear, CModel, WeightBlocks, check, joined, library
+from paceline.layers.cpu_kernels import LANES, VECTOR, CLayer, CLinear, CModel, WeightBlocks, check, joined, library
 
 
 class CConvolution(ctypes.Structure):
@@ -84,7 +84,7 @@ class BlockSizes:
 
     @property
     def fits_kernels(self) -> bool:
-        return library() is not None and self.head_dim % LANES == 0 and self.channels % 4 == 0
+        return library() is not None and self.head_dim % LANES == 0 and self.channels % VECTOR == 0
 
 
 class CompiledBlock:

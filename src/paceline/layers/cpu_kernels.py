@@ -24,14 +24,24 @@ from paceline.device.properties import on_host
 from paceline.errors import OutOfMemory
 
 LOG = logging.getLogger("paceline")
-SOURCE_NAMES = ("cpu_kernels.c", "cpu_gguf.c", "cpu_block.c", "cpu_selector.c")  # compiled as one
-SOURCES = tuple(Path(__file__).with_name(name) for name in SOURCE_NAMES)
-MACHINES = ("aarch64", "arm64")  # the products are written for NEON
 GROUP_SIZE = 32  # weights, or inputs, that share a scale
 BLOCK_ROWS = 8
 SCALE_BYTES = 2 * BLOCK_ROWS
 LANES = 16  # head_dim is a multiple of it
+VECTOR = 8  # floats of the widest vector
 MAX_PIECES = 3  # of a linear layer: queries, keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the sources of a kind of machine end in, and how they are compiled."""
+
+    instructions: str
+    options: tuple[str, ...] = ()
+
+
+X86 = Machine("x86", ("-O2",))  # as fast as -O3 here, and compiled in a third of the time
+MACHINES = {"aarch64": Machine("neon"), "arm64": Machine("neon"), "x86_64": X86, "AMD64": X86}
 
 
 class WeightKind(IntEnum):
@@ -111,13 +121,24 @@ class CBatch(ctypes.Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None, and a line in the log, where this machine cannot have them."""
-    if platform.machine() not in MACHINES:
+    machine = MACHINES.get(platform.machine())
+    if machine is None:
         return None
     try:
-        loaded = compiled_library("\n".join(source.read_text() for source in SOURCES))
+        return compile_kernels(machine)
     except CompileError as error:
         LOG.warning("passes on this CPU run through torch, more slowly: %s; install gcc to change that", error)
         return None
+
+
+def compile_kernels(machine: Machine) -> ctypes.CDLL:
+    """The C sources as one; cpu_kernels.c says what is in each. Raises CompileError."""
+    names = (
+        f"cpu_vectors_{machine.instructions}", "cpu_kernels", f"cpu_products_{machine.instructions}", "cpu_products",
+        "cpu_layers", "cpu_gguf", "cpu_block", "cpu_selector",
+    )  # fmt: skip
+    source = "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
+    loaded = compiled_library(source, machine.options)
     loaded.paceline_pack.restype = None
     return loaded
 

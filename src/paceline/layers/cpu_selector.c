@@ -32,9 +32,9 @@ static void find_candidates(const float *scores, int size, int top_k, Candidates
     for (int first = 0; first < size; first += 16) {
         const int end = size - first < 16 ? size : first + 16;
         if (end == first + 16 && best->count == top_k) {
-            const float32x4_t low = vmaxq_f32(vld1q_f32(scores + first), vld1q_f32(scores + first + 4));
-            const float32x4_t high = vmaxq_f32(vld1q_f32(scores + first + 8), vld1q_f32(scores + first + 12));
-            if (!(vmaxvq_f32(vmaxq_f32(low, high)) > best->scores[top_k - 1])) continue;
+            Floats peak = load(scores + first);
+            for (int i = WIDTH; i < 16; i += WIDTH) peak = highest(peak, load(scores + first + i));
+            if (!(highest_of(peak) > best->scores[top_k - 1])) continue;
         }
         for (int id = first; id < end; id++)
             if (best->count < top_k || scores[id] > best->scores[top_k - 1])

@@ -1,0 +1,376 @@
+/* Attention, and whole layers. Compiled behind cpu_products.c, as one source with cpu_kernels.c. */
+
+/* --- attention -------------------------------------------------------------------------------------------------- */
+
+static void norm_head(float *head, const float *gain, int size, float eps) {
+    const float scale = inverse_rms(head, size, eps);
+    for (int k = 0; k < size; k++) head[k] = head[k] * scale * gain[k];
+}
+
+static void rotate_head(float *head, const float *rope, int half) {
+    const float *cosines = rope, *sines = rope + half;
+    for (int k = 0; k < half; k++) {
+        const float low = head[k], high = head[k + half];
+        head[k] = low * cosines[k] - high * sines[k];
+        head[k + half] = high * cosines[k] + low * sines[k];
+    }
+}
+
+/* One head of a node: queries are normed and rotated in place, keys and values go to the cache. */
+static void place_head(const Model *model, const Layer *layer, const Node *node, int64_t offset, int head,
+                       float *vector) {
+    const int size = model->head_dim, keys = head - model->num_heads, values = keys - model->num_kv_heads;
+    const float *gain = keys < 0 ? layer->query_norm : layer->key_norm;
+    if (values < 0) {
+        if (gain) norm_head(vector, gain, size, model->eps);
+        rotate_head(vector, model->rope + (int64_t)node->position * size, size / 2);
+    }
+    if (keys < 0) return;
+    float *cache = values < 0 ? model->keys : model->values;
+    const int index = values < 0 ? keys : values;
+    const int64_t place = node->slot * model->slot_stride + index * model->head_stride;
+    memcpy(cache + offset + place, vector, size * sizeof(float));
+}
+
+INLINE int32_t slot_of(const Node *node, int key) {
+    return key < node->seen ? node->slots[key] : node->tail[key - node->seen];
+}
+
+/* Eight dot products of a query with keys, each summed alike. */
+INLINE void eight_dots(const float *query, const float *const keys[8], int size, float scale, float *out) {
+    Floats sums[8];
+    UNROLL for (int i = 0; i < 8; i++) sums[i] = spread(0.0f);
+    for (int k = 0; k < size; k += WIDTH) {
+        const Floats part = load(query + k);
+        UNROLL for (int i = 0; i < 8; i++) sums[i] = fused(sums[i], part, load(keys[i] + k));
+    }
+    UNROLL for (int i = 0; i < 8; i += 4)
+        store_four(out + i, four_times(four_sums(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]), scale));
+}
+
+/* Scores -> exponentials; returns 1 / their sum. Scores come in whole eights, those behind the last key -inf. */
+static float softmax(float *scores, int padded) {
+    Floats peak = spread(-INFINITY), sum = spread(0.0f);
+    for (int key = 0; key < padded; key += WIDTH) peak = highest(peak, load(scores + key));
+    const Floats top = spread(highest_of(peak));
+    for (int key = 0; key < padded; key += WIDTH) {
+        const Floats part = exponential(load(scores + key) - top);
+        store(scores + key, part);
+        sum = sum + part;
+    }
+    return 1.0f / sum_of(sum);
+}
+
+/* Columns of the values of some keys, weighed and added to out in the order of the keys. `width` is a constant where
+ * this is inlined. */
+INLINE void mix_columns(const float *values, int64_t stride, const Node *node, Share keys, const float *weights,
+                        int width, float *out) {
+    Floats sums[64 / WIDTH];
+    UNROLL for (int i = 0; i < width / WIDTH; i++) sums[i] = load(out + WIDTH * i);
+    for (int64_t key = keys.start; key < keys.end; key++) {
+        const float *value = values + slot_of(node, key) * stride;
+        __asm__("" : "+r"(value)); /* one address, not sixteen */
+        UNROLL for (int i = 0; i < width / WIDTH; i++)
+            sums[i] = fused(sums[i], load(value + WIDTH * i), spread(weights[key]));
+    }
+    UNROLL for (int i = 0; i < width / WIDTH; i++) store(out + WIDTH * i, sums[i]);
+}
+
+/* One node and the query heads that share a key head: a step goes over some of the keys. */
+typedef struct {
+    const Node *node;
+    const float *queries; /* [group, head_dim] */
+    float *scores;        /* [group, padded] */
+    float *out;           /* [group, head_dim] */
+    int32_t keys, padded;
+} Attending;
+
+INLINE Share keys_in(const Attending *one, int64_t start) {
+    return (Share){start, one->keys - start < KEY_STEP ? one->keys : start + KEY_STEP};
+}
+
+NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
+                           int size) {
+    const float scale = 1.0f / sqrtf((float)size);
+    const Share keys = keys_in(one, start);
+    for (int64_t key = keys.start; key < keys.end; key += 8) {
+        const float *eight[8];
+        for (int i = 0; i < 8; i++) {
+            const int near = key + i < one->keys ? key + i : one->keys - 1;
+            eight[i] = cached + slot_of(one->node, near) * stride;
+        }
+        for (int head = 0; head < group; head++)
+            eight_dots(one->queries + head * size, eight, size, scale, one->scores + (int64_t)head * one->padded + key);
+    }
+}
+
+NOT_INLINE void mix_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
+                         int size) {
+    const Share keys = keys_in(one, start);
+    for (int head = 0; head < group; head++) {
+        const float *weights = one->scores + (int64_t)head * one->padded;
+        float *out = one->out + head * size;
+        int column = 0;
+        for (; column + 64 <= size; column += 64)
+            mix_columns(cached + column, stride, one->node, keys, weights, 64, out + column);
+        for (; column < size; column += 16)
+            mix_columns(cached + column, stride, one->node, keys, weights, 16, out + column);
+    }
+}
+
+/* Scores -> weights that add up to one; out begins at zero. */
+static void weigh(const Attending *one, int group, int size) {
+    for (int head = 0; head < group; head++) {
+        float *weights = one->scores + (int64_t)head * one->padded;
+        for (int key = one->keys; key < one->padded; key++) weights[key] = -INFINITY;
+        const float inverse = softmax(weights, one->padded);
+        for (int key = 0; key < one->padded; key += WIDTH)
+            store(weights + key, load(weights + key) * spread(inverse));
+    }
+    memset(one->out, 0, (size_t)group * size * sizeof(float));
+}
+
+/* A few nodes over one key head, some keys at a time: what one node has read of the cache is near for the next. */
+static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, int count, int kv_head, int group) {
+    const int size = model->head_dim;
+    const int64_t stride = model->slot_stride, place = offset + kv_head * model->head_stride;
+    int64_t longest = 0;
+    for (int i = 0; i < count; i++) longest = nodes[i].keys > longest ? nodes[i].keys : longest;
+    for (int64_t start = 0; start < longest; start += KEY_STEP)
+        for (int i = 0; i < count; i++) score_step(nodes + i, model->keys + place, stride, start, group, size);
+    for (int i = 0; i < count; i++) weigh(nodes + i, group, size);
+    for (int64_t start = 0; start < longest; start += KEY_STEP)
+        for (int i = 0; i < count; i++) mix_step(nodes + i, model->values + place, stride, start, group, size);
+}
+
+/* --- layers ----------------------------------------------------------------------------------------------------- */
+
+/* Everything a pass writes between its layers. */
+typedef struct {
+    Node *nodes, *row; /* those that are computed; and all of one row */
+    int32_t *slots, *paths;
+    float *qkv, *attended, *both, *scores;
+    uint8_t *blocks;
+    Input x, wide;
+    int64_t score_room, block_room; /* of a thread */
+} Work;
+
+typedef struct {
+    int64_t slots, paths, row, keys; /* all slots, all paths off the first branch, the longest row, the most keys */
+} Room;
+
+static int is_chain(const int32_t *parents, int count) {
+    for (int node = 0; node < count; node++)
+        if (parents[node] != node - 1) return 0;
+    return 1;
+}
+
+static Room room_of(const Batch *batch) {
+    Room room = {0, 0, 0, 0};
+    const int32_t *parents = batch->parents;
+    for (int row = 0; row < batch->num_rows; row++) {
+        const int64_t count = batch->counts[row], keys = batch->lengths[row] + count;
+        room.slots += keys;
+        if (!is_chain(parents, count)) room.paths += count * count;
+        if (count > room.row) room.row = count;
+        if (keys > room.keys) room.keys = keys;
+        parents += count;
+    }
+    return room;
+}
+
+/* Where the keys of every node of a row are. A node off the first branch has its ancestors as a tail. */
+static void fill_row(Node *nodes, const int32_t *parents, int count, int length, const int32_t *slots,
+                     int32_t **path) {
+    for (int index = 0; index < count; index++) {
+        const int parent = parents[index], depth = parent < 0 ? 0 : nodes[parent].position - length + 1;
+        const int straight = parent == index - 1 && (parent < 0 || nodes[parent].tail_count == 0);
+        Node node = {slots, *path, length + index + 1, 0, length + depth, slots[length + index]};
+        if (!straight) {
+            node.seen = length;
+            node.tail_count = depth + 1;
+            for (int at = index, place = depth; at >= 0; at = parents[at], place--)
+                (*path)[place] = slots[length + at];
+            *path += depth + 1;
+        }
+        nodes[index] = node;
+    }
+}
+
+static void fill_nodes(const Batch *batch, int block_size, Work *work) {
+    const int32_t *parents = batch->parents, *table = batch->tables;
+    int32_t *slots = work->slots, *path = work->paths;
+    Node *node = work->nodes;
+    for (int row = 0; row < batch->num_rows; row++) {
+        const int count = batch->counts[row], length = batch->lengths[row], skip = batch->skips[row];
+        for (int key = 0; key < length + count; key++)
+            slots[key] = table[key / block_size] * block_size + key % block_size;
+        fill_row(work->row, parents, count, length, slots, &path);
+        memcpy(node, work->row + skip, (count - skip) * sizeof(Node));
+        node += count - skip;
+        parents += count;
+        slots += length + count;
+        table += (length + count + block_size - 1) / block_size;
+    }
+}
+
+/* What all products from layer first to last ask of their inputs. */
+static int layers_need(const Model *model, int first, int last) {
+    int needs = 0;
+    for (int index = first; index < last; index++) {
+        const Layer *layer = model->layers + index;
+        needs |= needs_of(&layer->qkv) | needs_of(&layer->output) | needs_of(&layer->gate_up) | needs_of(&layer->down);
+    }
+    return needs;
+}
+
+static int reserve_work(const Model *model, const Batch *batch, int needs, Work *work) {
+    const Room room = room_of(batch);
+    const int64_t nodes = batch->num_nodes, query_size = (int64_t)model->num_heads * model->head_dim;
+    const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
+    const int64_t inner = query_size > model->intermediate_size ? query_size : model->intermediate_size;
+    work->score_room = (room.keys + 7) / 8 * 8 * (model->num_heads / model->num_kv_heads) * NODE_TILE + 16;
+    work->nodes = malloc(nodes * sizeof(Node));
+    work->row = malloc(room.row * sizeof(Node));
+    work->slots = malloc(room.slots * sizeof(int32_t));
+    work->paths = malloc((room.paths + 1) * sizeof(int32_t));
+    work->qkv = malloc(nodes * heads * model->head_dim * sizeof(float));
+    work->attended = malloc(nodes * query_size * sizeof(float));
+    work->both = malloc(nodes * 2 * model->intermediate_size * sizeof(float));
+    work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
+    work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
+    work->blocks = malloc(work->block_room * model->num_threads);
+    const int x_fits = reserve_input(&work->x, nodes, model->hidden_size, needs);
+    const int wide_fits = reserve_input(&work->wide, nodes, inner, needs);
+    return x_fits && wide_fits && work->nodes && work->row && work->slots && work->paths && work->qkv &&
+           work->attended && work->both && work->scores && work->blocks;
+}
+
+static void release_work(Work *work) {
+    free(work->nodes);
+    free(work->row);
+    free(work->slots);
+    free(work->paths);
+    free(work->qkv);
+    free(work->attended);
+    free(work->both);
+    free(work->scores);
+    free(work->blocks);
+    release_input(&work->x);
+    release_input(&work->wide);
+}
+
+static void place_heads(const Model *model, const Layer *layer, int64_t offset, int64_t nodes, const Work *work,
+                        int thread, int threads) {
+    const int heads = model->num_heads + 2 * model->num_kv_heads;
+    const Share share = share_of(nodes * heads, thread, threads);
+    for (int64_t item = share.start; item < share.end; item++)
+        place_head(model, layer, work->nodes + item / heads, offset, item % heads, work->qkv + item * model->head_dim);
+}
+
+/* Query heads that share a key head go together; alone where that leaves a thread without work, as 3 key heads do 2. */
+static int parts_of(int64_t items, int group, int threads) {
+    return items % threads && items < 4 * threads ? group : 1;
+}
+
+/* Every thread takes nodes from the whole pass: later nodes of a prompt have more keys. */
+static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
+    const int size = model->head_dim, kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
+    const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + NODE_TILE - 1) / NODE_TILE;
+    const int parts = parts_of(tiles * kv_heads, group, threads), together = group / parts;
+    const int64_t items = tiles * kv_heads * parts, step = parts > 1 ? 1 : threads;
+    const Share share = parts > 1 ? share_of(items, thread, threads) : (Share){thread, items};
+    for (int64_t item = share.start; item < share.end; item += step) {
+        const int64_t first = item / (kv_heads * parts) * NODE_TILE, head = item % (kv_heads * parts) * together;
+        const int count = nodes - first < NODE_TILE ? nodes - first : NODE_TILE;
+        float *scores = work->scores + work->score_room * thread;
+        Attending tile[NODE_TILE];
+        for (int i = 0; i < count; i++) {
+            const Node *node = work->nodes + first + i;
+            const int keys = node->seen + node->tail_count, padded = (keys + 7) / 8 * 8;
+            const float *queries = work->qkv + ((first + i) * heads + head) * size;
+            float *out = work->attended + ((first + i) * model->num_heads + head) * size;
+            tile[i] = (Attending){node, queries, scores, out, keys, padded};
+            scores += (int64_t)padded * together;
+        }
+        attend_nodes(model, offset, tile, count, head / group, together);
+    }
+}
+
+static void run_layer(const Model *model, int index, int64_t nodes, const Work *work, float *hidden,
+                      Barrier *barrier, int thread, int threads) {
+    const Layer *layer = model->layers + index;
+    const int64_t offset = model->layer_stride * index, query_size = (int64_t)model->num_heads * model->head_dim;
+    const Share hidden_groups = share_of(nodes * model->hidden_size / GROUP, thread, threads);
+    const Share query_groups = share_of(nodes * query_size / GROUP, thread, threads);
+    const Share inner_groups = share_of(nodes * model->intermediate_size / GROUP, thread, threads);
+    uint8_t *room = work->blocks + work->block_room * thread;
+    norm_groups(hidden, layer->attention_norm, model->hidden_size, model->eps, work->x, hidden_groups);
+    meet(barrier, threads);
+    product(&layer->qkv, work->x, nodes, layer->qkv_bias, 0, work->qkv, room, thread, threads);
+    meet(barrier, threads);
+    place_heads(model, layer, offset, nodes, work, thread, threads);
+    meet(barrier, threads);
+    attend(model, offset, nodes, work, thread, threads);
+    meet(barrier, threads);
+    round_groups(work->attended, work->wide, query_groups);
+    meet(barrier, threads);
+    product(&layer->output, work->wide, nodes, layer->output_bias, 1, hidden, room, thread, threads);
+    meet(barrier, threads);
+    norm_groups(hidden, layer->mlp_norm, model->hidden_size, model->eps, work->x, hidden_groups);
+    meet(barrier, threads);
+    product(&layer->gate_up, work->x, nodes, 0, 0, work->both, room, thread, threads);
+    meet(barrier, threads);
+    gate_groups(work->both, model->intermediate_size, work->wide, inner_groups);
+    meet(barrier, threads);
+    product(&layer->down, work->wide, nodes, 0, 1, hidden, room, thread, threads);
+    meet(barrier, threads);
+}
+
+typedef struct {
+    const Model *model;
+    float *hidden;
+    Work work;
+    Barrier barrier;
+    int32_t nodes, first, last;
+    const int32_t *feature_layers;
+    int32_t num_features;
+    float *features;
+} LayersJob;
+
+/* What enters a layer, for those who read it. Nobody writes hidden states before the first product of the layer is done. */
+static void keep_feature(const LayersJob *job, int layer, int thread, int threads) {
+    const int64_t size = job->model->hidden_size;
+    const Share share = share_of(job->nodes, thread, threads);
+    for (int feature = 0; feature < job->num_features; feature++) {
+        if (job->feature_layers[feature] != layer) continue;
+        for (int64_t node = share.start; node < share.end; node++)
+            memcpy(job->features + (node * job->num_features + feature) * size, job->hidden + node * size,
+                   size * sizeof(float));
+    }
+}
+
+static void layers_share(void *data) {
+    LayersJob *job = data;
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    for (int index = job->first; index < job->last; index++) {
+        keep_feature(job, index, thread, threads);
+        run_layer(job->model, index, job->nodes, &job->work, job->hidden, &job->barrier, thread, threads);
+    }
+    keep_feature(job, job->last, thread, threads);
+}
+
+/* hidden [nodes, hidden_size] through layers first to last, in place. features [nodes, num_features, hidden_size] takes what
+   enters the feature layers; what leaves the last layer enters layer `last`. Returns 0, or -1 where memory is short. */
+int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, int32_t first, int32_t last,
+                        const int32_t *feature_layers, int32_t num_features, float *features) {
+    LayersJob job = {.model = model, .hidden = hidden, .nodes = batch->num_nodes, .first = first, .last = last,
+                     .feature_layers = feature_layers, .num_features = num_features, .features = features};
+    const int fits = reserve_work(model, batch, layers_need(model, first, last), &job.work);
+    if (fits) {
+        fill_nodes(batch, model->block_size, &job.work);
+        GOMP_parallel(layers_share, &job, model->num_threads, 0);
+    }
+    release_work(&job.work);
+    return fits ? 0 : -1;
+}

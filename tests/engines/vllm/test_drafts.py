@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("vllm")
 
+from paceline.engines.vllm.arguments import WORKER
 from paceline.heads.checkpoint import Provenance
+from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.peagle import PEagleConfig, PEagleHead
 from paceline.heads.registry import save_head
@@ -58,9 +61,17 @@ def peagle_head() -> nn.Module:
     return random_weights(PEagleHead(config))
 
 
+def dflash_head(**variant: Any) -> nn.Module:
+    """vLLM runs blocks of num_speculative_tokens + 1 rows whatever the config says: these are as long."""
+    config = DFlashConfig(128, 96, 2, 4, 2, 32, 259, 259, 128, (1, 2, 3), K + 1, 255, **variant)
+    return random_weights(DFlashHead(config))
+
+
 HEADS: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "eagle3": (eagle_head, "eagle", {"method": "eagle3"}),
     "p-eagle": (peagle_head, "eagle", {"method": "eagle3", "parallel_drafting": True}),
+    "dflash": (dflash_head, "dflash", {"method": "dflash"}),
+    "causal dflash": (partial(dflash_head, causal=True), "dflash", {"method": "dflash"}),
 }
 
 
@@ -87,13 +98,13 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Generated:
-    """vLLM, one prompt after the other."""
+    """vLLM as our engine starts it on a CPU, one prompt after the other."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=1,
-        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False,
+        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False, worker_extension_cls=WORKER,
         speculative_config={"num_speculative_tokens": K, **speculative},
     )  # fmt: skip
     steps: list[tuple[int, list[int]]] = []  # new tokens of each step, and the draft after them

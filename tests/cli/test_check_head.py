@@ -13,7 +13,7 @@ from paceline import SpeculativeDecoder
 from paceline.lint.endpoint import LikelyReading, PositionCount, ServerComparison
 from paceline.lint.target import StatedText
 from paceline.train.teacher import Teacher
-from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_medusa, write_mtp
+from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_eagle3, write_medusa, write_mtp
 from tests.support.served import serving_flags
 from tests.support.tiny import byte_tokenizer
 
@@ -144,6 +144,27 @@ def test_a_server_that_reads_a_head_wrongly_is_told_from_one_that_does_not(
             nearest = compared["likely"][0]
             assert nearest["rate"] == pytest.approx(compared["server"]["rate"], abs=0.05) and abs(nearest["z"]) < 1
             assert compared["server"]["rate"] < compared["here"]["rate"] and compared["error_probability"] < 0.01
+
+
+@pytest.mark.slow
+def test_a_layer_that_a_server_reads_one_too_high_is_named(
+    run_command: Any, target: Path, training: StatedText, tmp_path: Path
+) -> None:
+    """Same weights here and there; only the line of the layers differs. The weights are solved for, not trained, and
+    their norms are not the best there are, so the readings of norms are named here as well."""
+    head = write_eagle3(tmp_path / "head", training, layer=1)
+    served = Path(shutil.copytree(head, tmp_path / "served"))
+    config = json.loads((served / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2]
+    (served / "config.json").write_text(json.dumps(config))
+    flags = ("-m", str(target), "--draft-model", str(served), "--method", "eagle", "-k", "2")
+    with serving_flags(*flags) as server:
+        result = run_command("check", str(target), "--head", str(head), "--tokens", "512", "--url", server.url, "--json")
+    assert result.status == 2, result.err
+    compared = result.json()["server"]
+    assert compared["error_probability"] < 0.01
+    assert compared["server"]["rate"] < compared["here"]["rate"]
+    assert compared["likely"][0]["reading"] == "layers one higher"
 
 
 def counts(offered: int, accepted: int) -> PositionCount:

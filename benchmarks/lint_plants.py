@@ -82,12 +82,12 @@ class Texts:
 
     def __init__(self, target: TrainingTarget, folder: Path, num_tokens: int) -> None:
         self._target, self._folder, self._num_tokens = target, folder, num_tokens
-        self._seed, self._stated = -1, None
+        self._last: dict[int, StatedText] = {}
 
     def stated(self, seed: int) -> StatedText:
-        if self._stated is None or seed != self._seed:
-            self._seed, self._stated = seed, stated(self._target.teacher, self._sequences(seed))
-        return self._stated
+        if seed not in self._last:
+            self._last = {seed: stated(self._target.teacher, self._sequences(seed))}
+        return self._last[seed]
 
     def _sequences(self, seed: int) -> list[TrainingSequence]:
         """The first answers that have so many tokens together."""
@@ -200,7 +200,7 @@ def main() -> int:
     args.state.mkdir(parents=True, exist_ok=True)
     target = open_target(args.model, "cpu")
     facts, texts = TargetFacts.of(target), Texts(target, args.state, args.tokens)
-    run.acceptance = Measurements(args.state).acceptance
+    run.acceptance = Measurements(args.state).acceptance  # type: ignore[assignment]
     results = Results(args.state / f"results-{args.tokens}.jsonl")
     chosen = [trial for name in args.head for trial in trials(name, args.seeds, tuple(args.only))]
     chosen = [trial for trial in chosen if not args.name or trial.name in args.name]

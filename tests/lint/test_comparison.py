@@ -39,5 +39,12 @@ def test_small_differences_everywhere_tell_more_than_their_size() -> None:
     assert paired(accepted(better), accepted(better)) == 0
 
 
+def test_accepted_tokens_tell_where_probabilities_do_not() -> None:
+    """A head whose probabilities are all alike, and whose likeliest tokens are right in every second place."""
+    right = Acceptance(torch.arange(160) % 2, torch.full((160,), 0.1), 1)
+    wrong = Acceptance(torch.zeros(160, dtype=torch.int64), torch.full((160,), 0.1), 1)
+    assert paired(right, wrong) == math.inf and paired(wrong, right) == 0
+
+
 def test_a_few_places_bound_nothing() -> None:
     assert most_gained(accepted([0.1] * 48), accepted([0.1] * 48), 4.0) == math.inf

@@ -1,8 +1,9 @@
 """Acceptance of a reading by position, and whether one reading is better than another on the same anchors.
 
-Two readings are compared by the draft tokens expected to be accepted if they were drawn from the head's distribution.
-Most wrong readings change few of the likeliest tokens, but the probabilities of nearly all, so this tells them apart
-on a shorter text than what is accepted of the likeliest tokens does.
+Two readings are compared by what is accepted of their likeliest tokens, and by the draft tokens expected to be accepted
+if they were drawn from the head's distribution; the clearer of the two counts. Most wrong readings change few of the
+likeliest tokens, but the probabilities of nearly all, so the second tells them apart on a shorter text. The first does
+for heads whose probabilities are far from the target's.
 
 Neighbouring anchors share most of their tokens, so differences are summed over runs of anchors first, and the runs
 are taken as independent. The statistic is Student's t over the runs, given as the normal deviate of the same tail.
@@ -20,6 +21,7 @@ from paceline.train.teacher import draft_ids_of
 
 RUN = 16  # neighbouring anchors that count as one observation
 FEWEST_RUNS = 4
+STATISTICS = 2  # accepted lengths and expected ones, of which the clearer counts: two tests
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,10 +105,14 @@ def run_means(difference: Tensor) -> Tensor:
 
 def most_gained(first: Acceptance, second: Acceptance, deviates: float) -> float:
     """A bound on how many more of `first`'s draft tokens are accepted than of `second`'s, so many errors away."""
-    runs = run_means(first.expected - second.expected)
-    if len(runs) < FEWEST_RUNS:
-        return math.inf
-    return float(runs.mean()) + deviates * float(runs.std()) / math.sqrt(len(runs))
+
+    def bound(difference: Tensor) -> float:
+        runs = run_means(difference)
+        if len(runs) < FEWEST_RUNS:
+            return math.inf
+        return float(runs.mean()) + deviates * float(runs.std()) / math.sqrt(len(runs))
+
+    return max(bound(first.expected - second.expected), bound(torch.sub(first.lengths, second.lengths)))
 
 
 def normal_deviate(difference: Tensor) -> float:
@@ -138,6 +144,7 @@ def error_probability(z: float, tests: int) -> float:
 
 
 def paired(first: Acceptance, second: Acceptance) -> float:
-    """The deviate of `first` over `second`; both on the same anchors. Positive: `first` is better."""
+    """The deviate of `first` over `second`, the larger of STATISTICS; both on the same anchors. Positive: better."""
     assert first.num_anchors == second.num_anchors
-    return normal_deviate(first.expected - second.expected)
+    lengths = torch.sub(first.lengths, second.lengths)
+    return max(normal_deviate(first.expected - second.expected), normal_deviate(lengths))

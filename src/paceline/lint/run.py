@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import spec_of
-from paceline.lint.comparison import Acceptance, error_probability, most_gained, paired
+from paceline.lint.comparison import STATISTICS, Acceptance, error_probability, most_gained, paired
 from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
 from paceline.lint.target import StatedText, TargetFacts
@@ -38,7 +38,7 @@ class TriedReading:
 
     acceptance  on the whole text, or on the part that showed it to be worse; None: the head does not load like this
     gain        tokens per step more than the reading it was tried against, on the same places of the text
-    z           of the draft tokens expected to be accepted, against the same reading; positive is better
+    z           of that comparison, or of the same for drawn draft tokens; positive is better
     error       why it does not load
     """
 
@@ -51,11 +51,6 @@ class TriedReading:
     @property
     def tokens_per_step(self) -> float:
         return 0.0 if self.acceptance is None else self.acceptance.tokens_per_step
-
-    @property
-    def expected(self) -> float:
-        """Draft tokens accepted a step, expected of drawn ones."""
-        return 0.0 if self.acceptance is None else float(self.acceptance.expected.mean())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +105,7 @@ def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Wa
         tried = _Trial(text, files, base).all(readings(files, facts), watch if not changes else lambda _: None)
         num_tested += len(tried)
         first_tried = first_tried or tried
-        change = _best_change(tried, num_tested)
+        change = _best_change(_on_all_places(tried, base), num_tested)
         if change is None:
             break
         changes.append(change)
@@ -120,12 +115,20 @@ def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Wa
     return LintResult(kind, as_given, first_tried, changes, checkpoint, files, num_tested)
 
 
+def _on_all_places(tried: list[TriedReading], base: TriedReading) -> list[TriedReading]:
+    """Those that were read to the end of the text; others may be better than the files, and worse than the best."""
+    assert base.acceptance is not None
+    whole = base.acceptance.num_anchors
+    return [entry for entry in tried if entry.acceptance is not None and entry.acceptance.num_anchors == whole]
+
+
 def _best_change(tried: list[TriedReading], num_tested: int) -> Change | None:
-    better = [entry for entry in tried if error_probability(entry.z, num_tested) < ALPHA and entry.gain >= WORTH]
+    tests = STATISTICS * num_tested
+    better = [entry for entry in tried if error_probability(entry.z, tests) < ALPHA and entry.gain >= WORTH]
     if not better:
         return None
-    best = max(better, key=lambda entry: entry.expected)
-    return Change(best, error_probability(best.z, num_tested))
+    best = max(better, key=lambda entry: entry.tokens_per_step)
+    return Change(best, error_probability(best.z, tests))
 
 
 def _as_given(checkpoint: Checkpoint, text: StatedText) -> TriedReading:
@@ -194,9 +197,10 @@ class _Trial:
             return True
         if most_gained(entry.acceptance, self._base.first(entry.acceptance.num_anchors), TIED) < WORTH:
             return True
-        best = max(tried.values(), key=lambda other: other.expected)
+        better = [other for other in tried.values() if other.gain >= max(WORTH, entry.gain)]
+        best = max(better, key=lambda other: other.gain, default=entry)
         assert best.acceptance is not None
-        return entry is not best and paired(entry.acceptance, best.acceptance) <= part.worse
+        return best is not entry and paired(entry.acceptance, best.acceptance) <= part.worse
 
     def _tried(self, reading: HeadReading, part: _Part) -> TriedReading:
         try:

@@ -13,7 +13,7 @@ from paceline import SpeculativeDecoder
 from paceline.lint.endpoint import LikelyReading, PositionCount, ServerComparison
 from paceline.lint.target import StatedText
 from paceline.train.teacher import Teacher
-from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_medusa, write_mtp
+from tests.lint.tiny_heads import letters, lopsided_llama, training_text, write_eagle1, write_eagle3, write_mtp
 from tests.support.served import serving_flags
 from tests.support.tiny import byte_tokenizer
 
@@ -97,9 +97,9 @@ def test_the_corrected_head_drafts_better_on_both_runners(target: Path, wrong_he
 def test_the_target_writes_the_text_and_a_correct_head_is_left_alone(
     run_command: Any, target: Path, training: StatedText, tmp_path: Path
 ) -> None:
-    heads = write_medusa(tmp_path / "heads", training)
+    head = write_eagle1(tmp_path / "head", training, before_norm=False)
     out = tmp_path / "out"
-    result = run_command("check", str(target), "--head", str(heads), "--tokens", "256", "--fix", str(out))
+    result = run_command("check", str(target), "--head", str(head), "--tokens", "256", "--fix", str(out))
     assert result.status == 0, result.err
     assert "written by" in result.out and "position 1" in result.out and "template" in result.out
     assert "no other reading is better" in result.out and not out.exists()
@@ -144,6 +144,28 @@ def test_a_server_that_reads_a_head_wrongly_is_told_from_one_that_does_not(
             nearest = compared["likely"][0]
             assert nearest["rate"] == pytest.approx(compared["server"]["rate"], abs=0.05) and abs(nearest["z"]) < 1
             assert compared["server"]["rate"] < compared["here"]["rate"] and compared["error_probability"] < 0.01
+
+
+@pytest.mark.slow
+def test_a_layer_that_a_server_reads_one_too_high_is_named(
+    run_command: Any, target: Path, training: StatedText, tmp_path: Path
+) -> None:
+    """Same weights here and there; only the line of the layers differs. The weights are solved for, not trained, and
+    their norms are not the best there are, so the readings of norms are named here as well."""
+    head = write_eagle3(tmp_path / "head", training, layer=1)
+    served = Path(shutil.copytree(head, tmp_path / "served"))
+    config = json.loads((served / "config.json").read_text())
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2]
+    (served / "config.json").write_text(json.dumps(config))
+    flags = ("-m", str(target), "--draft-model", str(served), "--method", "eagle", "-k", "2")
+    with serving_flags(*flags) as server:
+        arguments = ("--head", str(head), "--tokens", "512", "--url", server.url, "--json")
+        result = run_command("check", str(target), *arguments)
+    assert result.status == 2, result.err
+    compared = result.json()["server"]
+    assert compared["error_probability"] < 0.01
+    assert compared["server"]["rate"] < compared["here"]["rate"]
+    assert compared["likely"][0]["reading"] == "layers one higher"
 
 
 def counts(offered: int, accepted: int) -> PositionCount:

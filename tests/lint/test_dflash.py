@@ -40,7 +40,7 @@ def random_text(head: Any) -> StatedText:
     tokens = torch.randint(0, 48, (2, 14), generator=generator)
     states = tuple(torch.randn(2, 14, 32, generator=generator) for _ in range(4))
     teacher: Any = SimpleNamespace(
-        hidden_size=32, num_layers=3, embed=head.target.embed, logits=head.target.lm_head
+        hidden_size=32, num_layers=3, vocab_size=48, embed=head.target.embed, logits=head.target.lm_head
     )
     lengths = torch.tensor([14, 11])
     return StatedText(teacher, tokens, lengths, torch.tensor([3, 4]), states[:3], states[3], states[3], tokens)
@@ -52,7 +52,7 @@ def test_drafts_along_a_text_are_those_of_the_plain_reference(variant: str) -> N
     text = random_text(head)
     anchors = text.anchors(4)
     with torch.no_grad():
-        drafts = draft(head, text, anchors, 4)
+        drafts = draft(head, text, anchors, 4).tokens
     tensors = tensors_of(head)
     rows = zip(anchors.row.tolist(), anchors.column.tolist(), drafts.tolist(), strict=True)
     for row, column, tokens in rows:
@@ -70,15 +70,17 @@ def test_later_drafts_follow_the_tokens_of_the_text() -> None:
     anchors = text.anchors(3)
     with torch.no_grad():
         drafts = draft(head, text, anchors, 3)
-    tensors = tensors_of(head)
-    for row, column, tokens in zip(anchors.row.tolist(), anchors.column.tolist(), drafts.tolist(), strict=True):
+    tensors, labels = tensors_of(head), text.labels(anchors, 3)
+    for index, (row, column) in enumerate(zip(anchors.row.tolist(), anchors.column.tolist(), strict=True)):
         features = text.features((1, 3))[row, :column]
         states = block_states(tensors, head.config, features, int(text.tokens[row, column]))
         logits = block_logits(tensors, head.config, states)
-        for place, token in enumerate(tokens):
+        for place, token in enumerate(drafts.tokens[index].tolist()):
             previous = int(text.tokens[row, column + place])
             bias = tensors["markov_head.markov_w2.weight"] @ tensors["markov_head.markov_w1.weight"][previous]
             assert token == int((logits[1 + place] + bias).argmax())
+            expected = (logits[1 + place] + bias).softmax(dim=-1)[labels[index, place]]
+            assert float(drafts.probs[index, place]) == pytest.approx(float(expected), rel=1e-4)
 
 
 # --- planted mistakes -------------------------------------------------------------------------------------------------

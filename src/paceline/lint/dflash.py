@@ -15,6 +15,7 @@ from paceline.heads.block_convolution import BlockConvolution
 from paceline.heads.checkpoint import Checkpoint, plain_name
 from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.dflash_files import config_of
+from paceline.lint.comparison import DraftedTokens, own_ids, probs_of
 from paceline.lint.reading import TOP, ConfigKey, HeadReading, choices, config_reading, section_of, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
@@ -133,7 +134,7 @@ def _causal(checkpoint: Checkpoint, causal: bool) -> HeadReading:
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-def draft(head: DFlashHead, text: StatedText, anchors: Anchors, k: int) -> Tensor:
+def draft(head: DFlashHead, text: StatedText, anchors: Anchors, k: int) -> DraftedTokens:
     """The block of every anchor; within it the text's own tokens come before each draft."""
     teacher, config = text.teacher, head.config
     if config.target_hidden_size != teacher.hidden_size:
@@ -145,12 +146,18 @@ def draft(head: DFlashHead, text: StatedText, anchors: Anchors, k: int) -> Tenso
     count = min(k, config.max_draft_tokens)
     size = min(config.block_size, config.first_row + count) if config.is_causal else config.block_size
     _cut_blocks(head, size)  # rows that no draft token sees need not be computed
-    drafts, at_once = [], max(1, ROWS_AT_A_TIME // size)
+    labels = own_ids(text.labels(anchors, count), head.target_ids, teacher.vocab_size)
+    drafts, at_once = list[DraftedTokens](), max(1, ROWS_AT_A_TIME // size)
     for row in range(text.tokens.shape[0]):
-        for columns in torch.split(anchors.column[anchors.row == row], at_once):
+        own = anchors.row == row
+        for columns, part in zip(anchors.column[own].split(at_once), labels[own].split(at_once), strict=True):
             states = _block_states(head, context[row : row + 1], text.tokens[row], columns, size)
-            drafts.append(_drafts(head, states, text.tokens[row], columns, count))
-    return functional.pad(torch.cat(drafts), (0, k - count), value=-1)
+            drafts.append(_drafts(head, states, text.tokens[row], columns, part))
+    fewer = (0, k - count)
+    return DraftedTokens(
+        functional.pad(torch.cat([part.tokens for part in drafts]), fewer, value=-1),
+        functional.pad(torch.cat([part.probs for part in drafts]), fewer),
+    )
 
 
 _output_rows: WeakKeyDictionary[Teacher, Tensor] = WeakKeyDictionary()  # [vocab_size, hidden_size] of each target
@@ -190,15 +197,33 @@ def _block_states(head: DFlashHead, context: Tensor, tokens: Tensor, anchors: Te
     return states.view(len(anchors), size, -1)
 
 
-def _drafts(head: DFlashHead, states: Tensor, tokens: Tensor, anchors: Tensor, count: int) -> Tensor:
-    """The likeliest token of each row by its logits, the Markov head and the selector. int64 [anchors, count]"""
-    first = head.config.first_row
+def _drafts(head: DFlashHead, states: Tensor, tokens: Tensor, anchors: Tensor, labels: Tensor) -> DraftedTokens:
+    """The draft of each row by its logits, the Markov head and the selector. labels: of the head's own vocabulary"""
+    first, last = head.config.first_row, tokens.shape[0] - 1
     chain = _Chain(head)
-    last = tokens.shape[0] - 1
-    drafts = [
-        chain.best(states[:, first + place], tokens[(anchors + place).clamp(max=last)]) for place in range(count)
+    choices_of_rows = [
+        chain.choice(states[:, first + place], tokens[(anchors + place).clamp(max=last)]).drafted(labels[:, place])
+        for place in range(labels.shape[1])
     ]
-    return head.to_target_ids(torch.stack(drafts, dim=-1))
+    ids = torch.stack([choice.tokens for choice in choices_of_rows], dim=-1)
+    return DraftedTokens(head.to_target_ids(ids), torch.stack([choice.probs for choice in choices_of_rows], dim=-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Choice:
+    """Scores of the tokens that a row chooses from. ids [anchors, candidates]; None: the whole vocabulary"""
+
+    scores: Tensor  # [anchors, candidates]
+    ids: Tensor | None = None
+
+    def drafted(self, labels: Tensor) -> DraftedTokens:
+        """The likeliest token, and the probability of the target's. labels [anchors], ids of the head's own"""
+        best = self.scores.argmax(dim=-1)
+        if self.ids is None:
+            return DraftedTokens(best, probs_of(self.scores, labels))
+        matches = self.ids == labels[:, None]
+        column = torch.where(matches.any(dim=-1), matches.long().argmax(dim=-1), -1)
+        return DraftedTokens(self.ids.gather(-1, best[:, None]).squeeze(-1), probs_of(self.scores, column))
 
 
 @dataclass(slots=True, eq=False)
@@ -208,18 +233,17 @@ class _Chain:
     head: DFlashHead
     memory: Tensor | None = None
 
-    def best(self, states: Tensor, previous: Tensor) -> Tensor:
-        """states [anchors, hidden_size], previous: the tokens before. int64 [anchors], ids of the head's own."""
+    def choice(self, states: Tensor, previous: Tensor) -> _Choice:
+        """states [anchors, hidden_size], previous: the tokens before."""
         logits = self.head.logits(states)
         if self.head.markov_head is not None:
             step = self.head.markov_head.step(states, self.head.markov_head.previous(previous), self.memory)
             logits, self.memory = logits + step.bias, step.memory
         selector = self.head.candidate_selector
         if selector is None:
-            return logits.argmax(dim=-1)
+            return _Choice(logits)
         candidates = selector.candidates(logits)
-        scores = selector.pair_scores(states, candidates, previous[:, None])[:, 0]
-        return candidates.ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
+        return _Choice(selector.pair_scores(states, candidates, previous[:, None])[:, 0], candidates.ids)
 
 
 LINT = HeadLint(("dflash",), readings, draft)

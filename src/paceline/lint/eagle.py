@@ -13,6 +13,7 @@ from paceline.heads.checkpoint import Checkpoint, number, plain_name
 from paceline.heads.eagle import ChainHead
 from paceline.heads.eagle1 import BEFORE_FINAL_NORM
 from paceline.heads.eagle3 import usual_feature_layers
+from paceline.lint.comparison import DraftedTokens, own_ids, probs_of
 from paceline.lint.reading import TOP, ConfigKey, HeadReading, config_reading, section_of, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
@@ -25,7 +26,6 @@ from paceline.lint.transformer_readings import (
     theta_readings,
     vocabulary_readings,
 )
-from paceline.train.task import in_parts
 from paceline.train.training_time_test import reference
 
 LAYER_CONFIG = "transformer_layer_config"  # speculators' section for the one layer
@@ -105,7 +105,7 @@ def _head_dim(checkpoint: Checkpoint, section: str, key: ConfigKey) -> int:
     return int(key.value(checkpoint.config, 0)) or rows // heads
 
 
-def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> Tensor:
+def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> DraftedTokens:
     """All steps of the chain at every anchor at once, as in training."""
     teacher = text.teacher
     if head.config.target_hidden_size != teacher.hidden_size:
@@ -114,12 +114,24 @@ def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> Tensor
     head.bind_target(teacher.embed, teacher.logits)
     layers = head.feature_layers(teacher.num_layers)
     features = text.features(layers) if layers else text.final
-    drafts = []
-    for hidden in reference(head, features, text.tokens, k):
+    labels = own_ids(text.labels(anchors, k), head.target_ids, teacher.vocab_size)
+    steps = []
+    for place, hidden in enumerate(reference(head, features, text.tokens, k)):
         rows = anchors.pick(hidden, -1)  # the row before an anchor holds the anchor's embedding
-        best = torch.cat([head.logits(part).argmax(dim=-1) for part in in_parts(rows, ROWS_AT_A_TIME)])
-        drafts.append(head.to_target_ids(best))
-    return torch.stack(drafts, dim=-1)
+        steps.append(_drafted(head, rows, labels[:, place]))
+    return DraftedTokens(
+        torch.stack([step.tokens for step in steps], dim=-1), torch.stack([step.probs for step in steps], dim=-1)
+    )
+
+
+def _drafted(head: ChainHead, rows: Tensor, labels: Tensor) -> DraftedTokens:
+    """One step of every chain. labels: ids of the head's own vocabulary"""
+    best, probs = [], []
+    for part, own in zip(rows.split(ROWS_AT_A_TIME), labels.split(ROWS_AT_A_TIME), strict=True):
+        logits = head.logits(part)
+        best.append(logits.argmax(dim=-1))
+        probs.append(probs_of(logits, own))
+    return DraftedTokens(head.to_target_ids(torch.cat(best)), torch.cat(probs))
 
 
 LINT = HeadLint(("eagle1", "eagle3"), readings, draft)

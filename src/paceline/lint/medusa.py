@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import PairError
 from paceline.heads.checkpoint import Checkpoint, plain_name
 from paceline.heads.medusa import MedusaHeads
+from paceline.lint.comparison import DraftedTokens, own_ids, probs_of
 from paceline.lint.reading import HeadReading, tensor_reading
 from paceline.lint.registry import HeadLint
 from paceline.lint.target import Anchors, StatedText, TargetFacts
-from paceline.train.task import in_parts
 
 INDEX = re.compile(r"((?:model\.)?(?:blocks\.|lm_heads\.)?)(\d+)(\..*)")  # the number of the head a tensor is of
 ROWS_AT_A_TIME = 1024
@@ -57,7 +56,7 @@ def _map_readings(checkpoint: Checkpoint) -> list[HeadReading]:
     return [tensor_reading("token_map as offsets", change, ("token_map",), lambda ids: ids + torch.arange(len(ids)))]
 
 
-def draft(heads: MedusaHeads, text: StatedText, anchors: Anchors, k: int) -> Tensor:
+def draft(heads: MedusaHeads, text: StatedText, anchors: Anchors, k: int) -> DraftedTokens:
     """Head h predicts the token h + 1 places after an anchor from the state before the anchor."""
     teacher = text.teacher
     if heads.config.hidden_size != teacher.hidden_size:
@@ -65,8 +64,15 @@ def draft(heads: MedusaHeads, text: StatedText, anchors: Anchors, k: int) -> Ten
         raise PairError(f"these heads read states of {sizes}: they were trained for another model")
     states = anchors.pick(text.final, -1)
     count = min(k, heads.config.num_heads)
-    best = torch.cat([heads(part, count).argmax(dim=-1) for part in in_parts(states, ROWS_AT_A_TIME)], dim=1)
-    return functional.pad(heads.to_target_ids(best).T, (0, k - count), value=-1)
+    target_ids = heads.to_target_ids(torch.arange(heads.config.draft_vocab_size, device=states.device))
+    labels = own_ids(text.labels(anchors, count), target_ids, teacher.vocab_size)
+    tokens, probs = [], []
+    for part, own in zip(states.split(ROWS_AT_A_TIME), labels.split(ROWS_AT_A_TIME), strict=True):
+        logits = heads(part, count).transpose(0, 1)
+        tokens.append(heads.to_target_ids(logits.argmax(dim=-1)))
+        probs.append(probs_of(logits, own))
+    fewer = (0, k - count)
+    return DraftedTokens(functional.pad(torch.cat(tokens), fewer, value=-1), functional.pad(torch.cat(probs), fewer))
 
 
 LINT = HeadLint(("medusa",), readings, draft)

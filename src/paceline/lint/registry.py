@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
 from paceline.errors import OptionError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import HeadSpec, spec_of
+from paceline.lint.comparison import DraftedTokens
 from paceline.lint.reading import HeadReading
 from paceline.lint.target import Anchors, StatedText, TargetFacts
 
@@ -22,13 +21,13 @@ class HeadLint:
 
     kinds     names of heads.registry
     readings  every reading of a checkpoint besides its own, for a target
-    draft     (head, text, anchors, k) -> int64 [anchors, k]: draft tokens after every anchor, the text's own tokens
-              taken as accepted; -1 where the head drafts fewer. Raises PairError for a head of another target.
+    draft     (head, text, anchors, k): draft tokens after every anchor, the text's own tokens taken as accepted.
+              Raises PairError for a head of another target.
     """
 
     kinds: tuple[str, ...]
     readings: Callable[[Checkpoint, TargetFacts], list[HeadReading]]
-    draft: Callable[[Any, StatedText, Anchors, int], Tensor]
+    draft: Callable[[Any, StatedText, Anchors, int], DraftedTokens]
 
 
 MODULES: dict[str, str] = {

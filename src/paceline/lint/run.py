@@ -5,24 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import spec_of
-from paceline.lint.comparison import Acceptance, error_probability, paired
+from paceline.lint.comparison import STATISTICS, Acceptance, error_probability, most_gained, paired
 from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
 from paceline.lint.target import StatedText, TargetFacts
 
 POSITIONS = 3  # draft tokens after every anchor
 ALPHA = 0.01  # chance of naming a change although no reading is better
+WORTH = 0.01  # tokens per step more at which a change is named; other unused tokens as masks, for one, gain less
 MOST_CHANGES = 4
 # A reading that a part of the text shows to be worse is not read on the whole. One that the whole text would show to be
 # better at z = 4 is lost by each part once in 100 times.
 BETTER, LOST = 4.0, 2.33  # deviates
 SHARES = (0.15, 0.5)
+TIED = 4.0  # standard errors within which nothing is gained
+FILLS = (torch.Tensor.uniform_, torch.Tensor.normal_)
 FEWEST_ANCHORS, BEGINNING_ANCHORS = 160, 64  # of a share; most wrong readings are told by the first few lines
 
 
@@ -32,7 +38,7 @@ class TriedReading:
 
     acceptance  on the whole text, or on the part that showed it to be worse; None: the head does not load like this
     gain        tokens per step more than the reading it was tried against, on the same places of the text
-    z           of that comparison; positive is better
+    z           of that comparison, or of the same for drawn draft tokens; positive is better
     error       why it does not load
     """
 
@@ -99,7 +105,7 @@ def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Wa
         tried = _Trial(text, files, base).all(readings(files, facts), watch if not changes else lambda _: None)
         num_tested += len(tried)
         first_tried = first_tried or tried
-        change = _best_change(tried, num_tested)
+        change = _best_change(_on_all_places(tried, base), num_tested)
         if change is None:
             break
         changes.append(change)
@@ -109,12 +115,20 @@ def lint(checkpoint: Checkpoint, text: StatedText, facts: TargetFacts, watch: Wa
     return LintResult(kind, as_given, first_tried, changes, checkpoint, files, num_tested)
 
 
+def _on_all_places(tried: list[TriedReading], base: TriedReading) -> list[TriedReading]:
+    """Those that were read to the end of the text; others may be better than the files, and worse than the best."""
+    assert base.acceptance is not None
+    whole = base.acceptance.num_anchors
+    return [entry for entry in tried if entry.acceptance is not None and entry.acceptance.num_anchors == whole]
+
+
 def _best_change(tried: list[TriedReading], num_tested: int) -> Change | None:
-    better = [entry for entry in tried if entry.z > 0 and error_probability(entry.z, num_tested) < ALPHA]
+    tests = STATISTICS * num_tested
+    better = [entry for entry in tried if error_probability(entry.z, tests) < ALPHA and entry.gain >= WORTH]
     if not better:
         return None
     best = max(better, key=lambda entry: entry.tokens_per_step)
-    return Change(best, error_probability(best.z, num_tested))
+    return Change(best, error_probability(best.z, tests))
 
 
 def _as_given(checkpoint: Checkpoint, text: StatedText) -> TriedReading:
@@ -122,22 +136,41 @@ def _as_given(checkpoint: Checkpoint, text: StatedText) -> TriedReading:
     try:
         return TriedReading(AS_GIVEN, acceptance(checkpoint, text))
     except (WeightsError, OptionError) as error:
-        nothing = torch.zeros(len(text.anchors(POSITIONS)), dtype=torch.int64)
-        return TriedReading(AS_GIVEN, Acceptance(nothing, POSITIONS), error=str(error))
+        nothing = Acceptance.nothing(len(text.anchors(POSITIONS)), POSITIONS)
+        return TriedReading(AS_GIVEN, nothing, error=str(error))
+
+
+def acceptance(checkpoint: Checkpoint, text: StatedText, k: int = POSITIONS) -> Acceptance:
+    """What the target accepts of a head's drafts along a text. Raises WeightsError, OptionError or PairError."""
+    return head_acceptance(spec_of(checkpoint).name, loaded_head(checkpoint), text, k)
+
+
+def loaded_head(checkpoint: Checkpoint) -> nn.Module:
+    """The head of a checkpoint, which keeps its tensors. Raises WeightsError or OptionError."""
+    with _WithoutRandomWeights():
+        return spec_of(checkpoint).load(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval()
 
 
 @torch.no_grad()
-def acceptance(checkpoint: Checkpoint, text: StatedText, k: int = POSITIONS) -> Acceptance:
-    """What the target accepts of a head's drafts along a text. Raises WeightsError, OptionError or PairError."""
-    kind = spec_of(checkpoint)
-    head = kind.load(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval().to(text.tokens.device)
+def head_acceptance(kind: str, head: nn.Module, text: StatedText, k: int = POSITIONS) -> Acceptance:
+    """What the target accepts of a loaded head's drafts. Raises PairError for a head of another target."""
     anchors = text.anchors(k)
-    drafts = lint_of(kind.name).draft(head, text, anchors, k)
+    drafts = lint_of(kind).draft(head.to(text.tokens.device), text, anchors, k)
     return Acceptance.of(drafts, text.labels(anchors, k))
 
 
+class _WithoutRandomWeights(TorchFunctionMode):
+    """Modules are made without filling their weights, which are loaded right after and took most of the time."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function in FILLS else function(*args, **(kwargs or {}))
+
+
 class _Trial:
-    """Readings of one checkpoint against what it says itself."""
+    """Readings of one checkpoint against what it says itself: a race over parts of the text, from short to long.
+
+    A reading that a part shows to be worse than the best of all is not read further.
+    """
 
     def __init__(self, text: StatedText, files: Checkpoint, base: TriedReading) -> None:
         assert base.acceptance is not None
@@ -145,26 +178,38 @@ class _Trial:
         self._parts = _parts(text)
 
     def all(self, readings: list[HeadReading], watch: Watcher) -> list[TriedReading]:
-        tried = []
-        for reading in readings:
-            tried.append(self._tried(reading))
-            watch(tried[-1])
-        return tried
+        """In the order of `readings`; watched in the order in which they leave the race."""
+        finished: dict[int, TriedReading] = {}
+        running = dict(enumerate(readings))
+        for part in self._parts:
+            tried = {index: self._tried(reading, part) for index, reading in running.items()}
+            ended = {index: entry for index, entry in tried.items() if self._ends(entry, part, tried)}
+            for entry in ended.values():
+                watch(entry)
+            finished |= ended
+            running = {index: reading for index, reading in running.items() if index not in ended}
+        return [finished[index] for index in range(len(readings))]
 
-    def _tried(self, reading: HeadReading) -> TriedReading:
-        """On the parts of the text, up to the one that shows it to be worse."""
+    def _ends(self, entry: TriedReading, part: _Part, tried: dict[int, TriedReading]) -> bool:
+        """Whether a reading is read no further: on the whole text, where it does not load, and where it is no better
+        than what the files say, or than the best reading, or so little better that it would not be named."""
+        if part.is_whole or entry.acceptance is None or entry.z <= part.worse:
+            return True
+        if most_gained(entry.acceptance, self._base.first(entry.acceptance.num_anchors), TIED) < WORTH:
+            return True
+        better = [other for other in tried.values() if other.gain >= max(WORTH, entry.gain)]
+        best = max(better, key=lambda other: other.gain, default=entry)
+        assert best.acceptance is not None
+        return best is not entry and paired(entry.acceptance, best.acceptance) <= part.worse
+
+    def _tried(self, reading: HeadReading, part: _Part) -> TriedReading:
         try:
-            files = reading.edit(self._files)
-            for part in self._parts:
-                tried = self._compared(reading, acceptance(files, part.text))
-                if tried.z <= part.worse:
-                    break
-            return tried
+            return self._compared(reading, acceptance(reading.edit(self._files), part.text))
         except (WeightsError, OptionError) as error:
             return TriedReading(reading, None, error=str(error))
 
     def _compared(self, reading: HeadReading, other: Acceptance) -> TriedReading:
-        base = Acceptance(self._base.lengths[: other.num_anchors], self._base.k)
+        base = self._base.first(other.num_anchors)
         return TriedReading(reading, other, other.tokens_per_step - base.tokens_per_step, paired(other, base))
 
 
@@ -174,6 +219,7 @@ class _Part:
 
     text: StatedText
     worse: float
+    is_whole: bool = False
 
 
 def _parts(text: StatedText) -> list[_Part]:
@@ -189,4 +235,4 @@ def _parts(text: StatedText) -> list[_Part]:
             texts.append(text.seqs(list(range(num_seqs))))
     shares = [len(part.anchors(POSITIONS)) / whole for part in texts]
     parts = [_Part(part, BETTER * math.sqrt(share) - LOST) for part, share in zip(texts, shares)]
-    return [*parts, _Part(text, -math.inf)]
+    return [*parts, _Part(text, -math.inf, is_whole=True)]

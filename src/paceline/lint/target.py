@@ -13,6 +13,7 @@ from paceline.train.corpus import TrainingSequence
 from paceline.train.task import TrainingTarget, in_parts
 from paceline.train.teacher import Teacher
 
+ALIKE = 0.01  # of a vector's length, within which two are taken to be the same
 MOST_ADDED = 16  # tokens that a tokenizer has added to its vocabulary, of which one may be a mask
 ROWS_AT_A_TIME = 1024  # logits over a whole vocabulary are computed for this many rows at once
 
@@ -40,12 +41,22 @@ class TargetFacts:
             sizes.head_dim,
             target.teacher.vocab_size,
             None if theta is None else float(theta),
-            tuple(sorted(special)),
+            _distinct(target.teacher, sorted(special)),
         )
 
     def has_layers(self, layers: tuple[int, ...]) -> bool:
         """Whether states enter all of these layers, or leave the last one."""
         return all(0 <= layer <= self.num_layers for layer in layers)
+
+
+@torch.no_grad()
+def _distinct(teacher: Teacher, tokens: list[int]) -> tuple[int, ...]:
+    """Without tokens that have the vector of a later one: unused tokens are often alike, and alike as masks."""
+    if not tokens:
+        return ()
+    vectors = teacher.embed(torch.tensor(tokens, device=teacher.device)).float()
+    near = torch.cdist(vectors, vectors) < ALIKE * vectors.norm(dim=-1)
+    return tuple(token for row, token in enumerate(tokens) if not near[row, row + 1 :].any())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

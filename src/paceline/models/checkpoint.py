@@ -29,7 +29,7 @@ HARMLESS_SUFFIXES = (  # buffers that old checkpoints carry
     ".attention.bias",
     ".attention.masked_bias",
 )
-HEAD_THAT_DRAFTS = "mtp."  # an MTP head beside any model; heads/mtp.py reads it
+HEAD_THAT_DRAFTS = ("mtp.", "model.mtp_layers.")  # an MTP head beside any model; heads/mtp.py reads it
 LAYER_NAME = re.compile(r".*?\blayers\.(\d+)\.")
 SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # torch adds no eight-bit floats
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 pytest.importorskip("vllm")
 
+from paceline.engines.vllm.arguments import WORKER
 from paceline.heads.checkpoint import Provenance
+from paceline.heads.dflash import DFlashConfig, DFlashHead
 from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.peagle import PEagleConfig, PEagleHead
 from paceline.heads.registry import save_head
 from tests.support.build import sequence, tiny_engine
-from tests.support.tiny import write_tiny_model
+from tests.support.mtp import add_tensors, edit_config, random_tensors
+from tests.support.tiny import byte_tokenizer, write_tiny_model
 
 K, NEW_TOKENS = 3, 12
 PROMPTS = [[5, 7, 9, 11, 200, 31], list(range(40, 70))]
@@ -58,9 +63,17 @@ def peagle_head() -> nn.Module:
     return random_weights(PEagleHead(config))
 
 
+def dflash_head(**variant: Any) -> nn.Module:
+    """vLLM runs blocks of num_speculative_tokens + 1 rows whatever the config says: these are as long."""
+    config = DFlashConfig(128, 96, 2, 4, 2, 32, 259, 259, 128, (1, 2, 3), K + 1, 255, **variant)
+    return random_weights(DFlashHead(config))
+
+
 HEADS: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any]]] = {
     "eagle3": (eagle_head, "eagle", {"method": "eagle3"}),
     "p-eagle": (peagle_head, "eagle", {"method": "eagle3", "parallel_drafting": True}),
+    "dflash": (dflash_head, "dflash", {"method": "dflash"}),
+    "causal dflash": (partial(dflash_head, causal=True), "dflash", {"method": "dflash"}),
 }
 
 
@@ -86,15 +99,15 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cleanup_dist_env_and_memory()
 
 
-def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Generated:
-    """vLLM, one prompt after the other."""
+def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch, k: int = K) -> Generated:
+    """vLLM as our engine starts it on a CPU, one prompt after the other."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=1,
-        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False,
-        speculative_config={"num_speculative_tokens": K, **speculative},
+        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False, worker_extension_cls=WORKER,
+        speculative_config={"num_speculative_tokens": k, **speculative},
     )  # fmt: skip
     steps: list[tuple[int, list[int]]] = []  # new tokens of each step, and the draft after them
     propose = GPUModelRunner.propose_draft_token_ids
@@ -118,9 +131,9 @@ def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytes
     return generated
 
 
-def own_generated(folder: Path, **options: Any) -> Generated:
+def own_generated(folder: Path, k: int = K, **options: Any) -> Generated:
     """Our engine, as the library builds it."""
-    engine = tiny_engine(folder, num_draft_tokens=K, dtype="float32", **options)
+    engine = tiny_engine(folder, num_draft_tokens=k, dtype="float32", **options)
     drafts: dict[int, list[int]] = {}
     propose = engine.parts.drafter.propose
 
@@ -157,3 +170,51 @@ def test_a_head_drafts_the_same_tokens_in_vllm(
     save_head(head(), tmp_path, provenance=Provenance(str(target)))
     theirs = vllm_generated(target, {"model": str(tmp_path), **keys}, monkeypatch)
     check_equal(theirs, own_generated(target, method=method, draft_model=str(tmp_path)))
+
+
+# --- MTP: the target's own checkpoint holds the head ------------------------------------------------------------------
+
+
+LAYER_SHAPES: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj.weight": (128, 128), "self_attn.k_proj.weight": (64, 128), "self_attn.v_proj.weight": (64, 128),
+    "self_attn.o_proj.weight": (128, 128), "mlp.gate_proj.weight": (96, 128), "mlp.up_proj.weight": (96, 128),
+    "mlp.down_proj.weight": (128, 96), "input_layernorm.weight": (128,), "post_attention_layernorm.weight": (128,),
+}  # fmt: skip
+BIASES: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.bias": (128 if part == "q" else 64,) for part in "qkv"}
+
+
+def write_with_head(folder: Path, model: Any, prefix: str, shapes: dict[str, tuple[int, ...]], **config: Any) -> Path:
+    """A target with an MTP head of random weights among its tensors."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    add_tensors(folder, random_tensors(prefix, {**LAYER_SHAPES, **shapes}))
+    edit_config(folder, num_nextn_predict_layers=1, **config)
+    return folder
+
+
+def mimo_target(folder: Path) -> Path:
+    """MiMo-7B has Qwen2's layers, and its class is what vLLM tells it by."""
+    joined = {"input_proj.weight": (128, 256), **BIASES}
+    norms = dict.fromkeys(("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"), (128,))
+    model = tiny_qwen2()
+    return write_with_head(
+        folder, model, "model.mtp_layers.0.", {**joined, **norms}, architectures=["MiMoForCausalLM"]
+    )
+
+
+def tiny_qwen2() -> Any:
+    config = Qwen2Config(
+        vocab_size=259, hidden_size=128, intermediate_size=96, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, initializer_range=0.3,
+        max_position_embeddings=256, bos_token_id=256, eos_token_id=257, pad_token_id=258,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen2ForCausalLM(config).eval()
+
+
+def test_an_mtp_head_drafts_the_same_tokens_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiMo's is trained to draft one token, and vLLM asks it for no more."""
+    folder = mimo_target(tmp_path)
+    theirs = vllm_generated(folder, {"method": "mtp"}, monkeypatch, k=1)
+    check_equal(theirs, own_generated(folder, k=1, method="mtp"))

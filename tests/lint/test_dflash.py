@@ -119,7 +119,7 @@ def edited(files: Checkpoint, **changes: Any) -> Checkpoint:
 MISTAKES: dict[str, tuple[dict[str, Any], str | None]] = {
     "correct": ({}, None),
     "layers": ({"target_layer_ids": [1], "aux_hidden_state_layer_ids": [2]}, "layers one lower"),
-    "mask": ({"mask_token_id": 201}, "mask token 200"),
+    "mask": ({"mask_token_id": 199}, "mask token 200"),
 }
 
 

@@ -47,7 +47,7 @@ def test_logits_agree_with_transformers_in_float64(kind: str, changes: dict[str,
     for output, prompt in zip(outputs, PROMPTS):
         with torch.no_grad():
             expected = model(torch.tensor([prompt])).logits[0]
-        torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)  # transformers rotates in float32
+        torch.testing.assert_close(output.logits, expected, rtol=5e-5, atol=5e-5)  # transformers rotates in float32
 
 
 REFUSED: list[tuple[Any, str]] = [

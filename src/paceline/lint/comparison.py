@@ -143,8 +143,12 @@ def error_probability(z: float, tests: int) -> float:
     return min(1.0, tests * normal_tail(z))
 
 
+def accepts_more(first: Acceptance, second: Acceptance) -> float:
+    """The deviate of `first` over `second` by accepted tokens; both on the same anchors. Positive: better."""
+    assert first.num_anchors == second.num_anchors
+    return normal_deviate(torch.sub(first.lengths, second.lengths))
+
+
 def paired(first: Acceptance, second: Acceptance) -> float:
     """The deviate of `first` over `second`, the larger of STATISTICS; both on the same anchors. Positive: better."""
-    assert first.num_anchors == second.num_anchors
-    lengths = torch.sub(first.lengths, second.lengths)
-    return max(normal_deviate(first.expected - second.expected), normal_deviate(lengths))
+    return max(normal_deviate(first.expected - second.expected), accepts_more(first, second))

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
 from paceline.heads.registry import spec_of
-from paceline.lint.comparison import STATISTICS, Acceptance, error_probability, most_gained, paired
+from paceline.lint.comparison import STATISTICS, Acceptance, accepts_more, error_probability, most_gained, paired
 from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
 from paceline.lint.target import StatedText, TargetFacts
@@ -22,6 +22,7 @@ from paceline.lint.target import StatedText, TargetFacts
 POSITIONS = 3  # draft tokens after every anchor
 ALPHA = 0.01  # chance of naming a change although no reading is better
 WORTH = 0.01  # tokens per step more at which a change is named; other unused tokens as masks, for one, gain less
+ALIKE = 2.0  # deviates within which two readings may accept as many tokens
 MOST_CHANGES = 4
 # A reading that a part of the text shows to be worse is not read on the whole. One that the whole text would show to be
 # better at z = 4 is lost by each part once in 100 times.
@@ -51,6 +52,11 @@ class TriedReading:
     @property
     def tokens_per_step(self) -> float:
         return 0.0 if self.acceptance is None else self.acceptance.tokens_per_step
+
+    @property
+    def expected(self) -> float:
+        """Draft tokens accepted a step, expected of drawn ones."""
+        return 0.0 if self.acceptance is None else float(self.acceptance.expected.mean())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,8 +133,16 @@ def _best_change(tried: list[TriedReading], num_tested: int) -> Change | None:
     better = [entry for entry in tried if error_probability(entry.z, tests) < ALPHA and entry.gain >= WORTH]
     if not better:
         return None
-    best = max(better, key=lambda entry: entry.tokens_per_step)
+    best = _best(better)
     return Change(best, error_probability(best.z, tests))
+
+
+def _best(tried: list[TriedReading]) -> TriedReading:
+    """The most accepted tokens; of those that may be as good, the most expected ones, which vary less."""
+    leader = max(tried, key=lambda entry: entry.tokens_per_step).acceptance
+    assert leader is not None
+    alike = [entry for entry in tried if entry.acceptance and accepts_more(leader, entry.acceptance) < ALIKE]
+    return max(alike, key=lambda entry: entry.expected)
 
 
 def _as_given(checkpoint: Checkpoint, text: StatedText) -> TriedReading:
@@ -200,7 +214,7 @@ class _Trial:
         better = [other for other in tried.values() if other.gain >= max(WORTH, entry.gain)]
         best = max(better, key=lambda other: other.gain, default=entry)
         assert best.acceptance is not None
-        return best is not entry and paired(entry.acceptance, best.acceptance) <= part.worse
+        return best is not entry and paired(entry.acceptance, best.acceptance) <= -LOST  # they are not tied
 
     def _tried(self, reading: HeadReading, part: _Part) -> TriedReading:
         try:

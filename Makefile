@@ -14,6 +14,10 @@ INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --constrain
 # Two workers share the test files in the order of tests/conftest.py, which begins with the longest.
 TWO_WORKERS := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# Byte code is kept even where the environment forbids it: tests start hundreds of processes, and each would compile
+# the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Engines of others: torch with all it needs, then exact versions of everything else.
 ENGINES := .venv-engines
 RUN_ENGINES := $(ENGINES)/bin/python

@@ -26,6 +26,7 @@ from benchmarks import fresh
 from benchmarks.fresh_process import PLAIN, FreshResult, Job, Pass, in_fresh_process
 
 USUAL_SECONDS = 45.0  # of a row, before one was measured
+BATCHES = 3  # prompts of a row are so many batches at least: while the last few texts end, a batch is not full
 RIG_TARGET, RIG_DRAFT, RIG_HEAD = "target", "draft", "dflash"
 
 
@@ -46,15 +47,18 @@ class Section:
 
 
 SECTIONS = (
-    Section("pair", "pair", "plain,draft:3,draft:auto,auto,draft:5,ngram:5"),
-    Section("rig", "rig", "plain,draft:5,draft:auto,draft:7,auto"),
-    Section("pair, 8 at a time", "pair", "plain,draft:3,draft:auto", batch=8),
+    Section("pair", "pair", "plain,draft:3,draft:auto,draft:5,auto"),
+    Section("rig", "rig", "plain,draft:5,draft:auto,draft:7"),
     Section("pair, vLLM", "pair", "vllm/plain,vllm/draft:3"),
+    Section("pair, 8 at a time", "pair", "plain,draft:3", batch=8),
     Section("rig, block head", "rig", "plain,dflash:7,dflash:15,dflash:auto", draft=RIG_HEAD),
-    Section("rig, block head, 8 at a time", "rig", "plain,dflash:7,dflash:auto", batch=8, draft=RIG_HEAD),
-    Section("rig, int4", "rig", "plain,draft:5,ngram:5", dtype="int4"),
+    Section("rig, int4", "rig", "plain,draft:5", dtype="int4"),
+    Section("pair, GGUF", "gguf", "plain,draft:3", dtype=None),
     Section("rig, fp8", "rig", "plain,draft:5", dtype="fp8"),
-    Section("pair, GGUF", "gguf", "plain,draft:3,draft:auto", dtype=None),
+    Section("rig, block head, 8 at a time", "rig", "plain,dflash:7", batch=8, draft=RIG_HEAD),
+    Section("pair, further", "pair", "plain,ngram:5,draft:7"),
+    Section("rig, further", "rig", "plain,ngram:5,auto"),
+    Section("pair, 8 at a time, further", "pair", "plain,draft:auto,draft:5", batch=8),
     Section("pair, vLLM, 8 at a time", "pair", "vllm/plain,vllm/draft:3", batch=8),
 )
 
@@ -66,6 +70,15 @@ def models_of(section: Section, args: argparse.Namespace) -> tuple[str, str] | N
         return (str(folder / RIG_TARGET), str(folder / (section.draft or RIG_DRAFT))) if folder else None
     named = getattr(args, section.models)
     return tuple(named) if named else None
+
+
+def prompts_of(section: Section, args: argparse.Namespace) -> list[str]:
+    """Of a batch more than --limit-prompts says, where there are more."""
+    few = fresh.read_prompts(args)
+    if section.batch == 1 or len(few) >= BATCHES * section.batch:
+        return few
+    limit = -(-BATCHES * section.batch // len(args.prompts))
+    return fresh.read_prompts(argparse.Namespace(**(vars(args) | {"limit_prompts": limit})))
 
 
 def jobs_of(section: Section, args: argparse.Namespace, prompts: list[str]) -> Iterator[Job]:
@@ -94,7 +107,7 @@ class Records:
         self._rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def get(self, section: Section, job: Job) -> FreshResult | None:
-        row = self._rows.get(f"{section.name}/{job.name}")
+        row = self._rows.get(_key(section, job))
         if row is None:
             return None
         return FreshResult(job, **(row | {"first": Pass(**row["first"]), "warm": Pass(**row["warm"])}))
@@ -102,8 +115,14 @@ class Records:
     def put(self, section: Section, result: FreshResult) -> None:
         row = asdict(result)
         del row["job"]
-        self._rows[f"{section.name}/{result.job.name}"] = row
+        self._rows[_key(section, result.job)] = row
         self.path.write_text(json.dumps(self._rows))
+
+
+def _key(section: Section, job: Job) -> str:
+    """Rows of the same models and settings are measured once, whatever sections they are in."""
+    draft = section.draft if job.draft else None
+    return "/".join(str(part) for part in (section.models, section.dtype, section.batch, draft, job.name))
 
 
 @dataclass(slots=True)
@@ -172,11 +191,11 @@ def main(argv: list[str] | None = None) -> int:
         small, folder = args.write_rig
         write_rig(small, Path(folder), args.head, args.device, dry_run=args.dry_run)
     clock, records = Clock(time.monotonic() + args.seconds), Records(Path(args.out))
-    prompts = fresh.read_prompts(args)
     only = [name.strip() for name in args.only.split(";") if name.strip()]
     for section in SECTIONS:
         if only and section.name not in only:
             continue
+        prompts = prompts_of(section, args)
         rows = run_section(section, list(jobs_of(section, args, prompts)), records, clock)
         if rows:
             print(f"\n{section.name}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens, greedy")

@@ -283,7 +283,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", nargs="+", default=["builtin:code,chat"], metavar="FILE")
     parser.add_argument("--limit-prompts", type=int, metavar="N", help="of each file")
     parser.add_argument("--rows", default=DEFAULT_ROWS, help=f"default: {DEFAULT_ROWS}")
-    parser.add_argument("--batch", default="1", metavar="N", help="1,8: prompts generated together")
+    parser.add_argument("--batch", default="1", metavar="N", help="1,8: prompts generated at a time")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--peers", default="", help="hf, llama_cpp: other systems beside it, where installed")
     parser.add_argument("--gguf", metavar="FILE", help="the model for llama_cpp")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -51,7 +52,7 @@ class Job:
 
 @dataclass(slots=True)
 class Pass:
-    """All prompts once. outputs: token ids, or texts where a peer gives no ids; each: seconds of every batch."""
+    """All prompts once. outputs: token ids, or texts where a peer gives no ids; each: seconds of every call."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -83,7 +84,7 @@ class FreshResult:
 
 # --- one process ------------------------------------------------------------------------------------------------------
 
-GenerateBatch = Callable[[list[str], Pass], None]  # adds the outputs and counts of one batch
+GenerateBatch = Callable[[list[str], Pass], None]  # adds the outputs and counts of one call
 
 
 def run_job(job: Job, started: float) -> FreshResult:
@@ -94,10 +95,12 @@ def run_job(job: Job, started: float) -> FreshResult:
 
 
 def measured(job: Job, generate: GenerateBatch) -> Pass:
-    result = Pass()
-    for start in range(0, len(job.prompts), job.batch):
+    """One prompt after another; or all at once, of which the engine takes `batch` at a time: where one ends, the next
+    begins, as in a server."""
+    result, together = Pass(), 1 if job.batch == 1 else max(1, len(job.prompts))
+    for start in range(0, len(job.prompts), together):
         began = time.perf_counter()
-        generate(job.prompts[start : start + job.batch], result)
+        generate(job.prompts[start : start + together], result)
         result.each.append(time.perf_counter() - began)
         result.seconds += result.each[-1]
     return result
@@ -106,6 +109,8 @@ def measured(job: Job, generate: GenerateBatch) -> Pass:
 def open_paceline(job: Job) -> GenerateBatch:
     from paceline import SpeculativeDecoder
 
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("paceline.build").setLevel(logging.DEBUG)  # what the time to ready is made of
     decoder = SpeculativeDecoder(job.model, **decoder_options(job))
     as_chat = not job.raw and bool(getattr(decoder.tokenizer.hf_tokenizer, "chat_template", None))
 
@@ -113,7 +118,7 @@ def open_paceline(job: Job) -> GenerateBatch:
         asked = [[{"role": "user", "content": prompt}] if as_chat else prompt for prompt in prompts]
         settings: dict[str, Any] = {"max_new_tokens": job.max_new_tokens, "temperature": 0.0}
         if job.predictions is not None and job.predictions[len(result.outputs)] is not None:
-            settings["prediction"] = job.predictions[len(result.outputs)]  # of a whole batch
+            settings["prediction"] = job.predictions[len(result.outputs)]  # of all prompts of the call
         for answer in decoder.generate(asked, **settings):
             result.tokens += len(answer.token_ids)
             result.steps += answer.stats.steps

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from torch import Tensor
 from paceline.heads.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from paceline.heads.registry import save_head, spec_of
 from paceline.heads.shipped import HERE
+from paceline.hub import locate
 from paceline.lint.transformer_readings import pairs_of_halves
+from paceline.models.checkpoint import Safetensors
 
 LAYER_KEYS = (("eagle_config", "eagle_aux_hidden_state_layer_ids"), ("dflash_config", "target_layer_ids"))
 Plant = Callable[[Checkpoint], Checkpoint]
@@ -141,12 +145,23 @@ DFLASH: dict[str, Mistake] = {
 # --- correct copies ---------------------------------------------------------------------------------------------------
 
 
+@cache
+def _target_functions() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Of the default model, which ties both: token ids -> input vectors, hidden states -> logits."""
+    with ExitStack() as stack:
+        weight = Safetensors(locate("default").folder, stack, "cpu")("model.embed_tokens.weight")
+    assert weight is not None
+    return weight.__getitem__, lambda hidden: torch.nn.functional.linear(hidden, weight.to(hidden.dtype))
+
+
 def resaved(layout: str, dtype: torch.dtype) -> CopyHead:
     """Written by paceline in a layout and a dtype."""
 
     def write(source: Path, folder: Path) -> None:
         checkpoint = read_checkpoint(source)
-        save_head(spec_of(checkpoint).load(checkpoint), folder, layout=layout, dtype=dtype)
+        head = spec_of(checkpoint).load(checkpoint)
+        head.bind_target(*_target_functions())  # some layouts hold output rows of the target
+        save_head(head, folder, layout=layout, dtype=dtype)
 
     return write
 

@@ -11,9 +11,10 @@ chromium         path of a browser; tests that ask for it are skipped where ther
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,24 +36,27 @@ if not torch.cuda.is_available() and find_spec("triton"):
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Two distributed of tests share two cores (make test); more threads would only wait for each other.
+# Two workers share two cores (make test); more threads would only wait for each other.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 # Files that take longest, longest first: they begin first, so that no worker is left alone with one at the end.
 LONGEST = (
+    "doctor/test_doctor.py",
     "families/test_families.py",
     "engines/local/test_exactness.py",
-    "contracts/test_runner.py",
-    "doctor/test_doctor.py",
-    "families/test_rollback.py",
-    "layers/test_compiles.py",
-    "test_equality.py",
-    "learning/test_serving.py",
     "lint/test_shipped.py",
+    "bench/test_endpoints.py",
+    "test_equality.py",
+    "families/test_rollback.py",
+    "learning/test_serving.py",
     "serve/test_tools.py",
+    "contracts/test_runner.py",
+    "serve/test_openai_client.py",
+    "runners/native/test_dense_graphs.py",
+    "drafting/test_dflash.py",
     "test_seeds.py",
     "families/test_windows.py",
-    "bench/test_endpoints.py",
+    "cli/test_interrupt.py",
     "serve/test_command.py",
     "test_fresh.py",
 )
@@ -76,14 +80,39 @@ def place_in_order(item: pytest.Item) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+def pytest_collection() -> None:
+    """Modules and thousands of collected tests live to the end: garbage collection would look for nothing in them."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Modules and thousands of collected tests live to the end: no garbage collection need look at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """A command or a benchmark run in this process may set levels and handlers: the next test meets none of that."""
+    loggers = {name: logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if _is_ours(name)}
+    before = {name: (logger.level, logger.propagate, list(logger.handlers)) for name, logger in loggers.items()}
+    at_root = list(logging.root.handlers)
+    yield
+    for handler in list(logging.root.handlers):
+        if type(handler) is logging.StreamHandler and handler not in at_root:  # pytest's own are of classes of its own
+            logging.root.removeHandler(handler)
+    for name in filter(_is_ours, list(logging.root.manager.loggerDict)):
+        logger = logging.getLogger(name)
+        level, logger.propagate, logger.handlers = before.get(name, (logging.NOTSET, True, []))
+        logger.setLevel(level)
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] in ("paceline", "uvicorn")
 
 
 @pytest.fixture(scope="session")

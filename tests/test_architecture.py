@@ -76,13 +76,25 @@ def sources() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 
 
+@cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """Imports, functions and classes of every file: a million nodes are walked once, not for every question."""
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {path: [node for node in ast.walk(tree) if isinstance(node, kinds)] for path, tree in sources().items()}
+
+
 def rooms() -> list[str]:
     return sorted({room_of(path) for path in sources()} - set(TOP))
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@cache
+def imported_modules(path: Path) -> tuple[str, ...]:
     """Every module that a file imports: at the top, inside functions, under TYPE_CHECKING."""
-    for node in ast.walk(sources()[path]):
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in nodes()[path]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -188,17 +200,17 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    for path, tree in sources().items():
+    for path, found in nodes().items():
         if not is_triton(path):
-            for node in ast.walk(tree):
+            for node in found:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield path, node
 
 
 def classes() -> Iterator[tuple[Path, ast.ClassDef]]:
-    for path, tree in sources().items():
+    for path, found in nodes().items():
         if not is_triton(path):
-            yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+            yield from ((path, node) for node in found if isinstance(node, ast.ClassDef))
 
 
 def test_no_module_is_a_drawer_for_anything() -> None:
@@ -227,8 +239,9 @@ def public_methods(node: ast.ClassDef) -> list[str]:
 def attributes(node: ast.ClassDef) -> set[str]:
     """Everything that methods assign to self. The declared fields of a record do not count: options and figures are
     many."""
-    targets = [item for part in ast.walk(node) if isinstance(part, ast.Assign) for item in part.targets]
-    targets += [part.target for part in ast.walk(node) if isinstance(part, ast.AnnAssign | ast.AugAssign)]
+    parts = list(ast.walk(node))
+    targets = [item for part in parts if isinstance(part, ast.Assign) for item in part.targets]
+    targets += [part.target for part in parts if isinstance(part, ast.AnnAssign | ast.AugAssign)]
     flat = [item for target in targets for item in (target.elts if isinstance(target, ast.Tuple) else [target])]
     return {
         item.attr for item in flat
@@ -251,7 +264,6 @@ def test_nine_of_ten_functions_are_short() -> None:
     assert lengths[int(0.9 * len(lengths))] <= P90_FUNCTION_LINES
 
 
-@pytest.mark.slow
 def test_functions_are_typed() -> None:
     def is_typed(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]

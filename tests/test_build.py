@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from paceline import SpeculativeDecoder
 from paceline.build import FAST_CONTEXT, FAST_KS, build_engine, open_model, warmup_plan
 from paceline.config import WARMUPS, EngineConfig
+from paceline.core.draft_length import AdaptiveDraftLength
 from paceline.core.protocols import Preparation
 from paceline.core.types import WarmupPlan
 from paceline.device.graphs import num_one_off_works
@@ -29,10 +31,12 @@ def plan(**options: Any) -> WarmupPlan:
 
 
 def test_a_fast_warm_up_prepares_what_one_sequence_meets() -> None:
-    assert plan() == WarmupPlan((1,), (), FAST_CONTEXT)
-    assert plan(method="ngram", num_draft_tokens=5) == WarmupPlan((1, 6), (5,), FAST_CONTEXT)
+    assert plan(max_num_seqs=1) == WarmupPlan((1,), (), FAST_CONTEXT)
+    assert plan(method="ngram", num_draft_tokens=5, max_num_seqs=3) == WarmupPlan(
+        (1, 6), (5,), FAST_CONTEXT, quick_batches=(2, 4)
+    )
     auto = plan(method="ngram")
-    assert auto.num_draft_tokens == FAST_KS and auto.widths == tuple(range(1, 18)) and auto.num_seqs == (1,)
+    assert auto.num_draft_tokens == FAST_KS and auto.widths == tuple(range(1, 17)) and auto.num_seqs == (1,)
     assert plan(max_model_len=600).max_context == 600
 
 
@@ -47,6 +51,7 @@ def test_no_warm_up_prepares_nothing_and_a_wrong_name_is_refused() -> None:
         EngineConfig.create("toy", warmup="slow")
 
 
+@pytest.mark.slow
 def test_preparations_of_target_and_draft_model_run_at_load(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[WarmupPlan] = []
 
@@ -68,6 +73,19 @@ def test_a_device_without_graphs_has_nothing_to_prepare(tiny_folder: Path) -> No
     assert opened.target.preparations(plan(method="ngram", warmup="full")) == []
 
 
+@pytest.mark.slow
+def test_lookups_beside_a_draft_model_do_not_wait_until_reading_a_prompt_pays(tiny_folder: Path) -> None:
+    """`auto` sees to the draft model's turns itself; alone, a draft model must earn what it has to read."""
+    catch_up = {}
+    for method in ("draft_model", "auto"):
+        options: dict[str, Any] = {"method": method, "draft_model": str(tiny_folder), "num_draft_tokens": "auto"}
+        policy = build_engine(EngineConfig.create(str(tiny_folder), **options)).parts.draft_length
+        assert isinstance(policy, AdaptiveDraftLength)
+        catch_up[method] = policy.costs.catch_up
+    assert catch_up["draft_model"] > 0 and catch_up["auto"] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", WARMUPS)
 def test_the_output_does_not_depend_on_the_warm_up(warmup: str, tiny_folder: Path) -> None:
     with SpeculativeDecoder(tiny_folder, warmup="none") as plain:
@@ -91,3 +109,39 @@ def test_nothing_is_captured_inside_a_sequence(method: str, k: int | str, tmp_pa
             for temperature in (0.0, 0.9):
                 decoder.generate("abc " * length, max_new_tokens=60, temperature=temperature)
         assert num_one_off_works() == before
+
+
+ONE_KERNEL = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dtype": "int8"}, "float32"),
+        ({"dtype": "int8", "draft_dtype": "int8"}, "int8"),
+        ({"dtype": "bf16"}, "bfloat16"),
+    ],
+)
+def test_a_small_draft_keeps_plain_weights_where_its_pass_is_one_kernel(
+    options: dict[str, str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(write_tiny_model(tmp_path / "model", **ONE_KERNEL))
+
+    def draft_dtype() -> str:
+        engine = build_engine(EngineConfig.create(folder, draft_model=folder, device="cpu", warmup="none", **options))
+        assert engine.parts.drafter.draft_runner is not None
+        return engine.parts.drafter.draft_runner.info.dtype
+
+    assert draft_dtype() == {"bf16": "bfloat16"}.get(options["dtype"], options["dtype"]), "elsewhere as the target's"
+    monkeypatch.setattr("paceline.runners.native.loading.supports_persistent_kernels", lambda device: True)
+    assert draft_dtype() == expected
+
+
+def test_what_loading_takes_is_said_part_by_part(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("paceline.build.LOG.debug", lambda text, *args: lines.append(text % args))
+    build_engine(EngineConfig.create(str(tiny_folder), device="cpu", warmup="none"))
+    [said] = lines
+    parts = ("target", "drafter", "graphs", "costs", "rehearsal")
+    assert re.fullmatch(r"ready after [\d.]+ s: " + ", ".join(rf"{part} [\d.]+" for part in parts), said)

@@ -93,6 +93,7 @@ def test_greedy_text_is_the_models_own(decoder: SpeculativeDecoder, tiny_model: 
         assert result.prompt_tokens == len(prompt)
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_same_text_in_parts(decoder: SpeculativeDecoder) -> None:
     result = decoder.generate(PROMPTS[0], max_new_tokens=20)
     outputs = list(decoder.stream(PROMPTS[0], max_new_tokens=20))
@@ -111,6 +112,7 @@ def test_leaving_a_stream_early_gives_its_cache_back(decoder: SpeculativeDecoder
     assert not decoder.stats().running and not decoder.stats().blocks_used
 
 
+@pytest.mark.slow
 def test_a_conversation_reads_only_what_is_new(tiny_folder: Path, plain: SpeculativeDecoder) -> None:
     messages: list[dict[str, Any]] = []
     with SpeculativeDecoder(tiny_folder, method="ngram", num_draft_tokens=3) as decoder:
@@ -156,6 +158,7 @@ def test_ids_in_ids_out(decoder: SpeculativeDecoder, tiny_model: Any) -> None:
     assert torch.equal(decoder.decode(ids[0], max_new_tokens=25), expected[0][: 8 + 25])
 
 
+@pytest.mark.slow
 def test_arrays_of_numpy_and_torch_and_lists_are_ids(plain: SpeculativeDecoder) -> None:
     ids = [5, 6, 7, 5, 6]
     expected = plain.generate(ids, max_new_tokens=6).token_ids
@@ -188,6 +191,7 @@ def test_torch_devices_and_dtypes_and_paths_and_numpy_numbers_are_understood(tin
         assert len(result.token_ids) == 5
 
 
+@pytest.mark.slow
 def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
     greedy = plain.generate(PROMPTS[1], max_new_tokens=12)
     same = plain.generate(PROMPTS[1], max_new_tokens=12, do_sample=False, temperature=1.3, seed=5)
@@ -219,6 +223,7 @@ def test_a_seed_is_a_sequence(decoder: SpeculativeDecoder) -> None:
     assert together[1].token_ids == first, "in a list, sequence i has seed + i"
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_chosen_is_the_rule_with_a_seed_too(tiny_folder: Path) -> None:
     texts: dict[str | None, str] = {}
     for rule in (None, "coupled", "token"):
@@ -227,6 +232,7 @@ def test_a_rule_that_is_chosen_is_the_rule_with_a_seed_too(tiny_folder: Path) ->
     assert texts[None] == texts["coupled"] != texts["token"]
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_text_with_any_drafter_and_any_number_of_draft_tokens(tiny_folder: Path) -> None:
     texts = set()
     for options in DRAFTING:
@@ -235,6 +241,7 @@ def test_a_seed_gives_the_same_text_with_any_drafter_and_any_number_of_draft_tok
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_penalties_follow_the_drafts(tiny_folder: Path, tiny_model: Any) -> None:
     with SpeculativeDecoder(tiny_folder, draft_model=tiny_model, num_draft_tokens=4) as decoder:
         plain = decoder.generate(PROMPTS[0], max_new_tokens=25, presence_penalty=2.0, num_draft_tokens=0)
@@ -246,6 +253,7 @@ def test_penalties_follow_the_drafts(tiny_folder: Path, tiny_model: Any) -> None
 # --- draft models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_the_target_is_accepted_in_full(tiny_model: Any) -> None:
     options: dict[str, Any] = {"draft_model": tiny_model, "num_draft_tokens": 4, "tokenizer": byte_tokenizer()}
     with SpeculativeDecoder(tiny_model, **options) as decoder:
@@ -259,6 +267,7 @@ def test_a_draft_of_another_vocabulary(tiny_folder: Path, tmp_path: Path) -> Non
         SpeculativeDecoder(tiny_folder, draft_model=other, num_draft_tokens=2)
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_is_the_same_vocabulary(tiny_folder: Path, tmp_path: Path, tiny_model: Any) -> None:
     """Sizes inside one family differ by padding; a larger head must not draft what the target does not have."""
     other = write_tiny_model(tmp_path / "padded", seed=1, vocab_size=320)
@@ -283,6 +292,7 @@ def test_four_threads_get_what_one_thread_gets(runner: str, tiny_folder: Path) -
     assert together == alone
 
 
+@pytest.mark.slow
 def test_generation_goes_on_after_an_interrupt(plain: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while a caller waits: its request is aborted, and the next one runs."""
     import concurrent.futures

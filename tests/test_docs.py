@@ -68,6 +68,7 @@ def test_the_drafter_of_the_page_can_be_registered(tiny_folder: Path, monkeypatc
         assert decoder.generate("aaaa", max_new_tokens=8).stats.drafted
 
 
+@pytest.mark.slow
 def test_the_drafter_of_the_page_is_found_in_another_package(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_the_drafter_of_the_page_is_found_in_another_package(
         assert cli.main(["plan", "default", "--method", "repeat", "--json"]) == 0
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_named_and_harms_nothing_else(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,11 +178,13 @@ def test_make_shell_has_the_command_on_its_path(tmp_path: Path) -> None:
     assert f"this is {programs / 'paceline'}" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_readme_run(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(blocks(ROOT / "README.md")[0], tiny_folder)
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_goes_through_the_chat_template(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

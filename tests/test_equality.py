@@ -17,7 +17,7 @@ from paceline import SpeculativeDecoder
 from paceline.layers import cpu_kernels
 from paceline.quantization.int4 import has_int4_kernel
 
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 PROMPTS = (
     "Complete this Python function:\ndef total(prices, tax):\n    ",
     "A train leaves at 9:40 and arrives at 12:15. How long does it take?",

@@ -175,6 +175,7 @@ def test_the_unit_starts_a_server_and_waits_for_its_requests() -> None:
     assert service["Environment"].partition("=")[0] in CACHE_VARIABLES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     """With a program that exists in place of ours, which is not installed where tests run."""

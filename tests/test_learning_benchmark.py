@@ -29,6 +29,7 @@ def test_every_claim_holds_where_all_is_well() -> None:
     assert not failed(answers(), answers(rise=0.2), Killing(500, 480, 1, 1, 5.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "claim"),
     [
@@ -42,11 +43,13 @@ def test_a_claim_that_does_not_hold_is_named(wrong: dict[str, Any], claim: str) 
     assert named.startswith(claim)
 
 
+@pytest.mark.slow
 def test_a_head_that_a_kill_has_lost_is_named() -> None:
     [named] = failed(answers(), answers(rise=0.2), Killing(500, 480, 2, 0, 5.0))
     assert "a kill keeps the head" in named
 
 
+@pytest.mark.slow
 def test_the_interval_of_the_ratio_holds_the_ratio_and_kills_do_not_count() -> None:
     learning = answers(rise=0.2, factor=1.02)
     late = [Answer(answer.number, answer.round, "a", 60.0, 1, 2, timed=False) for answer in learning[:50]]

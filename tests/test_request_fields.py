@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from paceline import SpeculativeDecoder
 from paceline.core.types import StructuredOutput
+from tests.support import chi2
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
 PROMPT = "abcdabcdabcd"
@@ -52,6 +52,7 @@ def drafting(request: pytest.FixtureRequest, model: Any) -> Iterator[Speculative
         yield decoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_greedy_output_is_the_same_with_and_without_drafts(
     name: str, plain: SpeculativeDecoder, drafting: SpeculativeDecoder
@@ -63,6 +64,7 @@ def test_a_greedy_output_is_the_same_with_and_without_drafts(
     assert result.token_ids != plain.generate(PROMPT, max_new_tokens=24).token_ids, "the setting changes the output"
 
 
+@pytest.mark.slow
 def test_forbidden_words_do_not_appear_and_allowed_tokens_are_all(drafting: SpeculativeDecoder) -> None:
     settings = {"max_new_tokens": 40, "temperature": 1.5, **SETTINGS["allowed_and_bad"]}
     for seed in range(5):
@@ -85,6 +87,7 @@ def test_a_stop_token_ends_the_text_and_is_kept_where_asked(drafting: Speculativ
     assert outputs[-1].stop_reason == kept.token_ids[-1]
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_the_reason_and_is_kept_where_asked(drafting: SpeculativeDecoder) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 4, "stop": ["ab", "ca"]}
     settings["allowed_token_ids"] = tuple(LETTERS)

@@ -21,7 +21,7 @@ VOCAB_SIZE = 49152  # a cumulative sum over so many tokens turns a draw in 50 by
 ROUNDING = 3e-6  # of a logit, as between a float32 pass of one row and one of eight on the default model
 PROMPT = "to be or not to be, to be"
 NEW_TOKENS = 8
-SEEDS = 200
+SEEDS = 96  # of 768 tokens a cumulative sum turns 15; that it turns none has a probability of 2e-7
 METHODS: dict[str, dict[str, Any]] = {
     **{f"{name}-{k}": {"method": name, "num_draft_tokens": k} for name in ("ngram", "suffix") for k in (1, 5)},
     "lookahead": {"method": "lookahead", "num_draft_tokens": 6},
@@ -88,11 +88,11 @@ def options_of(name: str, model: Any) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "seeds"), [(8, SEEDS), (1, 16)])
 @pytest.mark.parametrize("name", METHODS)
-def test_two_hundred_seeds_give_the_same_texts_with_every_method_and_in_every_batch(
+def test_a_seed_gives_the_same_text_with_every_method_and_in_every_batch(
     name: str, batch_size: int, seeds: int, model: Any, plain: Callable[[int], Texts]
 ) -> None:
-    """Zero of 1,600 tokens differ. A draw of two races flips with a probability below 4 · ROUNDING, so the probability
-    that correct code fails one of these cases, were its seeds others, is below 2%."""
+    """Zero of 768 tokens differ. A draw of two races flips with a probability below 4 · ROUNDING, so the probability
+    that correct code fails one of these cases, were its seeds others, is below 1%."""
     assert differences(texts(batch_size, seeds, **options_of(name, model)), plain(seeds)) == 0
 
 

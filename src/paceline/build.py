@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.config import LLAMA_CPP_RUNNER, LOSSY_FP8, NONE, EngineConfig, ModelConfig
+from paceline.config import AUTO, LLAMA_CPP_RUNNER, LOSSY_FP8, NONE, EngineConfig, ModelConfig
 from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
 from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_in_load_thread
-from paceline.device.properties import chosen_device, supports_graphs
+from paceline.device.properties import chosen_device, default_dtype, supports_graphs
 from paceline.drafting import registry as drafters
 from paceline.drafting.chain_drafter import ChainDrafter
 from paceline.drafting.no_draft import NoDraft
@@ -30,11 +30,12 @@ from paceline.engines import registry as engines
 from paceline.engines.local.engine import EngineParts, LocalEngine
 from paceline.engines.local.rehearsal import Rehearsal
 from paceline.engines.local.verifier import Verifier
-from paceline.engines.local.warmup import measure_costs, pass_grain, run_preparations, warm_up
+from paceline.engines.local.warmup import LoadTimes, measure_costs, pass_grain, run_preparations, warm_up
 from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
 from paceline.hub.gguf_model import locate_gguf
-from paceline.hub.tokenizer import Tokenizer, load_tokenizer
+from paceline.hub.resolved_tokenizer import read_tokenizer
+from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import PrefixCache, target_owner
 from paceline.quantization import registry as formats
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
     from paceline.runners.native import NativeRunner
 
 LOG = logging.getLogger(__name__)
-AUTO_KS = tuple(range(1, 17))  # draft tokens that are prepared for where the policy decides
+AUTO_KS = tuple(range(1, 16))  # draft tokens that are prepared for where the policy decides: a tile of 16 rows
 FAST_CONTEXT = 2048  # tokens of a sequence that a fast warm-up prepares for …
 FAST_KS = tuple(range(1, 9))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
+QUICK_BATCHES = (2, 4, 8)  # sequences; the graphs of a size also run the sizes down to half of it
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
 SERVE_CACHE_TOKENS = 32768
@@ -88,18 +90,22 @@ def open_model(config: EngineConfig) -> OpenModel:
 
 def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> LocalEngine:
     """A local engine, to be stepped by the calling thread. opened: the target, where it is loaded already."""
-    config = _with_cache_size(config)
+    config, times = _with_cache_size(config), LoadTimes()
     _check_method(config)
     opened = opened or open_model(config)
+    times.took("target")
     target, tokenizer, device = opened.target, opened.tokenizer, opened.device
     prefix_cache = PrefixCache(max_tokens=_prefix_limits(config))
     context = drafter_context(config, target, tokenizer, device, prefix_cache)
     drafter = _drafter(config, context)
+    times.took("drafter")
     plan = warmup_plan(config, target.info)
     _prepare(target, drafter, plan)
+    times.took("graphs")
     draft_length = make_draft_length(config, target, drafter)
     if plan is not None and (widths := _unmeasured_widths(config)):
         warm_up(target, widths)
+    times.took("costs")
     methods: tuple[str, ...] = (config.speculative.method or NONE,)
     if config.per_request:
         drafter = _router(config, context, drafter)
@@ -110,6 +116,8 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     parts = EngineParts(target, drafter, draft_length, Verifier(), prefix_cache)
     engine = LocalEngine(parts, tokenizer, config, methods)
     _rehearse(engine, plan)
+    times.took("rehearsal")
+    LOG.debug("ready after %s", times)
     return engine
 
 
@@ -231,9 +239,9 @@ def open_tokenizer(config: ModelConfig) -> Tokenizer:
         raise OptionError("a loaded model that was not read from a directory needs tokenizer=...")
     if config.runner == LLAMA_CPP_RUNNER and tokenizer is None:
         gguf = locate_gguf(str(name))
-        return Tokenizer(load_tokenizer(gguf.tokenizer_folder, gguf.name))
+        return Tokenizer(read_tokenizer(gguf.tokenizer_folder, gguf.name))
     files = locate(str(name))
-    return Tokenizer(load_tokenizer(files.folder, files.name, trust_remote_code=config.trust_remote_code))
+    return Tokenizer(read_tokenizer(files.folder, files.name, trust_remote_code=config.trust_remote_code))
 
 
 def _with_cache_size(config: EngineConfig) -> EngineConfig:
@@ -260,7 +268,7 @@ def drafter_context(
     speculative = config.speculative
 
     def draft_config(model: Any) -> ModelConfig:
-        dtype = speculative.draft_dtype or config.model.dtype
+        dtype = speculative.draft_dtype or _draft_dtype(config.model, model, device)
         # What a draft rounds to costs acceptance, never output: it need not be batch-invariant.
         return replace(config.model, model=model, dtype=dtype, tokenizer=None, batch_invariant=False, lora={})
 
@@ -276,6 +284,18 @@ def drafter_context(
         open_runner=lambda model: open_runner(draft_config(model), device, config.cache.kv_cache_tokens),
         open_tokenizer=lambda model: open_tokenizer(draft_config(model)),
     )
+
+
+def _draft_dtype(config: ModelConfig, model: Any, device: str) -> str | None:
+    """Of a draft model, unless one is named: as the target's, or plain weights where those are quicker than packed."""
+    from paceline.runners.native import is_one_kernel, read_config
+
+    is_packed = config.dtype in (None, AUTO) or config.dtype in formats.names()
+    if not is_packed or not isinstance(model, str) or config.runner not in (AUTO, "native"):
+        return config.dtype
+    files = locate(model)
+    quicker = _is_native(files, config) and is_one_kernel(read_config(files.folder, files.name), device)
+    return default_dtype(device) if quicker else config.dtype
 
 
 def _check_method(config: EngineConfig) -> None:
@@ -358,7 +378,13 @@ def make_draft_length(config: EngineConfig, target: Runner, drafter: Drafter) ->
     if target.plain_only is not None:
         return FixedDraftLength(0)
     fixed = _fixed_k(config)
-    return AdaptiveDraftLength(starting_costs(config, target, drafter)) if fixed is None else FixedDraftLength(fixed)
+    if fixed is not None:
+        return FixedDraftLength(fixed)
+    costs = starting_costs(config, target, drafter)
+    if not supports_graphs(target.info.device):
+        return AdaptiveDraftLength(costs)
+    # Wider passes than a tile are multiplied in another way, and a near-tie might fall to the other side.
+    return AdaptiveDraftLength(costs, AUTO_KS[-1])
 
 
 def _fixed_k(config: EngineConfig) -> int | None:
@@ -377,7 +403,9 @@ def starting_costs(config: EngineConfig, target: Runner, drafter: Drafter) -> Co
     if isinstance(tuned, TunedProfile) and tuned.pass_seconds:
         grain = pass_grain(target.info, CostCurve(tuned.pass_seconds))
         return CostModel.known(tuned.pass_seconds, tuned.draft_seconds, grain)
-    return measure_costs(target, drafter.draft_runner)
+    # `auto` weighs what a draft model must read first itself: its lookups need not wait until that pays.
+    draft = None if config.speculative.method == AUTO else drafter.draft_runner
+    return measure_costs(target, draft)
 
 
 # --- warm-up ----------------------------------------------------------------------------------------------------------
@@ -393,7 +421,8 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
     widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else tuple(sorted({1, 1 + fixed}))
     if config.warmup == "full":
         return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)))
-    return WarmupPlan(widths, ks, min(longest, FAST_CONTEXT))
+    batches = tuple(size for size in QUICK_BATCHES if size < 2 * config.max_num_seqs)
+    return WarmupPlan(widths, ks, min(longest, FAST_CONTEXT), quick_batches=batches)
 
 
 def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:

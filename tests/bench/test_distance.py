@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from paceline.bench.distance import Estimate, engine_distance, log_probs, model_distance, text_windows
-from paceline.bench.memory_use import MemoryUse, memory_use
+from paceline.bench.memory_use import MemoryUse
 from paceline.cli import main
 from paceline.core.types import TokenLogprob
 from paceline.errors import OptionError
@@ -82,12 +84,21 @@ def test_a_text_is_cut_into_windows() -> None:
         text_windows([1], 100)
 
 
+ADDS_64_MIB = """
+from paceline.bench.memory_use import memory_use
+
+before = memory_use()
+block = bytearray(b"x" * (64 << 20))
+print(memory_use().since(before).host_bytes, len(block))
+"""
+
+
+@pytest.mark.slow
 def test_memory_is_what_was_added() -> None:
-    before = memory_use()
-    block = bytearray(b"x" * (64 << 20))
-    added = memory_use().since(before)
-    assert added.host_bytes is None or added.host_bytes > 32 << 20
-    assert len(block) == 64 << 20
+    """In a process of its own: one that has run other tests gives memory of theirs back at any moment."""
+    done = subprocess.run([sys.executable, "-c", ADDS_64_MIB], capture_output=True, text=True, check=True)
+    said = done.stdout.split()
+    assert said[0] == "None" or 60 << 20 < int(said[0]) < 72 << 20
     assert MemoryUse(5, None).since(MemoryUse(9, None)) == MemoryUse(0, None)
 
 

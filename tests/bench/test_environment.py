@@ -33,6 +33,7 @@ def _save_many(path: str, first: int) -> None:
         save_run(Path(path), {"id": f"{first}-{number}"})
 
 
+@pytest.mark.slow
 def test_processes_that_append_at_once_lose_nothing(tmp_path: Path) -> None:
     out = str(tmp_path / "results.json")
     workers = [multiprocessing.get_context("fork").Process(target=_save_many, args=(out, n)) for n in range(3)]

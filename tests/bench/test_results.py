@@ -73,6 +73,7 @@ def test_no_speedup_is_stated_when_the_distribution_differs(monkeypatch: pytest.
     assert (setting["lossless"]["outcome"], setting["speedup"]) == ("different", None)
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_compares_only_what_both_sides_generated() -> None:
     run = toy_run(toy_candidates(), toy_plan(repeats=3), limit=19)  # the first repeat is 15 runs
     validate(run)
@@ -90,6 +91,7 @@ def test_a_lossy_rule_is_never_called_lossless_and_has_no_speedup(temperature: f
     assert (setting["lossless"]["outcome"], setting["speedup"]) == (outcome, None)
 
 
+@pytest.mark.slow
 def test_too_few_draws_are_not_shown_and_have_no_speedup() -> None:
     plan = toy_plan(settings=grid(["draft_model"], [2], [1.0]))
     candidates = toy_candidates()

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from paceline.bench.statistics import (
     Spread,
@@ -18,20 +18,20 @@ from paceline.bench.statistics import (
 
 @pytest.mark.parametrize(("x", "degrees_of_freedom"), [(0.5, 1), (10.0, 3), (80.0, 40), (300.0, 200)])
 def test_the_tail_of_chi_squared_is_scipys(x: float, degrees_of_freedom: int) -> None:
-    assert chi2_tail(x, degrees_of_freedom) == pytest.approx(stats.chi2.sf(x, degrees_of_freedom), rel=1e-6)
+    assert chi2_tail(x, degrees_of_freedom) == pytest.approx(scipy.stats.chi2.sf(x, degrees_of_freedom), rel=1e-6)
 
 
 @pytest.mark.parametrize(("alpha", "degrees_of_freedom"), [(0.05, 1), (1e-5, 15), (1e-3, 80)])
 def test_the_quantile_is_scipys(alpha: float, degrees_of_freedom: int) -> None:
     assert chi2_quantile(alpha, degrees_of_freedom) == pytest.approx(
-        stats.chi2.isf(alpha, degrees_of_freedom), rel=1e-6
+        scipy.stats.chi2.isf(alpha, degrees_of_freedom), rel=1e-6
     )
 
 
 @pytest.mark.parametrize(("distance", "draws", "degrees_of_freedom"), [(0.1, 400, 10), (0.05, 3000, 40), (0.0, 100, 3)])
 def test_power_is_that_of_the_non_central_distribution(distance: float, draws: int, degrees_of_freedom: int) -> None:
-    edge = stats.chi2.isf(0.001, degrees_of_freedom)
-    expected = stats.ncx2.sf(edge, degrees_of_freedom, max(4 * draws * distance**2, 1e-12))
+    edge = scipy.stats.chi2.isf(0.001, degrees_of_freedom)
+    expected = scipy.stats.ncx2.sf(edge, degrees_of_freedom, max(4 * draws * distance**2, 1e-12))
     assert power(distance, draws, degrees_of_freedom, 0.001) == pytest.approx(expected, abs=1e-6)
 
 
@@ -61,7 +61,7 @@ def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
         ).p_value
         for _ in range(400)
     ]
-    assert stats.kstest(values, "uniform").pvalue > 1e-4
+    assert scipy.stats.kstest(values, "uniform").pvalue > 1e-4
 
 
 def test_an_impossible_outcome_is_proof_by_itself() -> None:

@@ -51,6 +51,7 @@ def test_batches_never_mix_domains() -> None:
     assert [(batch.domain, batch.prompts) for batch in batches] == [("a", [[1], [3]]), ("a", [[4]]), ("b", [[2]])]
 
 
+@pytest.mark.slow
 def test_settings_take_turns_and_the_order_rotates() -> None:
     plan = toy_plan()
     order = [(item.repeat, item.batch, item.name) for item in sweep(toy_candidates(), plan)]

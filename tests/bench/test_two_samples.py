@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 from paceline.bench.two_samples import (
     compare_samples,
@@ -27,7 +27,7 @@ def draw(rng: np.random.Generator, draws: int, probabilities: np.ndarray) -> Cou
 
 @pytest.mark.parametrize(("a", "b", "n", "m"), [(8, 2, 20, 25), (0, 5, 5, 5), (3, 3, 10, 40), (100, 0, 100, 100)])
 def test_one_event_is_tested_as_scipy_does(a: int, b: int, n: int, m: int) -> None:
-    expected = stats.fisher_exact([[a, b], [n - a, m - b]]).pvalue
+    expected = scipy.stats.fisher_exact([[a, b], [n - a, m - b]]).pvalue
     assert fisher(a, b, n, m) == pytest.approx(expected, rel=1e-6)
 
 
@@ -37,6 +37,7 @@ def test_a_permutation_test_of_two_outputs_is_fishers() -> None:
     assert permutation_p(first, second, 0.001) / 2 == pytest.approx(fisher(14, 7, 20, 20), abs=0.03)
 
 
+@pytest.mark.slow
 def test_another_temperature_shows_in_how_often_outputs_repeat() -> None:
     """No output changes much. The seeds are fixed, so this holds always or never."""
     rng, sharper = np.random.default_rng(3), WIDE**1.4 / (WIDE**1.4).sum()

@@ -64,12 +64,14 @@ def test_a_turn_reads_only_what_is_new(run_command: Any, prefix_tokens: list[int
     assert prefix_tokens[2] - prefix_tokens[1] < len(first), "/clear starts over"
 
 
+@pytest.mark.slow
 def test_a_system_message_changes_the_answer(run_command: Any) -> None:
     command = ("chat", "-m", "TINY", *SHORT)
     plain, instructed = (run_command(*command, *flags, stdin="hi\n").out for flags in ((), ("--system", "Be brief.")))
     assert plain and instructed and plain != instructed
 
 
+@pytest.mark.slow
 def test_a_full_context_forgets_the_oldest_turns_and_not_the_system_message(
     run_command: Any, conversations: list[list[dict[str, str]]]
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_full_context_forgets_the_oldest_turns_and_not_the_system_message(
     assert last[1]["content"] not in lines[:5] and 3 < len(last) < 12
 
 
+@pytest.mark.slow
 def test_a_kv_cache_smaller_than_the_context_forgets_turns_too(
     run_command: Any, conversations: list[list[dict[str, str]]]
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_corrected_head_drafts_better_on_both_runners(target: Path, wrong_he
     assert accepted[0] == accepted[1] < accepted[2] == accepted[3]
 
 
+@pytest.mark.slow
 def test_the_target_writes_the_text_and_a_correct_head_is_left_alone(
     run_command: Any, target: Path, training: StatedText, tmp_path: Path
 ) -> None:

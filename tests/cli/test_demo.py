@@ -34,6 +34,7 @@ def busy_clock() -> Iterator[float]:
         yield now
 
 
+@pytest.mark.slow
 def test_a_speed_up_above_the_tokens_per_step_is_called_noise(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_speed_up_above_the_tokens_per_step_is_called_noise(
     assert "idle machine" in result.out
 
 
+@pytest.mark.slow
 def test_a_speed_up_within_the_tokens_per_step_is_a_result(run_command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a clock that ticks once an output, outputs of one token each: both sides are equally fast."""
     ticks = count()

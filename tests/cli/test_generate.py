@@ -71,12 +71,14 @@ def test_penalties_and_biases_reach_the_model(generate_json: Any) -> None:
     assert generate_json("abcabc", "--repetition-penalty", "5", "--min-p", "0.1")["token_ids"] != token_ids
 
 
+@pytest.mark.slow
 def test_ignore_eos_generates_every_token(generate_json: Any, run_command: Any) -> None:
     bias = ("--logit-bias", "257=1000")  # the tiny model's end-of-sequence token
     assert generate_json("abc", *bias)["new_tokens"] == 1
     assert generate_json("abc", *bias, "--ignore-eos")["new_tokens"] == 24
 
 
+@pytest.mark.slow
 def test_text_streams_to_stdout_and_figures_go_to_stderr(generate_json: Any, run_command: Any) -> None:
     text = generate_json("abcabc")["text"]
     result = run_command("generate", "-m", "TINY", "--max-new-tokens", "24", "abcabc", "--color", "never")
@@ -84,12 +86,14 @@ def test_text_streams_to_stdout_and_figures_go_to_stderr(generate_json: Any, run
     assert "tokens/s" in result.err
 
 
+@pytest.mark.slow
 def test_accepted_draft_tokens_are_green(run_command: Any) -> None:
     command = ("generate", "-m", "TINY", "--draft-model", "TINY", "-k", "2", "--max-new-tokens", "9", "abc")
     assert "\x1b[32m" in run_command(*command, "--color").out
     assert "\x1b[" not in run_command(*command).out
 
 
+@pytest.mark.slow
 def test_stop_ends_before_the_string(generate_json: Any) -> None:
     whole = generate_json("abcabc")["text"]
     cut = generate_json("abcabc", "--stop", whole[5:7], "--method", "ngram", "-k", "4")
@@ -139,6 +143,7 @@ def test_bad_input_gets_a_clear_error_and_exit_2(run_command: Any, arguments: li
     assert reason in result.err and "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +167,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(run_command: Any, other_
     assert "vocabularies differ in 6 of 259 tokens (id 0 is" in result.err and "ngram" in result.err
 
 
+@pytest.mark.slow
 def test_a_warm_up_is_chosen_by_its_name(generate_json: Any, run_command: Any, tiny_folder: Path) -> None:
     texts = {generate_json("abcabcabc", "--warmup", warmup)["text"] for warmup in ("none", "fast", "full")}
     assert len(texts) == 1
@@ -182,6 +188,7 @@ def test_a_draft_model_may_be_quantized(generate_json: Any, tmp_path: Path) -> N
     assert drafted["text"] == plain["text"] and drafted["drafted"] > 0
 
 
+@pytest.mark.slow
 def test_the_profile_of_tune_is_used(
     generate_json: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +235,7 @@ def test_damaged_weights_and_pickles_are_refused(run_command: Any, tmp_path: Pat
     assert result.status == 2 and "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_chat_model_that_gets_a_raw_prompt_says_so(run_command: Any, tmp_path: Path) -> None:
     command = ("generate", "-m", "TINY", "--max-new-tokens", "4", "abc")
     raw, hidden = run_command(*command), run_command(*command, "--no-chat")

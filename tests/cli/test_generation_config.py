@@ -66,6 +66,7 @@ def test_chat_can_ignore_the_model_and_says_so(
     assert f"greedy; the model's generation_config.json asks for {WORDS}" in result.err
 
 
+@pytest.mark.slow
 def test_generate_is_greedy_and_says_what_the_model_asks_for(
     run_command: Any, sampled_folder: str, streamed: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -78,6 +79,7 @@ def test_generate_is_greedy_and_says_what_the_model_asks_for(
     assert streamed[2]["temperature"] == 0.7 and "no_repeat_ngram_size 3 (not available)" in followed.err
 
 
+@pytest.mark.slow
 def test_the_library_is_greedy_and_says_it_once(sampled_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline"), SpeculativeDecoder(sampled_folder) as decoder:
         decoder.generate("abc", max_new_tokens=2, temperature=0.0)
@@ -146,6 +148,7 @@ def served(monkeypatch: pytest.MonkeyPatch, run_command: Any) -> Any:
     return run
 
 
+@pytest.mark.slow
 def test_the_server_follows_the_model_where_a_request_leaves_it_open(served: Any, sampled_folder: str) -> None:
     document = served(sampled_folder)
     assert f"sampling defaults of the model: {WORDS}" in document["printed"] and "OpenAI's" in document["printed"]
@@ -155,6 +158,7 @@ def test_the_server_follows_the_model_where_a_request_leaves_it_open(served: Any
     assert (chosen.temperature, chosen.top_p, chosen.repetition_penalty) == (0, 1, 1.1)
 
 
+@pytest.mark.slow
 def test_the_server_can_ignore_the_model(served: Any, sampled_folder: str) -> None:
     document = served(sampled_folder, "--generation-config", "none")
     assert document["defaults"] == {} and document["sampling"][0] == SamplingParams(temperature=1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import loading
 from paceline.hub import progress
 
 
@@ -56,3 +58,18 @@ def test_tune_shows_its_steps_and_the_time_left(run_command: Any, monkeypatch: p
     for line in ("step 1 of 3: measuring passes", "step 2 of 3: trying", "step 3 of 3: confirming"):
         assert f"paceline: {line}" in result.err
     assert re.search(r"1 of 3, \d+:\d\d", result.err) and " left" in result.err
+
+
+def test_garbage_is_looked_for_again_once_a_model_is_loaded() -> None:
+    loading.begin("tiny")
+    loading.begin("tiny")
+    try:
+        assert not gc.isenabled()
+    finally:
+        loading.done()
+    assert gc.isenabled()
+
+
+def test_a_command_that_fails_leaves_garbage_collection_on(run_command: Any, tmp_path: Path) -> None:
+    assert run_command("generate", "-m", str(tmp_path), "abc").status == 2
+    assert gc.isenabled()

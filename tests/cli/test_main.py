@@ -75,6 +75,7 @@ def test_our_own_faults_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         run_raising(monkeypatch, ZeroDivisionError())
 
 
+@pytest.mark.slow
 def test_importing_the_flags_loads_nothing_heavy() -> None:
     program = "import sys, paceline.cli.generate, paceline.cli.chat; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

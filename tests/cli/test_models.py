@@ -62,6 +62,7 @@ def test_an_empty_cache_says_how_to_fill_it(run_command: Any, cache: Path) -> No
     assert result.status == 0 and "paceline fetch default" in result.out
 
 
+@pytest.mark.slow
 def test_a_converted_file_is_listed_and_was_used_just_now(run_command: Any, cache: Path, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny(vocab_size=261))
     assert run_command("fetch", str(path)).status == 0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +41,23 @@ def test_figures_name_acceptance_only_where_tokens_were_drafted() -> None:
     assert terminal.figures(plain) == "10 tokens in 2.00 s, 5.0 tokens/s"
     drafted = SpecStats(new_tokens=10, steps=5, drafted=10, accepted=5, seconds=2.0)
     assert terminal.figures(drafted).endswith("; 2.00 tokens a step, 50% of draft tokens accepted")
+
+
+QUIET = """
+import sys
+{imports}
+from paceline.cli.terminal import quiet_transformers
+quiet_transformers()
+imported = "transformers" in sys.modules
+from transformers.utils import logging
+print(imported, logging.get_verbosity() == logging.ERROR, logging.is_progress_bar_enabled())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ["", "import huggingface_hub.utils", "import transformers"])
+def test_transformers_is_quiet_before_and_after_it_is_imported(imports: str) -> None:
+    loud = {name: value for name, value in os.environ.items() if not name.startswith(("TRANSFORMERS_", "HF_HUB_"))}
+    command = [sys.executable, "-c", QUIET.format(imports=imports)]
+    result = subprocess.run(command, capture_output=True, text=True, env=loud, check=True)
+    assert result.stdout.split() == [str("transformers" in imports), "True", "False"]

@@ -62,19 +62,25 @@ def _native() -> NativeRunner:
     return NativeRunner.of_model(tiny_llama(), "tiny")
 
 
+@cache
+def _gguf_folder() -> tempfile.TemporaryDirectory[str]:
+    """A file with blocks of several kinds, converted; gone when the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    kinds = {"attn_q": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "IQ4_NL"}
+    path = write_gguf(
+        Path(folder.name, "tiny.gguf"),
+        tiny_llama(eos_token_id=258),
+        kinds=lambda name: next((kinds[part] for part in kinds if part in name), "Q4_1"),
+    )
+    files = Path(folder.name, "files")
+    files.mkdir()
+    convert_gguf(path, files)
+    return folder
+
+
 def _native_gguf() -> Any:
-    """A file with blocks of several kinds, as it is."""
-    with tempfile.TemporaryDirectory() as folder:
-        kinds = {"attn_q": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "IQ4_NL"}
-        path = write_gguf(
-            Path(folder, "tiny.gguf"),
-            tiny_llama(eos_token_id=258),
-            kinds=lambda name: next((kinds[part] for part in kinds if part in name), "Q4_1"),
-        )
-        files = Path(folder, "files")
-        files.mkdir()
-        convert_gguf(path, files)
-        return NativeRunner.load(files, "tiny", stored_dtype(files, None, "cpu"), "cpu")
+    files = Path(_gguf_folder().name, "files")
+    return NativeRunner.load(files, "tiny", stored_dtype(files, None, "cpu"), "cpu")
 
 
 def _llama_cpp() -> Any:
@@ -86,9 +92,14 @@ def _llama_cpp() -> Any:
         return open_llama_cpp(str(write_gguf(Path(folder, "tiny.gguf"), tiny_llama(eos_token_id=258))), "cpu")
 
 
+@cache
+def _family_model(model_type: str) -> Any:
+    return tiny_family(Variant(model_type))
+
+
 def _own_state(model_type: str) -> MakeRunner:
     """A transformers model that the row buffers do not fit: it runs with its own cache."""
-    return lambda: open_hugging_face(tiny_family(Variant(model_type)), model_type)
+    return lambda: open_hugging_face(_family_model(model_type), model_type)
 
 
 def _native_family(model_type: str) -> MakeRunner:
@@ -110,11 +121,6 @@ RUNNERS: dict[str, MakeRunner] = {
     "native-softcaps": _native_family("gemma2"),
     "native-sinks": _native_family("gpt_oss"),
 }
-
-
-@cache
-def _family_model(model_type: str) -> Any:
-    return tiny_family(Variant(model_type))
 
 
 def _architecture(model_type: str) -> MakeRunner:

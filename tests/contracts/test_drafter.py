@@ -53,6 +53,7 @@ def test_it_needs_what_the_target_has(target: TableRunner, drafter: Drafter) -> 
     check_capabilities(target, drafter)
 
 
+@pytest.mark.slow
 def test_it_drafts_no_more_than_num_draft_tokens(target: TableRunner, drafter: Drafter) -> None:
     seqs = batch(length=20)
     for results in steps(seqs, target, drafter):
@@ -115,6 +116,7 @@ def test_sequences_come_and_go(target: TableRunner, drafter: Drafter) -> None:
     assert outputs[:3] == outputs[3:]
 
 
+@pytest.mark.slow
 def test_the_invariant_holds_between_steps(target: TableRunner, drafter: Drafter) -> None:
     seqs = batch(length=20)
     for _ in steps(seqs, target, drafter):
@@ -124,6 +126,7 @@ def test_the_invariant_holds_between_steps(target: TableRunner, drafter: Drafter
                 assert seq.seq_cache.tokens == seq.ids[:-1]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_proposing_nothing_changes_nothing(target: TableRunner, drafter: Drafter) -> None:
     """num_draft_tokens 0 proposes empty trees, at any time, and the next draft is as it would have been."""
     seqs = batch(length=12)
@@ -133,6 +136,7 @@ def test_proposing_nothing_changes_nothing(target: TableRunner, drafter: Drafter
     assert [seq.generated for seq in seqs] == plain(target, batch(length=12))
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_never_verified_leaves_no_state(target: TableRunner, drafter: Drafter) -> None:
     """A step may fail after `propose`: the draft is dropped, and the outputs are what they are without the failure."""
     seqs = batch(length=12)

@@ -158,6 +158,7 @@ def test_a_stream_ends_once_with_reason_and_stats(subject: Subject) -> None:
     subject.run(work)
 
 
+@pytest.mark.slow
 def test_a_batch_gives_what_each_sequence_gives_alone(subject: Subject, reference: Any) -> None:
     async def work(engine: Any) -> None:
         requests = [text_request(engine, PROMPT[start:]) for start in range(6)]
@@ -191,6 +192,7 @@ def test_a_stop_string_ends_a_sequence_and_is_not_shown(subject: Subject) -> Non
     subject.run(work)
 
 
+@pytest.mark.slow
 def test_a_seed_decides_a_sampled_sequence(subject: Subject) -> None:
     """Whatever the method, unless the engine says that its seeds are not coupled."""
 
@@ -289,6 +291,7 @@ def test_a_wrong_request_is_refused_at_once(subject: Subject, settings: dict[str
     subject.run(work)
 
 
+@pytest.mark.slow
 def test_stats_count_what_was_done(subject: Subject) -> None:
     async def work(engine: Any) -> None:
         before = engine.stats()

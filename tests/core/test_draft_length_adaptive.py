@@ -76,6 +76,7 @@ def test_the_policy_does_not_draft_past_the_end_and_honours_a_sequences_own_k() 
     assert policy.plan([seq(room=3, k=9)]) == [2]
 
 
+@pytest.mark.slow
 def test_a_plain_step_now_and_then_keeps_the_cost_of_plain_decoding_up_to_date() -> None:
     planned = play(AdaptiveDraftLength(CostModel(CostCurve(FLAT))), seq(room=100_000), 3, 1500, FLAT)
     assert 2 <= planned.count(0) <= 1500 // 64

@@ -164,6 +164,7 @@ def test_a_lookup_that_rarely_matches_costs_nothing_in_between() -> None:
     assert ratio >= 0.97
 
 
+@pytest.mark.slow
 def test_costs_that_were_measured_wrongly_are_corrected() -> None:
     """The short measurement at the start found draft tokens nearly free. They are not."""
     wrong = CostModel(CostCurve({1: 48.0, 2: 49.0, 9: 50.0, 17: 52.0}))
@@ -172,6 +173,7 @@ def test_costs_that_were_measured_wrongly_are_corrected() -> None:
     assert ratio >= 0.97
 
 
+@pytest.mark.slow
 def test_plain_decoding_measured_too_expensive_at_the_start_is_corrected() -> None:
     wrong = CostModel(CostCurve({1: 105.0, 2: 106.0, 9: 120.0, 17: 160.0}))
     rate: Rate = lambda place, depth: 0.45  # noqa: E731

@@ -52,6 +52,7 @@ def test_probes_are_not_draft_tokens() -> None:
     assert (tree.num_draft_tokens, tree.is_chain) == (2, True)
 
 
+@pytest.mark.slow
 @given(PARENTS)
 def test_ancestors_are_the_nodes_of_the_path(parents: tuple[int, ...]) -> None:
     mask = ancestors(parents)

@@ -117,6 +117,18 @@ def test_a_source_is_asked_for_what_is_sent_and_a_little_more_where_length_takes
     assert asked(value_of(0.1), seq, sent=15, slope=0.05) == 15, "all of it is sent"
 
 
+def test_a_source_that_makes_fewer_than_there_is_room_for_is_asked_for_what_is_sent_too() -> None:
+    """A block of 16 rows has 15 draft tokens; a sequence has room for 16."""
+    value, seq, lengths = value_of(0.1), sequence([1], 1000), []
+    record = value.record(seq)
+    for _ in range(30):
+        lengths.append(value.useful_length(seq, 16))
+        made = min(lengths[-1], 15)
+        record.draft.add(made, 0.3 + 0.05 * made)
+        record.sent(made, min(made, 3))
+    assert lengths[0] == 16 and lengths[-1] in (5, 6)
+
+
 def test_a_source_that_was_asked_for_little_is_asked_for_more_when_all_of_it_is_sent() -> None:
     value, seq = value_of(0.1), sequence([1], 1000)
     assert asked(value, seq, sent=2, slope=0.05) <= 5

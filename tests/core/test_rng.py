@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+import scipy
 import torch
-from scipy.stats import kstest
 
 from paceline.core.rng import SequenceRng, keyed_exponentials, position_uniform
 
@@ -56,12 +56,13 @@ def test_a_keyed_number_depends_on_its_key_and_its_counter_alone() -> None:
     assert torch.equal(alone, numbers[2:3])
 
 
+@pytest.mark.slow
 def test_keyed_numbers_are_exponential_along_tokens_and_along_positions() -> None:
     """Kolmogorov-Smirnov over 40,000 numbers, of one key and of as many keys."""
     one = torch.tensor([position_uniform(1, 2)], dtype=torch.float64)
     many = SequenceRng(8).at_positions(0, 40_000)
     for numbers in (keyed_exponentials(one, torch.arange(40_000)), keyed_exponentials(many, torch.tensor(11))):
-        assert kstest(numbers.tolist(), "expon").pvalue > FALSE_ALARM
+        assert scipy.stats.kstest(numbers.tolist(), "expon").pvalue > FALSE_ALARM
 
 
 def test_keyed_numbers_of_neighbours_are_not_correlated() -> None:

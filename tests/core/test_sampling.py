@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 from paceline.core.rng import SequenceRng, keyed_exponentials
 from paceline.core.sampling import BLOCK_TOKENS, SamplingParams, TokenHistory, distribution, draw, draw_keyed
 from paceline.errors import OptionError
+from tests.support import chi2
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 DRAWS = 6_000
@@ -170,12 +170,14 @@ def noise_used_twice(probs: Tensor, uniform: Tensor) -> Tensor:
     return block * BLOCK_TOKENS + (keyed_exponentials(uniform[..., None], tokens) / inside).argmin(dim=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [5, BLOCK_TOKENS, 3 * BLOCK_TOKENS - 40])
 def test_a_keyed_draw_has_the_distribution_of_its_row(vocab_size: int) -> None:
     row, numbers = row_of(vocab_size), SequenceRng(4).at_positions(0, DRAWS)
     assert chi_squared_passes(draw_keyed(row.expand(len(numbers), -1), numbers), row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [race_without_logarithm, noise_used_twice])
 def test_a_wrong_keyed_draw_is_caught(wrong: Any) -> None:
     row, numbers = row_of(3 * BLOCK_TOKENS - 40), SequenceRng(4).at_positions(0, DRAWS)
@@ -199,6 +201,7 @@ def test_a_keyed_draw_does_not_depend_on_the_rows_beside_it() -> None:
     assert together == [int(draw_keyed(row, number)) for row, number in zip(rows, numbers)]
 
 
+@pytest.mark.slow
 def test_rounding_changes_a_keyed_draw_only_with_a_probability_of_its_own_size() -> None:
     """An error of 1e-3 over 600 draws: fewer than 4e-3 of them change, 2.4; 13 would have probability 1e-6."""
     error, count = 1e-3, 600

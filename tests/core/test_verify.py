@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import scipy
 import torch
-from scipy.stats import binomtest
 from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree, chain, empty, merge
@@ -54,7 +54,7 @@ def test_a_draft_token_is_accepted_with_probability_sum_of_min() -> None:
     draft_tokens = torch.multinomial(q, steps, replacement=True, generator=rng)[:, None]
     target = p.expand(steps, 2, -1)
     accepted = int(verify_chains(draft_tokens, q.expand(steps, 1, -1), target, uniforms).counts.sum())
-    assert binomtest(accepted, steps, expected).pvalue > FALSE_ALARM
+    assert scipy.stats.binomtest(accepted, steps, expected).pvalue > FALSE_ALARM
     assert expected == pytest.approx(1 - 0.5 * float((p - q).abs().sum()), abs=1e-6)
 
 
@@ -91,6 +91,7 @@ def test_a_drawn_token_that_the_target_excludes_is_never_accepted() -> None:
     assert verify_block(tree, target, torch.zeros(2, dtype=torch.float64)).accepted == []
 
 
+@pytest.mark.slow
 def test_draft_tokens_from_the_targets_own_distribution_are_all_accepted() -> None:
     rng = torch.Generator().manual_seed(4)
     for seed in range(200):
@@ -149,6 +150,7 @@ def test_the_twin_for_chains_equals_the_reference(k: int, one_hot: bool) -> None
         assert int(results.tokens[row]) == verified.next_token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_the_twin_for_coupled_chains_equals_the_reference(k: int) -> None:
     rng, batch = torch.Generator().manual_seed(k), 300
@@ -166,6 +168,7 @@ def test_the_twin_for_coupled_chains_equals_the_reference(k: int) -> None:
     assert k == 0 or int(results.counts.max()) == k, "no chain was accepted as a whole: this shows little"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_the_twin_for_trees_equals_the_reference(one_hot: bool) -> None:
     rng, batch, nodes = torch.Generator().manual_seed(8), 300, 6
@@ -248,7 +251,7 @@ def test_coupled_accepts_most_of_what_a_near_drafter_draws_with_the_same_numbers
     uniforms = torch.stack([numbers, numbers.roll(1)], dim=1)
     accepted = int(verify_chains_coupled(drafted, None, p.expand(count, 2, -1), uniforms).counts.sum())
     bound = (1 - distance) / (1 + distance)
-    assert binomtest(accepted, count, bound, alternative="less").pvalue > FALSE_ALARM
+    assert scipy.stats.binomtest(accepted, count, bound, alternative="less").pvalue > FALSE_ALARM
     assert accepted / count > 0.8
 
 
@@ -265,6 +268,7 @@ def test_typical_acceptance_accepts_a_likely_draft_token_without_a_draw() -> Non
 # --- tokens that do not exist -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", [-1, VOCABULARY])
 @pytest.mark.parametrize("one_hot", [False, True])
 @pytest.mark.parametrize("rule", RULES)

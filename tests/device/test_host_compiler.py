@@ -46,6 +46,7 @@ def test_the_second_start_loads_what_the_first_has_compiled(calls: list[str], fo
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_another_source_is_another_library(folder: Path) -> None:
     assert compiled_library(SOURCE.replace("42", "41")).answer() == 41

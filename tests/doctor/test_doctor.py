@@ -84,7 +84,7 @@ def test_reports_of_a_fault_for_people_and_for_ci(
     doctor_server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     junit, page = tmp_path / "junit.xml", tmp_path / "report.html"
-    options = ["--scenarios", "logprobs,tools", "--junit", str(junit), "--html", str(page)]
+    options = ["--scenarios", "logprobs,seeds", "--junit", str(junit), "--html", str(page)]
     with wrong_logprobs():
         report = doctor(doctor_server, tmp_path, 5, *options)
     out = capsys.readouterr().out

@@ -94,6 +94,7 @@ def test_a_good_lookup_goes_before_a_model_and_a_poor_one_does_not() -> None:
     assert sources[-60:].count(MODEL) >= 50
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_too_long_is_left_alone_and_tried_again_now_and_then() -> None:
     drafter, clock, _, _ = pair(seconds=20.0)
     seq = sequence_of()
@@ -161,6 +162,7 @@ def test_sampled_outputs_have_the_right_distribution() -> None:
     check_sampled(auto_with_a_draft_model())
 
 
+@pytest.mark.slow
 def test_lookups_draft_beside_the_draft_model(tiny_model: Any, tiny_folder: Path) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")
     for draft_model, names in ((str(tiny_folder), ["draft_model"]), (None, [])):

@@ -205,6 +205,7 @@ def check_regret(seed: int) -> None:
     assert ratio > 0.97, f"{seed}: {ratio:.3f} of the best single method; alone {alone}, used {counts}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_auto_is_as_quick_as_the_best_of_its_methods_for_random_costs(seed: int) -> None:
     check_regret(seed)
@@ -212,7 +213,7 @@ def test_auto_is_as_quick_as_the_best_of_its_methods_for_random_costs(seed: int)
 
 @pytest.mark.slow
 def test_auto_is_as_quick_as_the_best_of_its_methods_for_many_random_costs() -> None:
-    for seed in range(3, 43):
+    for seed in range(3, 23):
         check_regret(seed)
 
 
@@ -234,6 +235,6 @@ def test_auto_recovers_from_a_hiccup_of_half_a_second(in_draft: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("in_draft", [True, False])
 def test_auto_recovers_from_a_hiccup_anywhere(in_draft: bool) -> None:
-    for seed in range(4):
-        for step in (0, 1, 2, 3, 10, 64, 150):
+    for number, step in enumerate((0, 1, 2, 3, 10, 64, 150)):
+        for seed in (number % 4, (number + 1 + in_draft) % 4):
             check_recovery(seed, Hiccup(step, in_draft))

@@ -119,6 +119,7 @@ def _zero_the_rest(head: EagleHead) -> None:
     head.midlayer.mlp.down_proj.weight.zero_()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("order", [1, 2])
 def test_an_oracle_is_always_right(order: int, shape: str) -> None:
@@ -265,7 +266,7 @@ def test_greedy_outputs_are_unchanged(kind: str, shape: str) -> None:
 @pytest.mark.slow
 def test_chains_carry_the_q_they_were_drawn_from() -> None:
     result = check_sampled(Eagle(toy_head(), toy()))
-    assert result.new_tokens >= 50_000
+    assert result.new_tokens >= 20_000
 
 
 @pytest.mark.slow
@@ -422,6 +423,7 @@ def test_num_draft_tokens_is_kept_and_proposing_twice_is_harmless() -> None:
     drafter.end(seqs[0])
 
 
+@pytest.mark.slow
 def test_ended_sequences_leave_no_state() -> None:
     target = toy()
     drafter = Eagle(toy_head(), target)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from paceline import SpeculativeDecoder
 from paceline.core.draft_tree import DraftTree
@@ -19,6 +18,7 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.errors import CapabilityError, PairError
+from tests.support import chi2
 from tests.support.build import sequence, tiny_engine
 from tests.support.drafter_exactness import FALSE_ALARM, chi_squared
 from tests.support.families import VOCABULARY, Variant, tiny_family_config, write_family

@@ -57,12 +57,14 @@ def test_an_exit_before_layers_that_do_nothing_is_always_right() -> None:
     assert result.acceptance_by_position == [1.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
 def test_greedy_outputs_of_a_model_are_unchanged(adapted: bool, target: HuggingFaceRunner) -> None:
     result = assert_unchanged(target, LayerSkip(target, 1, adapter_for(32) if adapted else None), PROMPTS, 24, 3)
     assert result.drafted > 0
 
 
+@pytest.mark.slow
 def test_greedy_outputs_of_the_toy_are_unchanged() -> None:
     target = toy()
     check_greedy(LayerSkip(target, 2))
@@ -75,6 +77,7 @@ def test_sampled_outputs_are_exact() -> None:
     check_sampled(LayerSkip(target, 1, adapter_for(4)), target)
 
 
+@pytest.mark.slow
 def test_a_users_model_gives_its_hidden_states_as_before() -> None:
     """transformers records them with hooks, which the exit must not leave in layers of the user's model."""
     model, ids = tiny_llama(), torch.tensor([PROMPTS[0]])
@@ -120,6 +123,7 @@ def test_a_runner_may_continue_from_what_the_exit_has_computed() -> None:
     assert lengths
 
 
+@pytest.mark.slow
 def test_an_adapter_changes_the_draft_tokens(target: HuggingFaceRunner) -> None:
     def draft_tokens(drafter: LayerSkip) -> list[DraftTree]:
         drafts: list[DraftTree] = []
@@ -143,6 +147,7 @@ def test_what_does_not_fit_is_refused(target: HuggingFaceRunner) -> None:
     assert LayerSkip(target, None, adapter_for(32, layer=2)).layer == 2
 
 
+@pytest.mark.slow
 def test_the_adapter_is_the_draft_model_or_an_option(target: HuggingFaceRunner, tmp_path: Path) -> None:
     save_head(adapter_for(32), tmp_path)
     contexts = (context_for(target, tmp_path), context_for(target, adapter=str(tmp_path)), context_for(target, layer=2))

@@ -61,6 +61,7 @@ def test_the_targets_token_below_a_column_is_learnt() -> None:
     assert len(learnt) > 50
 
 
+@pytest.mark.slow
 def test_the_window_finds_what_the_sequence_does_not_hold_yet() -> None:
     """With a thousand tokens a sequence rarely repeats itself, so most n-grams come from the window."""
     taus = {True: 0.0, False: 0.0}

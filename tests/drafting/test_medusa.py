@@ -117,6 +117,7 @@ def test_heads_for_another_target_are_refused() -> None:
         Medusa(toy_heads(), toy(), branches=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["medusa", "medusa_vllm"])
 def test_published_heads_draft(layout: str, tiny_model: object, tmp_path: Path) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")  # type: ignore[arg-type]

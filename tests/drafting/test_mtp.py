@@ -96,7 +96,7 @@ def test_a_cached_prefix_is_drafted_after_with_its_keys(model_type: str, folders
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v3", "glm4_moe", "mimo_v2_flash"])
 def test_outputs_are_what_the_target_alone_generates(model_type: str, folders: Callable[[str], Path]) -> None:
     folder = str(folders(model_type))
     settings = {"max_new_tokens": 16, "ignore_eos": True}
@@ -122,7 +122,7 @@ def test_draft_trees_leave_the_output_as_it_is(folders: Callable[[str], Path]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "glm4_moe", "mimo_v2_flash"])
 def test_each_of_several_modules_drafts_one_token(model_type: str, tmp_path: Path) -> None:
     """Of four tokens asked for three come, each what a float64 reference says of its module; outputs are unchanged."""
     folder = write_target(model_type, tmp_path, several_modules(model_type, 3))
@@ -219,6 +219,7 @@ def test_outputs_on_a_gpu_are_what_the_target_alone_generates(
     assert all(result.stats.drafted for result in drafted)
 
 
+@pytest.mark.slow
 def test_a_head_trained_for_one_token_drafts_one() -> None:
     head = toy_mtp_head("qwen2")
     assert check_greedy(Mtp(head, toy())).acceptance_by_position[1:] == []

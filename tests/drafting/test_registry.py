@@ -46,6 +46,7 @@ def test_every_method_has_a_spec_of_its_name_and_a_summary(name: str) -> None:
     assert all(option.type in registry.TYPE_NAMES for option in method.options)
 
 
+@pytest.mark.slow
 def test_listing_the_names_does_not_load_torch() -> None:
     program = "import sys; from paceline.drafting.registry import names; print(len(names()), 'torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -49,6 +49,16 @@ def test_every_sequence_gets_the_draft_of_its_own_method() -> None:
     assert drafts == [[], [3, 1], [9, 8], [3, 1], []]
 
 
+def test_what_is_looked_up_takes_no_drafting_and_a_draft_model_is_not_asked() -> None:
+    drafter = every_method()
+    seqs = [sequence_of("none"), sequence_of(None), sequence_of(None, [9, 8])]
+    for seq in seqs:
+        drafter.begin(seq, None)
+    found = drafter.look_up(seqs, [2] * 3)
+    assert found is not None and [tree.tokens.tolist() for tree in found] == [[], [3, 1], [9, 8]]
+    assert drafter.look_up([*seqs, sequence_of("draft_model")], [2] * 4) is None
+
+
 def test_a_named_method_goes_before_a_prediction() -> None:
     assert every_method().method_of(sequence_of("suffix", [1])) == "suffix"
 

@@ -64,6 +64,7 @@ def test_counts_are_the_numbers_of_occurrences() -> None:
             assert automaton._count[context.state] == occurrences(seq, run)
 
 
+@pytest.mark.slow
 def test_a_position_in_the_store_is_the_longest_suffix_the_store_holds() -> None:
     stored = [random_tokens(1, 80, 3), random_tokens(2, 80, 3)]
     automaton, context, seq = automaton_over(stored[0]), Context(), random_tokens(3, 160, 3)
@@ -173,7 +174,7 @@ def test_greedy_outputs_are_unchanged() -> None:
 
 @pytest.mark.slow
 def test_sampled_outputs_have_the_right_distribution() -> None:
-    assert check_sampled(Suffix(remember=0.2), length=500, copies=50).tokens_per_step > 1.5
+    assert check_sampled(Suffix(remember=0.2), length=500, copies=20).tokens_per_step > 1.5
 
 
 def test_more_is_found_than_by_ngrams() -> None:
@@ -199,6 +200,7 @@ def test_more_is_found_than_by_ngrams() -> None:
     assert taus[1] > 1.15 * taus[0]
 
 
+@pytest.mark.slow
 def test_a_transformers_model_reads_the_trees(tiny_model: Any) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")
     assert assert_unchanged(target, Suffix(), [[5, 7, 9, 5, 7, 9, 5, 7]], 80, 6).accepted > 0

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
@@ -19,6 +18,7 @@ from paceline.core.verify import RULES
 from paceline.runners.huggingface_state import ModelState
 from paceline.runners.native.recurrent_states import RecurrentStates
 from paceline.runners.native.sequence_state import SequenceState, StateSpan
+from tests.support import chi2
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import byte_tokenizer
 

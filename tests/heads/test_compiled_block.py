@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from paceline.heads.attention import KeyValues
-from paceline.heads.compiled_block import compiled_block, rope_of
-from paceline.heads.dflash import DFlashHead
+from paceline.heads.compiled_block import RopeTable, compiled_block, compiled_context
+from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.heads.rounded import round_linears
+from paceline.layers.cpu_block import BlockCache
 from paceline.layers.cpu_kernels import library
 from tests.heads.dflash_reference import random_head
 
@@ -50,7 +51,8 @@ def test_it_gives_the_states_that_torch_gives(changes: dict[str, Any], length: i
         masks = head.layer_masks(None, positions[None], torch.arange(length + rows)[None])
         expected = head.forward_block(ids, stores, positions[None], masks)[0]
         cached = buffers.row(row)
-        states = compiled.run(head.embed(ids)[0], rope_of(head, positions), cached.keys, cached.values, length)
+        cache = BlockCache(cached.keys, cached.values, length, RopeTable(head).rows(length, rows))
+        states = compiled.run(head.embed(ids)[0], cache)
     assert (states - expected).norm() / expected.norm() < 5e-3
     assert torch.equal(buffers.written(row, length).keys, keys), "the context stays as it is"
 
@@ -59,3 +61,42 @@ def test_heads_with_parts_the_kernels_lack_stay_with_torch() -> None:
     assert compiled_block(random_head(**SIZES)) is None, "its products are not in blocks"
     assert compiled_block(rounded_head(attention_sinks=True)) is None
     assert compiled_block(rounded_head(attention_bias=True)) is None
+
+
+# --- the context ------------------------------------------------------------------------------------------------------
+
+
+def context_of(
+    head: DFlashHead, product: ContextProduct, features: torch.Tensor, first: int, parts: list[int]
+) -> KeyValues:
+    """Keys and values of a context from position `first` on, read in parts by the kernels."""
+    compiled, rope, config = compiled_context(head, product), RopeTable(head), head.config
+    assert compiled is not None
+    buffers = KeyBuffers(config.num_layers * config.num_kv_heads, config.head_dim, head.like)
+    row, length = buffers.take(), 0
+    cached = buffers.row(row)
+    for part in features.split(parts):
+        compiled.run(part, BlockCache(cached.keys, cached.values, length, rope.rows(first + length, len(part))))
+        length += len(part)
+    return buffers.written(row, length)
+
+
+@pytest.mark.parametrize("first", [0, 700])
+def test_the_context_has_the_keys_and_values_that_torch_gives(first: int) -> None:
+    head = random_head(**SIZES)
+    product, joined = ContextProduct(head), head.fc.in_features
+    round_linears(head)
+    round_linears(product)
+    features = torch.randn(21, joined, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        expected = product(head.context(features)[None], torch.arange(first, first + 21)[None])
+        whole, parts = (context_of(head, product, features, first, sizes) for sizes in ([21], [1, 4, 9, 7]))
+    for name in ("keys", "values"):
+        own, in_parts, other = (getattr(entries, name) for entries in (whole, parts, expected))
+        assert torch.equal(own, in_parts), "a token's numbers do not depend on those beside it"
+        assert (own - other[0]).norm() / other.norm() < 5e-3
+
+
+def test_a_context_whose_products_are_not_in_blocks_stays_with_torch() -> None:
+    head = random_head(**SIZES)
+    assert compiled_context(head, ContextProduct(head)) is None

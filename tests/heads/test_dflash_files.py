@@ -128,6 +128,7 @@ def test_tables_of_the_whole_vocabulary_are_cut_to_the_draft_vocabulary(tmp_path
     assert head.candidate_selector.predecessor_codebook.shape[0] == VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CONFIGS)
 def test_every_missing_tensor_is_named(layout: str, tmp_path: Path) -> None:
     whole = TENSORS[layout]()

@@ -118,6 +118,7 @@ def turned(heads: Tensor) -> Tensor:
     return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], dim=-1)
 
 
+@pytest.mark.slow
 def test_draft_tokens_are_those_of_a_float64_reference(tiny_folder: Path, tmp_path: Path) -> None:
     """Through the engine that a user gets, in a batch of different lengths."""
     engine = tiny_engine(tiny_folder, method="eagle", draft_model=str(written(tmp_path)), num_draft_tokens=4)
@@ -153,6 +154,7 @@ def toy_head(vocab: int = 4) -> PEagleHead:
     return head.eval().requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_greedy_outputs_are_unchanged() -> None:
     check_greedy(Eagle(toy_head(), toy()))
 

@@ -65,6 +65,7 @@ def test_a_directory_is_filled_once(cache: Path) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_on_an_empty_cache(cache: Path) -> None:
     both = [filler(1.0), filler(1.0)]
     output = [process.communicate(timeout=120)[0] for process in both]
@@ -74,6 +75,7 @@ def test_two_processes_at_once_on_an_empty_cache(cache: Path) -> None:
     assert (cache / "model" / "whole").read_text() == "done"
 
 
+@pytest.mark.slow
 def test_interrupted_it_leaves_nothing_that_looks_like_a_model(cache: Path) -> None:
     process = filler(60)
     assert process.stdout is not None and process.stdout.readline().strip() == "filling"
@@ -83,6 +85,7 @@ def test_interrupted_it_leaves_nothing_that_looks_like_a_model(cache: Path) -> N
     assert [path.name for path in cache.iterdir() if path.is_dir()] == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_cleared_away(cache: Path) -> None:
     process = filler(60)
     assert process.stdout is not None and process.stdout.readline().strip() == "filling"

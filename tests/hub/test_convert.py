@@ -86,6 +86,7 @@ def greedy(model: Any, count: int) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROPES)
 def test_every_rope_gives_the_logits_of_the_model_the_file_was_made_from(tmp_path: Path, name: str) -> None:
     model = model_of(rope_parameters=ROPES[name])
@@ -96,6 +97,7 @@ def test_every_rope_gives_the_logits_of_the_model_the_file_was_made_from(tmp_pat
         assert (logits_of(model) - plain).abs().max() > 1e-2, "this rope would not be missed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["native", "hf"])
 @pytest.mark.parametrize("name", ["llama3", "yarn"])
 def test_generated_tokens_are_those_of_the_original(tmp_path: Path, name: str, runner: str) -> None:
@@ -106,6 +108,7 @@ def test_generated_tokens_are_those_of_the_original(tmp_path: Path, name: str, r
     assert output.token_ids == greedy(model, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_every_architecture_gives_the_logits_of_its_original(tmp_path: Path, kind: str) -> None:
     model = model_of(kind, tie_word_embeddings=kind == "qwen3")
@@ -113,12 +116,14 @@ def test_every_architecture_gives_the_logits_of_its_original(tmp_path: Path, kin
     torch.testing.assert_close(converted_logits(path), logits_of(model), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_biases_of_a_llama_are_kept(tmp_path: Path) -> None:
     model = model_of(attention_bias=True)
     path = write_gguf(tmp_path / "tiny.gguf", model)
     torch.testing.assert_close(converted_logits(path), logits_of(model), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["Q8_0", "Q4_0", "Q5_1", "F16", "BF16"])
 def test_weights_are_those_of_the_gguf_package(tmp_path: Path, quantization: str) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, dequantize
@@ -176,6 +181,7 @@ def test_a_key_that_is_not_understood_is_named(case: str, tmp_path: Path, capsys
     assert name in refused(write_gguf(tmp_path / "tiny.gguf", model_of(), metadata=change), capsys)
 
 
+@pytest.mark.slow
 def test_keys_that_change_nothing_are_taken(tmp_path: Path) -> None:
     def write(writer: Any) -> None:
         writer.add_string("general.license", "apache-2.0")
@@ -201,6 +207,7 @@ TENSORS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TENSORS)
 def test_a_tensor_that_does_not_belong_is_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options, name = TENSORS[case]
@@ -297,12 +304,14 @@ def test_a_way_of_splitting_that_is_not_known_is_named(tmp_path: Path, capsys: p
     assert "tokenizer.ggml.pre = some-new-split" in refused(path, capsys)
 
 
+@pytest.mark.slow
 def test_every_end_token_ends_a_sequence(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model_of(), metadata=lambda writer: writer.add_eot_token_id(259))
     with SpeculativeDecoder(str(path), device="cpu") as decoder:
         assert decoder.info.eos_token_ids == {258, 259}
 
 
+@pytest.mark.slow
 def test_a_changed_converter_does_not_use_old_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.hub import convert
 

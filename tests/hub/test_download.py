@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -53,6 +54,15 @@ def blobs(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "home" / "hub" / "models--someone--tiny" / "blobs").iterdir())
 
 
+def sizes(tmp_path: Path) -> list[int]:
+    """Of the files that are there now: one that is being downloaded is renamed when it is whole."""
+    found = []
+    for path in blobs(tmp_path):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(path.stat().st_size)
+    return found
+
+
 def go_offline(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, hub.endpoint, tmp_path / "home", offline=True)
 
@@ -71,6 +81,7 @@ def test_a_sharded_model_is_fetched_without_what_it_does_not_need(
     assert f"downloading {MODEL}" in printed.err
 
 
+@pytest.mark.slow
 def test_what_is_fetched_generates_the_text_of_the_directory(
     hub: FakeHub, sharded_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +100,7 @@ def test_what_is_fetched_generates_the_text_of_the_directory(
     assert from_hub == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_second_fetch_downloads_nothing_and_huggingface_hub_finds_it(hub: FakeHub, sharded_folder: Path) -> None:
     from huggingface_hub import try_to_load_from_cache
 
@@ -101,6 +113,7 @@ def test_a_second_fetch_downloads_nothing_and_huggingface_hub_finds_it(hub: Fake
     assert try_to_load_from_cache(MODEL, "config.json") == str(folder / "config.json")
 
 
+@pytest.mark.slow
 def test_what_huggingface_hub_downloaded_is_used(hub: FakeHub, sharded_folder: Path) -> None:
     from huggingface_hub import hf_hub_download
 
@@ -112,6 +125,7 @@ def test_what_huggingface_hub_downloaded_is_used(hub: FakeHub, sharded_folder: P
     assert [call for call in hub.calls if call.method == "GET"] == before
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_goes_on_where_it_broke(hub: FakeHub, sharded_folder: Path) -> None:
     hub.add(MODEL, sharded_folder)
     large = _with_large_file(hub)
@@ -131,6 +145,7 @@ def _with_large_file(hub: FakeHub, megabytes: int = 2) -> str:
     return "extra.safetensors"
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_not_kept(hub: FakeHub, sharded_folder: Path, tmp_path: Path) -> None:
     hub.add(MODEL, sharded_folder)
     shard = min(path.name for path in sharded_folder.glob("model-*.safetensors"))
@@ -162,6 +177,7 @@ def test_a_token_is_sent(hub: FakeHub, sharded_folder: Path, monkeypatch: pytest
 # --- without a connection ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_offline_the_cache_is_used(
     hub: FakeHub, sharded_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +189,7 @@ def test_offline_the_cache_is_used(
     assert locate(MODEL).folder == folder
 
 
+@pytest.mark.slow
 def test_offline_the_missing_files_are_named_without_an_address(
     hub: FakeHub,
     sharded_folder: Path,
@@ -226,6 +243,7 @@ def gguf_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_name_with_a_type_picks_that_gguf_file(
     hub: FakeHub, gguf_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,6 +266,7 @@ def test_a_type_that_is_not_there_says_which_are(hub: FakeHub, gguf_folder: Path
         locate(MODEL)
 
 
+@pytest.mark.slow
 def test_a_listing_shows_the_gguf_and_its_type(
     hub: FakeHub, gguf_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,22 +312,24 @@ def finished(process: subprocess.Popen[str]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGINT])
 def test_a_download_that_was_killed_goes_on_where_it_stopped(
-    ending: signal.Signals, hub: FakeHub, sharded_folder: Path, tmp_path: Path
+    ending: signal.Signals, hub: FakeHub, sharded_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(MODEL, sharded_folder)
     large = _with_large_file(hub, megabytes=8)
     hub.wait_at[large] = 5 << 20
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "2")
     process = fetching(MODEL)
     assert hub.waiting.wait(180)
     deadline = time.monotonic() + 60
-    while not any(path.stat().st_size >= 4 << 20 for path in blobs(tmp_path)) and time.monotonic() < deadline:
+    while max(sizes(tmp_path), default=0) < 4 << 20 and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(ending)  # after SIGINT it ends when the connection has been quiet for ten seconds
+    process.send_signal(ending)  # after SIGINT it ends when the connection has been quiet for that long
     process.communicate(timeout=120)
     assert process.returncode != 0
     arrived = max(path.stat().st_size for path in blobs(tmp_path) if path.suffix == ".incomplete")
     assert arrived >= 4 << 20
     hub.wait_at.clear()
+    monkeypatch.delenv("HF_HUB_DOWNLOAD_TIMEOUT")
     folder = Path(finished(fetching(MODEL)).strip())
     assert hub.starts(large)[0] == 0 and hub.starts(large)[-1] == arrived
     assert (folder / large).read_bytes() == hub.repositories[MODEL][large]

@@ -27,6 +27,7 @@ def test_pieces_join_to_the_text_without_half_characters(text: str) -> None:
     assert all("�" not in output for output in outputs)
 
 
+@pytest.mark.slow
 @given(WORDS.filter(bool), st.text(st.sampled_from("abc"), min_size=1, max_size=3))
 def test_nothing_of_a_stop_string_is_shown(text: str, stop: str) -> None:
     assert "".join(streamed(text, (stop,))) == text.split(stop)[0]

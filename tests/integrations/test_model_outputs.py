@@ -79,6 +79,7 @@ def assert_same_cache(ours: Any, theirs: Any) -> None:
                 torch.testing.assert_close(getattr(layer, name)[:1], getattr(expected, name)[:1], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 def test_states_of_every_token_are_those_of_generate(model: Any, prompts: Tensor, use_cache: bool) -> None:
     end = int(model.generate(prompts[:1], max_new_tokens=3, do_sample=False)[0, -1])  # one row ends before the others
@@ -88,6 +89,7 @@ def test_states_of_every_token_are_those_of_generate(model: Any, prompts: Tensor
     assert len(ours.hidden_states) == 6 and (ours.past_key_values is None) != use_cache
 
 
+@pytest.mark.slow
 def test_a_cache_of_ones_own_is_filled_and_gone_on_from(model: Any, prompts: Tensor) -> None:
     """A conversation of two turns: the first fills the cache, the second goes on from it."""
     from transformers import DynamicCache
@@ -104,6 +106,7 @@ def test_a_cache_of_ones_own_is_filled_and_gone_on_from(model: Any, prompts: Ten
         tokens = torch.cat([outputs[1], prompts[:1, 2:6]], dim=1)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_cache_gives_states_of_the_new_tokens_alone(model: Any, prompts: Tensor) -> None:
     halves = [model.generate(prompts[:1], max_new_tokens=5, return_dict_in_generate=True) for _ in range(2)]
     tokens = torch.cat([halves[0].sequences, prompts[:1, 3:6]], dim=1)
@@ -125,6 +128,7 @@ def test_a_cache_of_other_tokens_is_refused(model: Any, prompts: Tensor) -> None
         model.generate(half.sequences[:, -1:], attention_mask=torch.ones_like(half.sequences), max_new_tokens=4, **own)
 
 
+@pytest.mark.slow
 def test_the_number_of_draft_tokens_is_the_assistants(prompts: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.integrations import transformers as integration
 

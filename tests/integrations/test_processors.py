@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 
 import paceline
 from paceline.engines.local import verifier
 from paceline.errors import OptionError
+from tests.support import chi2
 from tests.support.families import Variant, tiny_family
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
@@ -128,6 +128,7 @@ def test_max_time_ends_a_sequence(model: Any, prompts: Tensor) -> None:
     assert tokens.shape[1] == 10, "as in transformers, the clock is read after every token"
 
 
+@pytest.mark.slow
 def test_a_stop_string_criterion_stops(model: Any, prompts: Tensor) -> None:
     from transformers import StopStringCriteria
 
@@ -221,6 +222,7 @@ def test_a_wrong_rule_is_found(model: Any, prompts: Tensor, monkeypatch: pytest.
 # --- scores, streamers, assistants ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"eos_token_id": 7}, {"no_repeat_ngram_size": 2, "repetition_penalty": 1.2}], ids=["raw", "changed"]
 )
@@ -236,6 +238,7 @@ def test_scores_and_logits_are_those_of_the_accepted_tokens(
             torch.testing.assert_close(value, expected, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_text_streamer_prints_the_whole_text(model: Any, prompts: Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import TextStreamer
 
@@ -246,6 +249,7 @@ def test_a_text_streamer_prints_the_whole_text(model: Any, prompts: Tensor, caps
     assert capsys.readouterr().out == theirs and theirs
 
 
+@pytest.mark.slow
 def test_the_reader_of_an_iterator_streamer_never_waits_for_ever(model: Any, prompts: Tensor) -> None:
     from transformers import TextIteratorStreamer
 
@@ -273,6 +277,7 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"])
 def test_assistants_of_the_call_draft(model: Any, prompts: Tensor, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts, ids = steps_of(monkeypatch), prompts[:1].repeat(1, 3)
@@ -287,6 +292,7 @@ def test_a_draft_of_another_vocabulary_is_refused_in_words(model: Any, prompts: 
         ours(model, prompts, draft_model=tiny_llama(vocab_size=300))
 
 
+@pytest.mark.slow
 def test_what_speculation_cannot_do_is_refused_by_name(model: Any, prompts: Tensor) -> None:
     from transformers import BartConfig, BartForConditionalGeneration
 

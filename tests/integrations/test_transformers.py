@@ -54,6 +54,7 @@ def test_a_loaded_draft_model_drafts(model: Any, prompts: Tensor) -> None:
     assert torch.equal(theirs, ours)
 
 
+@pytest.mark.slow
 def test_an_end_token_pads_as_transformers_does(model: Any, prompts: Tensor) -> None:
     theirs, _ = both(model, prompts)
     end = int(theirs[0, 9 + 5])
@@ -81,6 +82,7 @@ def test_sampling_settings_are_those_of_the_call(model: Any, prompts: Tensor) ->
     assert torch.equal(greedy, narrow)
 
 
+@pytest.mark.slow
 def test_a_dictionary_if_asked(model: Any, prompts: Tensor) -> None:
     theirs, ours = both(model, prompts, return_dict_in_generate=True)
     assert torch.equal(theirs.sequences, ours.sequences)  # type: ignore[attr-defined]
@@ -112,6 +114,7 @@ def generated(model: Any, ids: Tensor, **settings: Any) -> Tensor:
     return tokens
 
 
+@pytest.mark.slow
 def test_position_ids_that_follow_the_mask_are_the_usual_ones(model: Any, prompts: Tensor) -> None:
     mask = (prompts != 258).long()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -146,6 +149,7 @@ def tiny_llava() -> Any:
         return LlavaForConditionalGeneration(config).eval()
 
 
+@pytest.mark.slow
 def test_an_image_is_never_left_out_silently() -> None:
     """The text without the image is another text: either it is read, or the call is refused by its name."""
     ids = torch.tensor([[256, 250, 250, 250, 250, 7, 8]])
@@ -153,6 +157,7 @@ def test_an_image_is_never_left_out_silently() -> None:
         generated(tiny_llava(), ids, pixel_values=torch.rand(1, 3, 8, 8))
 
 
+@pytest.mark.slow
 def test_a_model_that_can_read_images_generates_from_tokens_alone() -> None:
     model, ids = tiny_llava(), torch.tensor([[256, 5, 7, 8, 5, 7]])
     theirs = model.generate(ids, max_new_tokens=4, do_sample=False)

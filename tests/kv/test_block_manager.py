@@ -60,6 +60,7 @@ def test_no_block_has_two_holders_and_none_is_lost(moves: list[tuple[str, int]])
     assert blocks.free == 20
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["grow", "share", "write", "shrink", "release"]), st.sampled_from("abcd"),
                           st.sampled_from("abcd"), st.integers(0, 120)), max_size=40))  # fmt: skip

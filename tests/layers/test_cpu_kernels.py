@@ -137,6 +137,7 @@ def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPat
             assert torch.equal(product, own[width][name]), f"{name} of {width} tokens"
 
 
+@pytest.mark.slow
 @needs_x86
 def test_a_cpu_without_the_instructions_is_told_so() -> None:
     with pytest.raises(CompileError, match="AVX2, FMA and F16C"):

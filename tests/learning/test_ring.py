@@ -39,6 +39,7 @@ def test_a_killed_server_loses_only_what_was_not_flushed(tmp_path: Path) -> None
     assert again.num_seqs == 14 and read_ring(tmp_path, MAX_SEQ_LEN).end == 14
 
 
+@pytest.mark.slow
 def test_the_oldest_sequences_make_room_for_new_ones(tmp_path: Path) -> None:
     ring = TrafficRing(tmp_path, 100_000)
     for first in range(0, 4000, 100):

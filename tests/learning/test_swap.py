@@ -107,6 +107,7 @@ def test_rounded_products_are_rounded_again(
     assert torch.equal(rounded.logits(rounded.fuse(features)), expected.logits(expected.fuse(features)))
 
 
+@pytest.mark.slow
 def test_the_shipped_head_written_again_is_a_head_of_the_same_shape(tmp_path: Path) -> None:
     folder = shipped_head("eagle", DIRECTORY)
     assert folder is not None
@@ -115,6 +116,7 @@ def test_the_shipped_head_written_again_is_a_head_of_the_same_shape(tmp_path: Pa
     check_update(module, load_head(tmp_path, Eagle3Head), str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_head_of_another_shape_is_refused_and_changes_nothing(target: Path, head: Path, tmp_path: Path) -> None:
     module = load_head(head, Eagle3Head)
     wider = Eagle3Head(replace(module.config, intermediate_size=2 * module.config.intermediate_size))

@@ -64,6 +64,7 @@ def test_drafts_along_a_text_are_those_of_the_plain_reference(variant: str) -> N
         assert tokens[len(expected) :] == [-1] * (4 - len(expected)) or variant in CHAINS
 
 
+@pytest.mark.slow
 def test_later_drafts_follow_the_tokens_of_the_text() -> None:
     head = random_head(markov_rank=6)
     text = random_text(head)

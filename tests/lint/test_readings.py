@@ -133,6 +133,7 @@ def test_a_head_of_another_target_is_refused(text: StatedText, tmp_path: Path) -
         lint(read_checkpoint(tmp_path / "head"), text, FACTS)
 
 
+@pytest.mark.slow
 def test_a_head_that_no_reading_can_load_is_an_error(text: StatedText, training: StatedText, tmp_path: Path) -> None:
     files = read_checkpoint(write_eagle1(tmp_path / "head", training, before_norm=False))
     missing = {name: value for name, value in files.tensors.items() if not name.endswith("o_proj.weight")}

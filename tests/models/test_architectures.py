@@ -80,6 +80,7 @@ def test_what_layers_have_is_native(config: Any) -> None:
     assert is_native(config)
 
 
+@pytest.mark.slow
 def test_gemma3_with_a_part_that_reads_images_runs_as_its_text_part(tmp_path: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 

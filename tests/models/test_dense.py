@@ -52,12 +52,14 @@ IDS = ["-".join([kind, *changes]) for kind, changes in VARIANTS]
 TOLERANCE = 5e-5  # transformers rotates and norms in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=IDS)
 def test_chains_trees_and_batches_agree_with_transformers_in_float64(kind: str, changes: dict[str, Any]) -> None:
     model = tiny(kind, torch.float64, **changes)
     assert_agrees(NativeRunner.of_model(model, kind, kv_cache_tokens=2048), model, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])
 def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     model = tiny(kind)
@@ -67,6 +69,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     assert (logits - expected).norm() / expected.norm() < 0.1  # wrong rows or scales differ by more than the norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*DENSE, *WINDOWED])
 def test_a_folder_loads_with_every_tensor_used(kind: str, tmp_path: Path) -> None:
     model = tiny(kind)

@@ -89,6 +89,7 @@ def test_a_batch_that_mixes_adapters_computes_the_merged_models(runner: LoraRunn
     assert not torch.allclose(expected_logits(adapters, "all", TOKENS), expected_logits(adapters, None, TOKENS), atol=1)
 
 
+@pytest.mark.slow
 def test_the_next_rows_read_keys_and_values_of_their_own_adapter(runner: LoraRunner, adapters: Adapters) -> None:
     loras = ["some", None, "all"]
     rows = [row_of(runner, lora, TOKENS[:20]) for lora in loras]
@@ -183,6 +184,7 @@ def test_text_is_that_of_the_merged_model_with_every_method(
     assert expected["all"] != expected[None] != expected["some"]
 
 
+@pytest.mark.slow
 def test_sequences_of_different_adapters_run_in_one_batch(
     adapters: Adapters, expected: dict[str | None, list[int]]
 ) -> None:
@@ -198,6 +200,7 @@ def test_sequences_of_different_adapters_run_in_one_batch(
         engine.sequence(Request(prompt, SamplingParams(), 2, lora="other"))
 
 
+@pytest.mark.slow
 def test_the_prefix_cache_is_kept_by_adapter(adapters: Adapters) -> None:
     """One prompt under three adapters and again: a cached prefix is reused under its own adapter and no other."""
     alone = {name: text_of(folder, LONG) for name, folder in adapters.merged.items()}
@@ -233,6 +236,7 @@ def test_what_an_adapter_does_beyond_the_projections_is_refused_by_name(
         LoraRunner.of_model(tiny_llama(), "tiny", 256).read_adapters({"it": str(folder)})
 
 
+@pytest.mark.slow
 def test_files_that_are_missing_damaged_or_of_another_model_are_errors_in_words(tmp_path: Path) -> None:
     lora_runner = LoraRunner.of_model(tiny_llama(), "tiny", 256)
     with pytest.raises(ModelNotFound, match=r"needs adapter_config\.json"):

@@ -42,6 +42,7 @@ def experts_of(runner: NativeRunner, layer: int = 0) -> Any:
     return mlp.mixture.experts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "changes"), VARIANTS, ids=IDS)
 def test_chains_trees_and_batches_agree_with_transformers_in_float64(kind: str, changes: dict[str, Any]) -> None:
     model = tiny(kind, torch.float64, **changes)
@@ -94,6 +95,7 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     assert closest.median() < 0.1, "a rounding may choose another expert for a token, not for most"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
 @pytest.mark.parametrize("sizes", [MULTIPLES, {}], ids=["blocks", "other sizes"])
 def test_integer_weights_give_the_same_bits_at_every_width(kind: str, sizes: dict[str, int]) -> None:

@@ -288,6 +288,7 @@ def test_pairs_can_be_limited_by_the_drafts_size(capsys):
         run(pairs_command, "--max-draft", "-1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [

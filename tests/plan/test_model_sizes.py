@@ -74,12 +74,14 @@ def torch_smollm2():
     return model
 
 
+@pytest.mark.slow
 def test_weights_are_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in torch_smollm2.parameters()}
     planned = weight_bytes(sizes_from_config(SMOLLM2_135M, "default"), find_precision("fp32"))
     assert planned == pytest.approx(sum(storages.values()), rel=0.05)
 
 
+@pytest.mark.slow
 def test_cache_is_within_five_per_cent_of_what_torch_allocates(torch_smollm2):
     torch = pytest.importorskip("torch")
     tokens = torch.zeros(2, 16, dtype=torch.long)

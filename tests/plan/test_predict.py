@@ -107,6 +107,7 @@ def test_each_further_draft_token_activates_more_experts():
     assert cost_ratio(mixed, "h200", 6) > 2 * cost_ratio(dense, "h200", 6)
 
 
+@pytest.mark.slow
 def test_wider_passes_read_the_experts_that_tokens_choose_for_themselves():
     # 4,000 draws of each width: the standard error is below 0.06 experts, so 0.4 fails once in a billion runs
     sizes, rng = find_model("qwen3-30b-a3b").sizes, random.Random(3)

@@ -44,6 +44,7 @@ def linears(folder: Path) -> list[Any]:
     return list(runner.model.linears())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_read_to_the_last_bit(name: str, written: Write) -> None:
     folder = written(name)
@@ -51,6 +52,7 @@ def test_weights_are_read_to_the_last_bit(name: str, written: Write) -> None:
     assert pairs and all(torch.equal(*(linear.dequantize(torch.float32) for linear in pair)) for pair in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_packed_for_a_gpu_the_weights_are_the_same(
     name: str, written: Write, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +80,7 @@ def test_greedy_text_is_that_of_the_unpacked_weights(name: str, written: Write) 
     assert result.token_ids == expected and result.stats.drafted > 0
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_a_quantized_checkpoint_by_itself(
     written: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_dtype_converts_what_a_checkpoint_stores(written: Write) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_a_bias_beside_packed_weights_is_added(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path, Case(awq(32), AWQ, changes={"attention_bias": True}))
     state = load_file(folder / "unpacked" / "model.safetensors")
@@ -115,6 +119,7 @@ def test_a_bias_beside_packed_weights_is_added(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path, CASES["fp8-blocks"])
     file = folder / "packed" / "model.safetensors"
@@ -125,6 +130,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
         SpeculativeDecoder(folder / "packed", runner="native")
 
 
+@pytest.mark.slow
 def test_a_weight_of_another_size_is_named(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path, CASES["awq-64"])
     config = folder / "packed" / "config.json"
@@ -133,6 +139,7 @@ def test_a_weight_of_another_size_is_named(tmp_path: Path) -> None:
         SpeculativeDecoder(folder / "packed", runner="native")
 
 
+@pytest.mark.slow
 def test_a_nonzero_bias_that_the_architecture_does_not_add_is_an_error(tmp_path: Path) -> None:
     folder = write_quantized(tmp_path, CASES["gptq-symmetric"])
     file = folder / "packed" / "model.safetensors"

@@ -60,6 +60,7 @@ def generated(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> li
     return tokens
 
 
+@pytest.mark.slow
 @blocked
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_the_second_start_converts_nothing_and_gives_the_same_text(
@@ -137,6 +138,7 @@ def test_the_folder_is_bounded_and_what_was_used_longest_ago_goes(
     assert kept_files(tmp_path) == left, "one that is too large by itself is not kept"
 
 
+@pytest.mark.slow
 def test_small_models_are_not_kept(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def launcher(dtype: torch.dtype = torch.float32) -> GemmLauncher:
     return GemmLauncher(dtype, torch.device(DEVICE), 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str) -> None:
     read = stored(kind, 21, 768)
@@ -139,6 +140,7 @@ class Stored:
         return torch.cat([part.float() for part in parts]).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_layers_of_different_kinds_are_joined_and_each_stays_as_it_is() -> None:
     """Q4_K_M: queries and keys in Q4_K, values in Q6_K."""
@@ -245,6 +247,7 @@ def test_a_packed_file_runs_as_the_model_of_its_unpacked_weights(written: Path) 
     assert nbytes < (1.1 if whole_steps else 2.0) * matrices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", ["small"], indirect=True)
 def test_where_there_are_no_kernels_a_file_is_unpacked_exactly_and_said_so(
     written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -122,6 +122,7 @@ def test_the_order_of_sums_depends_on_the_weight_alone(out_features: int, steps:
     assert 1 <= splits <= MAX_SPLITS and (splits - 1) * per_split < steps <= splits * per_split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter does not round to bfloat16
 def test_the_kernel_that_unpacks_a_weight_rounds_like_torch(layout: str, dtype: torch.dtype) -> None:

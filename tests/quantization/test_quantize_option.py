@@ -17,6 +17,7 @@ from tests.support.tiny import write_tiny_model
 PROMPT = "to be or not to be"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_command_line_and_the_library_convert_alike(
     name: str, tiny_folder: Path, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["auto", "hf"])
 @pytest.mark.parametrize("case", DAMAGES)
 def test_damage_is_one_line_that_names_it(
@@ -104,12 +105,14 @@ def test_tensors_that_old_checkpoints_carry_are_no_damage(runner: str, tmp_path:
         assert decoder.generate("hello", max_new_tokens=2).token_ids
 
 
+@pytest.mark.slow
 def test_a_tied_head_is_not_missed(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     with SpeculativeDecoder(str(tmp_path / "model"), device="cpu", runner="hf") as decoder:
         assert decoder.generate("hello", max_new_tokens=2).token_ids
 
 
+@pytest.mark.slow
 def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     without("lm_head.weight")(tmp_path / "model")
@@ -132,6 +135,7 @@ def test_large_weights_whose_sum_overflows_are_taken(tmp_path: Path) -> None:
     SpeculativeDecoder(str(tmp_path / "model"), device="cpu", dtype="float16").close()
 
 
+@pytest.mark.slow
 def test_an_architecture_of_transformers_alone_is_checked_too(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -95,6 +95,7 @@ def quantized_llama() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_where_rows_of_a_pass_change_each_other_decoding_is_plain_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -109,6 +110,7 @@ def test_where_rows_of_a_pass_change_each_other_decoding_is_plain_and_says_so(
     assert batch[0].token_ids == result.token_ids, "a sequence does not depend on its neighbours"
 
 
+@pytest.mark.slow
 def test_8_bit_layers_of_bitsandbytes_are_known_without_a_probe() -> None:
     """Outliers decide there how a pass is computed, and random tokens may have none."""
     model = tiny_llama()
@@ -195,6 +197,7 @@ def test_the_rounding_of_half_precision_is_no_reason_to_refuse(kind: str) -> Non
     assert Capability.TREE in runner.capabilities and runner.plain_only is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_neo", "mpt"])
 def test_wrong_trees_are_found_in_half_precision_too(kind: str) -> None:
     runner = open_hugging_face(tiny_family(Variant(kind)).bfloat16(), kind)

@@ -39,6 +39,7 @@ def test_a_model_of_another_kind_is_refused_by_its_type(tmp_path: Path) -> None:
         model_class(tmp_path, "that model")
 
 
+@pytest.mark.slow
 def test_a_model_that_could_read_images_continues_text(tmp_path: Path) -> None:
     from transformers import LlavaConfig, LlavaForConditionalGeneration
     from transformers.models.clip import CLIPVisionConfig

@@ -121,6 +121,7 @@ def test_only_gguf_files_are_opened(tiny_folder: Path) -> None:
         SpeculativeDecoder(gguf_llama(), tokenizer=tiny_folder, runner="llama_cpp")
 
 
+@pytest.mark.slow
 def test_the_missing_package_is_named_with_its_extra(
     gguf: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

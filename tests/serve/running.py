@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -23,7 +25,19 @@ from paceline.serve.config import ServerConfig
 from paceline.serve.run import bind_socket, uvicorn_config
 
 NAME = "model"
+CLIENT_SECONDS = 600  # a busy machine took more than 120 for one answer of the default model
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@cache
+def no_certificates() -> ssl.SSLContext:
+    """What a client of `http://` needs: to read a machine's certificates takes longer than most requests of tests."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def http_client(**options: Any) -> httpx.Client:
+    """options: those of httpx.Client."""
+    return httpx.Client(verify=no_certificates(), **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +53,11 @@ class RunningServer:
         return int(self.url.rsplit(":", 1)[1])
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+        url, client = f"{self.url}/v1", http_client(timeout=CLIENT_SECONDS)
+        return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=CLIENT_SECONDS, http_client=client)
 
     def http(self, **headers: str) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers)
+        return http_client(base_url=self.url, timeout=60, headers=headers)
 
     def wait_until_idle(self, seconds: float = 20) -> EngineStats:
         """The engine's stats once no sequence waits, runs or holds blocks."""

@@ -84,11 +84,13 @@ def test_a_malformed_body_is_refused(tiny_server: RunningServer, name: str) -> N
     error_message(tiny_server.http().post(CHAT, content=BODIES[name], headers=JSON))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [1.5], ["a", 1], {"a": 1}, None, True])
 def test_a_malformed_prompt_is_refused(tiny_server: RunningServer, prompt: object) -> None:
     error_message(tiny_server.http().post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 2}))
 
 
+@pytest.mark.slow
 def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny_server: RunningServer) -> None:
     body = b'{"prompt": "' + b"a" * 10_000_000 + b'"}'
 
@@ -103,16 +105,19 @@ def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny_server: R
         pass  # the server responded and closed before the whole body was sent
 
 
+@pytest.mark.slow
 def test_a_body_of_another_content_type_is_refused(tiny_server: RunningServer) -> None:
     plain_text = {"Content-Type": "text/plain"}
     error_message(tiny_server.http().post(COMPLETIONS, content=b'{"prompt": "a"}', headers=plain_text))
 
 
+@pytest.mark.slow
 def test_another_host_header_is_refused(tiny_server: RunningServer) -> None:
     error_message(tiny_server.http(Host="evil.example").get("/v1/models"))
     assert tiny_server.http(Host=f"localhost:{tiny_server.port}").get("/v1/models").status_code == 200
 
 
+@pytest.mark.slow
 def test_unknown_paths_and_methods(tiny_server: RunningServer) -> None:
     assert tiny_server.http().get("/v1/nothing").status_code == 404
     assert tiny_server.http().get(CHAT).status_code == 405
@@ -139,6 +144,7 @@ def test_a_body_that_never_arrives_times_out(tiny_server: RunningServer) -> None
         assert b"408" in connection.recv(4096).split(b"\r\n", 1)[0]
 
 
+@pytest.mark.slow
 def test_a_slow_reader_does_not_delay_other_requests(tiny_server: RunningServer) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 300, "stream": True, "ignore_eos": True}).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -159,6 +165,7 @@ def test_garbage_instead_of_http(tiny_server: RunningServer) -> None:
     assert not response or response.startswith(b"HTTP/1.1 400")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "code"), [(RuntimeError("injected"), "model_failed"), (OutOfMemory("full"), "out_of_memory")]
@@ -171,6 +178,7 @@ def test_a_failing_pass_is_a_500_for_its_batch_alone(
     assert response.status_code == 500 and response.json()["error"]["code"] == code
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_middle_of_a_stream_is_the_last_event(tiny_server: RunningServer) -> None:
     body = {"prompt": "some text", "max_tokens": 400, "stream": True, "ignore_eos": True}
     with slowed(tiny_server, 0.01), tiny_server.http().stream("POST", COMPLETIONS, json=body) as response:
@@ -181,6 +189,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_the_last_event(tiny_server: Runn
     assert "model_failed" in events[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_disconnects_aborts_its_request(tiny_server: RunningServer, stream: bool) -> None:
     before = tiny_server.wait_until_idle()
@@ -198,6 +207,7 @@ def test_a_client_that_disconnects_aborts_its_request(tiny_server: RunningServer
     assert after.blocks_free + after.blocks_cached == before.blocks_free + before.blocks_cached
 
 
+@pytest.mark.slow
 def test_a_model_has_several_names(tiny_server: RunningServer) -> None:
     for name in (NAME, "alias"):
         body = {"model": name, "prompt": "a", "max_tokens": 1}

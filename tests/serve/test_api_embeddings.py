@@ -45,6 +45,7 @@ def test_the_mean_of_the_hidden_states_is_the_embedding(tiny_server: RunningServ
     assert response.usage.prompt_tokens == response.usage.total_tokens == len(TEXT)
 
 
+@pytest.mark.slow
 def test_the_flag_chooses_the_pooling_and_long_inputs_are_read_in_chunks(
     other_server: tuple[str, RunningServer],
 ) -> None:
@@ -53,6 +54,7 @@ def test_the_flag_chooses_the_pooling_and_long_inputs_are_read_in_chunks(
     assert torch.allclose(torch.tensor(embed(server).data[0].embedding), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_several_inputs_strings_tokens_and_formats_agree(tiny_server: RunningServer) -> None:
     tokens = byte_tokenizer()(TEXT).input_ids
     by_text = embed(tiny_server, encoding_format="float").data[0].embedding
@@ -66,6 +68,7 @@ def test_several_inputs_strings_tokens_and_formats_agree(tiny_server: RunningSer
     assert mixed.json()["data"][0]["embedding"] == mixed.json()["data"][1]["embedding"]
 
 
+@pytest.mark.slow
 def test_dimensions_cut_the_vector(tiny_server: RunningServer) -> None:
     vector = torch.tensor(embed(tiny_server, dimensions=8).data[0].embedding)
     whole = torch.tensor(embed(tiny_server).data[0].embedding)
@@ -74,6 +77,7 @@ def test_dimensions_cut_the_vector(tiny_server: RunningServer) -> None:
         embed(tiny_server, dimensions=33)
 
 
+@pytest.mark.slow
 def test_an_embedding_changes_no_output_and_keeps_no_blocks(tiny_server: RunningServer) -> None:
     body = {"prompt": TEXT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     before = tiny_server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"]
@@ -83,6 +87,7 @@ def test_an_embedding_changes_no_output_and_keeps_no_blocks(tiny_server: Running
     assert tiny_server.http().post(COMPLETIONS, json=body).json()["choices"][0]["text"] == before
 
 
+@pytest.mark.slow
 def test_what_cannot_be_embedded_is_refused(tiny_server: RunningServer) -> None:
     with pytest.raises(openai.BadRequestError, match="too large"):
         embed(tiny_server, input="x" * 600)
@@ -112,6 +117,7 @@ def test_ollamas_routes_give_the_same_vectors(tiny_server: RunningServer) -> Non
         assert refused.status_code == 400
 
 
+@pytest.mark.slow
 def test_the_ollama_client_embeds(tiny_server: RunningServer) -> None:
     ollama = pytest.importorskip("ollama")
     response = ollama.Client(host=tiny_server.url).embed(model=NAME, input=[TEXT])

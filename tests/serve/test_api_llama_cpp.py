@@ -14,10 +14,10 @@ from paceline.hub.tokenizer import Tokenizer
 from paceline.serve.config import ServerConfig
 from paceline.serve.fill_in_middle import FillInMiddle, OtherFile
 from paceline.serve.vocabulary import vocabulary
-from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving_model
+from tests.serve.running import CHAT, COMPLETIONS, NAME, RunningServer, serving_model
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
-MIDDLE = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"]
+MIDDLE = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|repo_name|>"]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
@@ -29,7 +29,7 @@ def coder_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def coder(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
-    with serving_model(tiny_llama(vocab_size=263), coder_tokenizer(), ServerConfig((NAME,))) as server:
+    with serving_model(tiny_llama(vocab_size=264), coder_tokenizer(), ServerConfig((NAME,))) as server:
         yield server
 
 
@@ -54,6 +54,7 @@ def test_a_completion_has_content_counts_and_timings(tiny_server: RunningServer)
     assert document["generation_settings"]["n_predict"] == 8 and document["truncated"] is False
 
 
+@pytest.mark.slow
 def test_the_settings_shown_are_those_in_force() -> None:
     """The server's defaults where the request is silent, and the request's own fields where it is not."""
     config = ServerConfig((NAME,), seed=42, sampling_defaults={"temperature": 0.5, "top_k": 20})
@@ -64,6 +65,7 @@ def test_the_settings_shown_are_those_in_force() -> None:
     assert (params["seed"], params["temperature"], params["top_k"]) == (42, 0.5, 20)
 
 
+@pytest.mark.slow
 def test_a_stream_adds_up_to_the_whole(tiny_server: RunningServer) -> None:
     whole = post(tiny_server, "/completion", prompt="abc", n_predict=8, **GREEDY).json()
     *parts, last = events(post(tiny_server, "/completion", prompt="abc", n_predict=8, stream=True, **GREEDY))
@@ -72,6 +74,7 @@ def test_a_stream_adds_up_to_the_whole(tiny_server: RunningServer) -> None:
     assert not any(part["stop"] for part in parts) and last["stop"] and last["timings"]["predicted_n"] == 8
 
 
+@pytest.mark.slow
 def test_a_stop_string_is_named(tiny_server: RunningServer) -> None:
     text = post(tiny_server, "/completion", prompt="abc", n_predict=20, **GREEDY).json()["content"]
     stop = next(character for character in text[3:] if character.isascii())
@@ -79,6 +82,7 @@ def test_a_stop_string_is_named(tiny_server: RunningServer) -> None:
     assert (document["stop_type"], document["stopping_word"]) == ("word", stop)
 
 
+@pytest.mark.slow
 def test_prompts_mix_tokens_and_strings(tiny_server: RunningServer) -> None:
     tokens = byte_tokenizer()("abc").input_ids
     whole = post(tiny_server, "/completion", prompt="abc", n_predict=4, **GREEDY).json()["content"]
@@ -94,6 +98,7 @@ def test_response_fields_select(tiny_server: RunningServer) -> None:
     assert set(document) == set(fields) and document["generation_settings/n_predict"] == 3
 
 
+@pytest.mark.slow
 def test_probabilities_name_their_tokens(tiny_server: RunningServer) -> None:
     fields = {"prompt": "abc", "n_predict": 6, "n_probs": 4, **GREEDY}
     document = post(tiny_server, "/completion", **fields).json()
@@ -111,6 +116,7 @@ def test_probabilities_name_their_tokens(tiny_server: RunningServer) -> None:
     assert "".join(part["content"] for part in parts) == document["content"]
 
 
+@pytest.mark.slow
 def test_alternatives_of_a_sampled_token_are_the_likeliest_in_order(tiny_server: RunningServer) -> None:
     fields = {"prompt": "abc", "n_predict": 24, "n_probs": 4, "temperature": 1.8, "seed": 3, "ignore_eos": True}
     entries = post(tiny_server, "/completion", **fields).json()["completion_probabilities"]
@@ -129,6 +135,7 @@ def test_probabilities_after_sampling_are_those_that_were_drawn_from(tiny_server
         assert 0 < entry["prob"] <= 1 and 0.05 < sum(other["prob"] for other in entry["top_probs"]) <= 1 + 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("as_text", [False, True])
 def test_biases_are_of_tokens_or_of_strings(tiny_server: RunningServer, by_name: bool, as_text: bool) -> None:
@@ -162,6 +169,7 @@ def test_a_prompt_that_is_too_long_is_counted(tiny_server: RunningServer) -> Non
     )
 
 
+@pytest.mark.slow
 def test_an_output_may_fill_the_context(tiny_server: RunningServer) -> None:
     document = post(tiny_server, "/completion", prompt="abc" * 169, n_predict=64, **GREEDY).json()
     assert document["timings"]["predicted_n"] == 5 and document["truncated"] and document["stop_type"] == "limit"
@@ -180,16 +188,55 @@ def test_a_malformed_prompt_is_refused(tiny_server: RunningServer, prompt: objec
     assert post(tiny_server, "/completion", prompt=prompt, n_predict=2).status_code == 400
 
 
+# --- /chat/completions ------------------------------------------------------------------------------------------------
+
+TALK = [{"role": "user", "content": "abc"}]
+
+
+def deltas(server: RunningServer, path: str) -> list[tuple[dict[str, Any], str | None]]:
+    response = post(server, path, messages=TALK, max_tokens=5, stream=True, **GREEDY)
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    return [(choice["delta"], choice["finish_reason"]) for choice in choices]
+
+
+def test_a_stream_opens_and_closes_as_the_path_says(tiny_server: RunningServer) -> None:
+    """Without /v1 as llama.cpp does: no content at first, and the end in a chunk of its own."""
+    llama, plain = deltas(tiny_server, "/chat/completions"), deltas(tiny_server, CHAT)
+    assert llama[0] == ({"role": "assistant", "content": None}, None) and llama[-1] == ({}, "length")
+    assert plain[0] == ({"role": "assistant", "content": ""}, None) and plain[-1][1] == "length"
+    texts = ["".join(delta.get("content") or "" for delta, _ in stream) for stream in (llama, plain)]
+    assert texts[0] == texts[1] != "" and all(reason is None for _, reason in llama[:-1])
+
+
+def test_a_last_message_of_the_assistant_is_continued(tiny_server: RunningServer) -> None:
+    messages = [*TALK, {"role": "assistant", "content": "def"}]
+
+    def prompt(path: str = "/chat/completions", **fields: Any) -> str:
+        body = {"messages": messages, "max_tokens": 1, "verbose": True, **fields}
+        return str(post(tiny_server, path, **body).json()["__verbose"]["prompt"])
+
+    assert prompt().endswith("def") and prompt() == prompt(continue_final_message=True, add_generation_prompt=False)
+    assert not prompt(CHAT).endswith("def") and prompt(add_generation_prompt=True) == prompt(CHAT)
+
+
+def test_a_chat_that_does_not_fit_is_told_in_llama_cpps_words(tiny_server: RunningServer) -> None:
+    error = post(tiny_server, "/chat/completions", messages=[{"role": "user", "content": "a" * 600}]).json()["error"]
+    assert error["type"] == "exceed_context_size_error" and error["n_prompt_tokens"] > error["n_ctx"]
+    assert "exceeds the available context size" in error["message"]
+
+
 # --- fill in the middle -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_infill_writes_between_prefix_and_suffix(coder: RunningServer) -> None:
-    prompt = coder_tokenizer()("<|fim_prefix|>def f():<|fim_suffix|>\nf()<|fim_middle|>").input_ids
+    spelling = "<|fim_prefix|>def f():<|fim_suffix|>\nf()<|fim_middle|>"
+    prompt = coder_tokenizer()(spelling).input_ids
     expected = post(coder, COMPLETIONS, prompt=prompt, max_tokens=6, **GREEDY).json()["choices"][0]["text"]
-    document = post(
-        coder, "/infill", input_prefix="def ", prompt="f():", input_suffix="\nf()", n_predict=6, **GREEDY
-    ).json()
+    document = post(coder, "/infill", input_prefix="def f():", input_suffix="\nf()", n_predict=6, **GREEDY).json()
     assert document["content"] == expected and document["tokens_evaluated"] == len(prompt)
+    assert document["prompt"] == spelling
     body = {"prompt": "def f():", "suffix": "\nf()", "max_tokens": 6, **GREEDY}
     assert post(coder, COMPLETIONS, **body).json()["choices"][0]["text"] == expected
     ollama = {"model": NAME, "prompt": "def f():", "suffix": "\nf()", "stream": False}
@@ -202,10 +249,28 @@ def test_other_files_come_before_the_gap() -> None:
     tokenizer = coder_tokenizer()
     middle = FillInMiddle(vocabulary(Tokenizer(tokenizer)))
     ids = middle.prompt("a", "b", (OtherFile("x.py", "text"),))
-    expected = "<|file_sep|>x.py\ntext\n<|file_sep|><|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"
-    assert ids == tokenizer(expected).input_ids
+    files = "<|repo_name|>myproject\n<|file_sep|>x.py\ntext\n<|file_sep|>filename\n"
+    assert ids == tokenizer(f"{files}<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>").input_ids
 
 
+def test_a_prompt_begins_the_text_in_the_middle(coder: RunningServer) -> None:
+    """llama.cpp's documentation: it is added after the token that begins the middle."""
+    document = post(coder, "/infill", input_prefix="def ", input_suffix="\n", prompt="f(", n_predict=1).json()
+    assert document["prompt"] == "<|fim_prefix|>def <|fim_suffix|>\n<|fim_middle|>f("
+
+
+@pytest.mark.parametrize("path", ["/infill", COMPLETIONS])
+def test_the_middle_ends_where_another_file_begins(coder: RunningServer, path: str) -> None:
+    """The bias makes the model write the separator of files at once, which is no end token of its own."""
+    separator = coder_tokenizer().convert_tokens_to_ids("<|file_sep|>")
+    body = {"input_prefix": "a", "input_suffix": "b"} if path == "/infill" else {"prompt": "a", "suffix": "b"}
+    document = post(coder, path, **body, logit_bias={str(separator): 100}, temperature=0, max_tokens=8).json()
+    answer = document if path == "/infill" else document["choices"][0]
+    assert answer["stop_type" if path == "/infill" else "finish_reason"] in ("eos", "word", "stop")
+    assert answer["content" if path == "/infill" else "text"] == ""
+
+
+@pytest.mark.slow
 def test_a_model_without_the_tokens_says_so(tiny_server: RunningServer) -> None:
     for path, fields in (
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}),

@@ -93,6 +93,7 @@ def test_sampling_and_stop_sequences_reach_the_engine(server: RunningServer, eng
     assert request.stop == ("x", "y") and request.max_new_tokens == 32
 
 
+@pytest.mark.slow
 def test_a_stop_sequence_is_named(tiny_server: RunningServer) -> None:
     fields = {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
     text = post(tiny_server, **fields).json()["content"][0]["text"]
@@ -104,6 +105,7 @@ def test_a_stop_sequence_is_named(tiny_server: RunningServer) -> None:
     assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
 
+@pytest.mark.slow
 def test_errors_have_anthropics_shape(server: RunningServer) -> None:
     response = post(server, model="nothing")
     assert response.status_code == 404 and response.json()["type"] == "error"
@@ -139,6 +141,7 @@ def test_an_answer_that_is_too_long_is_said_in_words_after_which_clients_ask_for
     assert asked == 5000 and post(server, max_tokens=limit - num_tokens).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_from_the_last_message(tiny_server: RunningServer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be or"}]
     document = chat_document(MessagesRequest.model_validate({**BODY, "messages": messages}))
@@ -156,6 +159,7 @@ def test_a_bearer_key_still_works(server: RunningServer) -> None:
 # --- with the client --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_client_asks_streams_and_counts(server: RunningServer) -> None:
     client = anthropic_client(server)
     message = client.messages.create(**BODY)
@@ -166,6 +170,7 @@ def test_the_client_asks_streams_and_counts(server: RunningServer) -> None:
     assert client.messages.count_tokens(model=NAME, messages=BODY["messages"]).input_tokens == 6
 
 
+@pytest.mark.slow
 def test_the_client_passes_an_answer_back(server: RunningServer, engine: ReversingEngine) -> None:
     client = anthropic_client(server)
     messages: list[Any] = list(BODY["messages"])
@@ -175,6 +180,7 @@ def test_the_client_passes_an_answer_back(server: RunningServer, engine: Reversi
     assert engine.tokenizer.decode(engine.requests[-1].prompt) == "abcdef" "fedc" "0" "0cde" "1"
 
 
+@pytest.mark.slow
 def test_the_client_reads_errors(server: RunningServer) -> None:
     anthropic = pytest.importorskip("anthropic")
     client = anthropic_client(server)
@@ -193,15 +199,20 @@ CALL = {"index": 0, "id": "call_1", "function": {"name": "weather", "arguments":
 
 def test_tool_calls_and_reasoning_are_blocks() -> None:
     message = {"role": "assistant", "content": None, "reasoning_content": "A city.", "tool_calls": [CALL]}
-    usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
+    details = {"cached_tokens": 5, "cache_write_tokens": 3}
+    usage = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": details}
     choice = {"message": message, "finish_reason": "tool_calls"}
     document = MessagesShape().whole({"model": NAME, "choices": [choice], "usage": usage})
+    thinking, *_ = document["content"]
     assert document["content"] == [
-        {"type": "thinking", "thinking": "A city.", "signature": ""},
+        {"type": "thinking", "thinking": "A city.", "signature": thinking["signature"]},
         {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Rome"}},
     ]
+    assert thinking["signature"], "clients send only signed thoughts back"
     assert document["stop_reason"] == "tool_use"
-    assert (document["usage"]["input_tokens"], document["usage"]["cache_read_input_tokens"]) == (1, 8)
+    assert document["usage"] == {
+        "input_tokens": 1, "output_tokens": 4, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 5,
+    }  # fmt: skip
 
 
 def test_a_stream_of_tool_calls_has_a_block_for_each() -> None:
@@ -226,8 +237,9 @@ def test_a_stream_of_tool_calls_has_a_block_for_each() -> None:
     assert [start["type"] for start in starts] == ["thinking", "text", "tool_use", "tool_use"]
     assert starts[2] == {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}}
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
-    assert [delta["type"] for delta in deltas] == ["thinking_delta", "text_delta"] + ["input_json_delta"] * 3
-    assert "".join(delta["partial_json"] for delta in deltas[2:4]) == '{"city": "Rome"}'
+    kinds = ["thinking_delta", "signature_delta", "text_delta", *["input_json_delta"] * 3]
+    assert [delta["type"] for delta in deltas] == kinds and deltas[1]["signature"]
+    assert "".join(delta["partial_json"] for delta in deltas[3:5]) == '{"city": "Rome"}'
     stops = [event["index"] for event in events if event["type"] == "content_block_stop"]
     assert stops == [0, 1, 2, 3] and events[-2]["delta"]["stop_reason"] == "tool_use"
 
@@ -269,6 +281,7 @@ def test_blocks_of_earlier_turns_become_chat_messages() -> None:
     assert failure["content"] == "Error: no such city" and question == {"role": "user", "content": "And now?"}
 
 
+@pytest.mark.slow
 def test_turns_of_the_assistant_that_follow_one_another_are_one(tiny_server: RunningServer) -> None:
     call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
     turns = [{"role": "assistant", "content": "I look."}, {"role": "assistant", "content": [call]}]

@@ -59,6 +59,7 @@ def test_a_chat_without_a_stream_is_one_document(server: RunningServer) -> None:
     assert document["eval_duration"] > 0, "clients divide by it"
 
 
+@pytest.mark.slow
 def test_a_generation_uses_the_system_prompt_or_the_raw_prompt(server: RunningServer) -> None:
     assert post(server, "/api/generate", prompt="abc", system="xy", stream=False).json()["response"] == "cbayx"
     long = post(server, "/api/generate", prompt="abcdefghijklmnopqrstuvwxyz", raw=True, stream=False).json()
@@ -104,6 +105,7 @@ def test_the_tag_latest_is_understood(server: RunningServer) -> None:
     assert document["response"] == "ba" and document["model"] == f"{NAME}:latest"
 
 
+@pytest.mark.slow
 def test_errors_have_ollamas_shape(server: RunningServer) -> None:
     response = post(server, "/api/chat", model="nothing", messages=MESSAGES)
     assert response.status_code == 404 and "there is no model" in response.json()["error"]
@@ -133,6 +135,7 @@ def test_an_error_before_the_first_token_has_its_status(server: RunningServer, e
 # --- with the client --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_client_chats_streams_and_lists(server: RunningServer) -> None:
     ollama = pytest.importorskip("ollama")
     client = ollama.Client(host=server.url)

@@ -90,6 +90,7 @@ def test_what_the_model_read_and_wrote_is_shown(client: openai.OpenAI, how: str)
     assert "input_messages" not in create(client).model_dump()
 
 
+@pytest.mark.slow
 def test_there_are_as_many_alternatives_as_asked_for(tiny_server: RunningServer) -> None:
     fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 5, "temperature": 1.8}
     response = create(tiny_server.client(), max_output_tokens=24, extra_body={"seed": 3, "ignore_eos": True}, **fields)
@@ -145,6 +146,7 @@ def test_a_stream_has_the_events_in_order_and_numbered(client: openai.OpenAI) ->
     assert client.responses.retrieve(final.id).output_text == "fedcba"
 
 
+@pytest.mark.slow
 def test_the_stream_helper_of_the_client_adds_it_up(client: openai.OpenAI) -> None:
     with client.responses.stream(model=NAME, input="abcdef") as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
@@ -179,9 +181,12 @@ def test_a_response_continues_from_another(client: openai.OpenAI, engine: Revers
     assert create(client, input="gh", previous_response_id=second.id).previous_response_id == second.id
 
 
+@pytest.mark.slow
 def test_responses_are_read_and_deleted(client: openai.OpenAI) -> None:
     response = create(client, input=[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     assert client.responses.retrieve(response.id).output_text == response.output_text
+    with pytest.raises(openai.BadRequestError, match="not streamed again"):
+        client.responses.retrieve(response.id, stream=True)
     items = client.responses.input_items.list(response.id, order="asc")
     assert [item.content[0].text for item in items] == ["a", "b"]
     latest = client.responses.input_items.list(response.id, limit=1)
@@ -238,6 +243,7 @@ def test_a_background_response_is_polled(client: openai.OpenAI) -> None:
     assert client.responses.cancel(response.id).status == "incomplete"
 
 
+@pytest.mark.slow
 def test_a_background_response_can_be_cancelled(tiny_server: RunningServer) -> None:
     client = tiny_server.client()
     with slowed(tiny_server, 0.02):

@@ -10,6 +10,7 @@ import pytest
 
 from paceline import __version__
 from paceline.serve.config import NetworkConfig, ServerConfig
+from paceline.serve.errors import LOG, ApiError, log_failure
 from tests.serve.running import NAME, RunningServer, serving
 from tests.serve.toy_engine import ReversingEngine
 
@@ -28,6 +29,7 @@ def test_a_client_may_ask_whether_the_server_is_there(tiny_server: RunningServer
     assert answer.status_code == 200 and not answer.content
 
 
+@pytest.mark.slow
 def test_routes_without_their_prefix(tiny_server: RunningServer) -> None:
     client = openai.OpenAI(base_url=tiny_server.url, api_key="none", max_retries=0)
     messages = [{"role": "user", "content": "hi"}]
@@ -54,11 +56,22 @@ def test_what_a_text_model_cannot_do_is_told(tiny_server: RunningServer, path: s
     assert response.status_code == 501 and word in response.json()["error"]["message"]
 
 
+def test_only_a_failure_is_logged_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the server says it does not do needs no trace in the log of its owner."""
+    logged: list[str] = []
+    monkeypatch.setattr(LOG, "error", lambda message, exc_info: logged.append(str(exc_info)))
+    for status in (501, 500, 503, 400):
+        error = ApiError(status, "words")
+        log_failure(error, error)
+    assert [line[:3] for line in logged] == ["500", "503"]
+
+
 def test_an_upload_is_told_the_same(tiny_server: RunningServer) -> None:
     response = tiny_server.http().post("/v1/audio/transcriptions", files={"file": b"RIFF"})
     assert response.status_code == 501 and "hears" in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_every_route_but_the_open_ones_needs_the_key() -> None:
     with serving(ReversingEngine(), ServerConfig((NAME,), network=NetworkConfig(api_keys=(KEY,)))) as server:
         paths = httpx.get(f"{server.url}/openapi.json", headers={"x-api-key": KEY}).json()["paths"]
@@ -71,6 +84,7 @@ def test_every_route_but_the_open_ones_needs_the_key() -> None:
             assert client.get("/docs").status_code == 200
 
 
+@pytest.mark.slow
 def test_the_documentation_loads_nothing_from_elsewhere(tiny_server: RunningServer) -> None:
     with tiny_server.http() as client:
         page = client.get("/docs")

@@ -32,6 +32,7 @@ def test_token_strings_are_the_vocabularys(tiny_server: RunningServer) -> None:
     assert document["token_strs"] == ["a", "Ġ", "Ã", "©"]
 
 
+@pytest.mark.slow
 def test_messages_go_through_the_template(tiny_server: RunningServer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = post(tiny_server, "/tokenize", messages=messages).json()["tokens"]
@@ -49,6 +50,7 @@ def test_special_tokens_of_the_default_model(default_server: RunningServer) -> N
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
+@pytest.mark.slow
 def test_content_is_read_as_llama_cpp_does(tiny_server: RunningServer) -> None:
     tokens = byte_tokenizer()(TEXT).input_ids
     assert post(tiny_server, "/tokenize", content=TEXT).json() == {"tokens": tokens}

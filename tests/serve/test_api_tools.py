@@ -57,6 +57,7 @@ def respond(server: RunningServer, stream: bool, **params: Any) -> Any:
         return events.get_final_response()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
 def test_the_openai_client_calls_tools_with_responses(
@@ -95,6 +96,7 @@ def message(server: RunningServer, stream: bool, messages: list[Any], **params: 
         return events.get_final_message()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_anthropic_client_calls_tools(server: RunningServer, engine: ScriptedEngine, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]

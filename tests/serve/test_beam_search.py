@@ -45,6 +45,7 @@ def test_the_beams_are_the_likeliest_continuations(tiny_server: RunningServer, w
     assert [choice["finish_reason"] for choice in document["choices"]] == ["length"] * width
 
 
+@pytest.mark.slow
 def test_every_prompt_has_its_own_beams(tiny_server: RunningServer) -> None:
     fields = {"n": 2, "ignore_eos": True, "return_token_ids": True}
     choices = post(tiny_server, prompt=["abc", "abc", "xyz"], **fields).json()["choices"]

@@ -17,7 +17,7 @@ from paceline.serve.config import NetworkConfig, ServerConfig
 from tests.serve.running import CHAT, RunningServer, serving
 from tests.serve.scripted import THINKING_TEMPLATE, TOOL_TEMPLATE, ScriptedEngine, tokenizer_with
 
-anthropic = pytest.importorskip("anthropic")
+pytestmark = pytest.mark.slow  # the client alone takes seconds to import
 
 KEY, MODEL, SMALL_MODEL = "sk-ant-test", "claude-local", "claude-local-small"
 BETAS = ["claude-code-20250219", "interleaved-thinking-2025-05-14", "context-management-2025-06-27"]
@@ -123,9 +123,18 @@ def result(block: Any, content: Any, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": block.id, "content": content, **more}
 
 
+def anthropic_package() -> Any:
+    """Imported where it is used: it takes seconds, and every worker imports this file."""
+    return pytest.importorskip("anthropic")
+
+
+def anthropic_client(server: RunningServer) -> Any:
+    return anthropic_package().Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=120)
+
+
 @pytest.fixture
 def session(server: RunningServer) -> Session:
-    return Session(anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=120))
+    return Session(anthropic_client(server))
 
 
 def test_a_session_reads_searches_and_answers(session: Session, engine: ScriptedEngine) -> None:
@@ -187,7 +196,7 @@ def test_the_small_model_names_a_session_without_tools(session: Session, engine:
 def test_tools_of_anthropics_own_servers_are_refused_in_words(session: Session) -> None:
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
     messages = [{"role": "user", "content": "Search."}]
-    with pytest.raises(anthropic.BadRequestError, match="the client's own tools only"):
+    with pytest.raises(anthropic_package().BadRequestError, match="the client's own tools only"):
         session.client.messages.create(model=MODEL, max_tokens=9, messages=messages, tools=[search])
 
 
@@ -204,7 +213,7 @@ def test_instructions_in_the_middle_reach_templates_that_take_them_at_the_start_
     engine.outputs = ["Yes."]
     billing = "x-anthropic-billing-header: cc_version=2.1.197; cch=00001;"
     with serving(engine, ServerConfig((MODEL,))) as running:
-        client = anthropic.Anthropic(base_url=running.url, api_key=KEY, max_retries=0, timeout=120)
+        client = anthropic_client(running)
         messages = [
             {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
             {"role": "system", "content": [{"type": "text", "text": text} for text in (billing, "Agents: none")]},
@@ -237,7 +246,7 @@ def test_messages_of_the_system_add_and_remove_tools(session: Session, engine: S
     offered = [name for name in ("Read", "Grep", "Query") if f'"name": "{name}"' in engine.prompts[-1]]
     assert offered == ["Read", "Query"] and "<s>system: Tools changed.</s>" in engine.prompts[-1]
     messages[1]["content"] = [change("tool_removal", type="tool_reference", name="missing")]
-    with pytest.raises(anthropic.BadRequestError, match="declared in tools"):
+    with pytest.raises(anthropic_package().BadRequestError, match="declared in tools"):
         session.client.messages.create(model=MODEL, max_tokens=64, messages=messages, tools=TOOLS)
 
 
@@ -250,7 +259,6 @@ def test_a_search_for_tools_gives_their_names(session: Session, engine: Scripted
     assert "<s>tool: Grep</s>" in engine.prompts[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("claude") is None, reason="npm install -g @anthropic-ai/claude-code")
 def test_claude_code_itself_reads_a_file_and_answers(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def greet(): return 'hello from the file'")

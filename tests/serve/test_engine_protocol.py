@@ -59,6 +59,7 @@ def test_logprobs_need_only_encode_and_decode(server: RunningServer) -> None:
     assert [entry["token"] for entry in entries] == ["b", "a"] and entries[0]["bytes"] == [98]
 
 
+@pytest.mark.slow
 def test_models_health_and_metrics_read_the_protocol(server: RunningServer) -> None:
     entry = server.http().get("/v1/models").json()["data"][0]
     assert entry["x_paceline"] == {
@@ -94,6 +95,7 @@ def test_a_chat_without_max_tokens_ends_with_the_context_and_not_before() -> Non
     assert engine.requests[-1].max_new_tokens == 3000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "code"),

@@ -58,6 +58,7 @@ def test_a_request_without_extra_fields_has_no_such_header(client: TestClient) -
     assert HEADER not in client.post(COMPLETIONS, json={"prompt": "abc", "suffix": None}).headers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "extra", "param"),
     [
@@ -101,6 +102,7 @@ def test_the_log_names_a_field_once(client: TestClient, caplog: pytest.LogCaptur
     assert fields == ["cache_salt", "request_tag"]
 
 
+@pytest.mark.slow
 @lenient
 def test_names_that_a_client_invents_break_neither_the_header_nor_the_log(client: TestClient) -> None:
     names = ["new\r\nx-evil: 1", "ünï", "x" * 500, *(f"field{number}" for number in range(400))]
@@ -151,6 +153,7 @@ def test_prompt_and_max_tokens_beyond_the_context_are_refused_with_openais_code(
 # --- the openai package -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_conversation_of_the_openai_package_has_a_second_turn(tiny_server: RunningServer) -> None:
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     client = tiny_server.client()

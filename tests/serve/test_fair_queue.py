@@ -90,6 +90,7 @@ def raw_request(key: str, body: str) -> bytes:
     return f"POST {COMPLETIONS} HTTP/1.1\r\n{headers}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_while_it_waits_loses_its_turn_and_no_other() -> None:
     with gated_server() as (server, engine), ThreadPoolExecutor(3) as pool:
         clients = Clients(server, engine, pool)
@@ -104,6 +105,7 @@ def test_a_client_that_leaves_while_it_waits_loses_its_turn_and_no_other() -> No
         assert engine.prompts == ["aa", "cc"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priority", ["high", 1.5, 1 << 40])
 def test_a_priority_is_a_whole_number(priority: Any) -> None:
     with gated_server() as (server, engine):

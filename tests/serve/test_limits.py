@@ -50,6 +50,7 @@ def bearer(key: str = KEY) -> dict[str, str]:
 # --- API keys ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json"])
 def test_without_an_api_key_only_the_page_and_health_are_served(limited_server: RunningServer, path: str) -> None:
     for headers in ({}, bearer("wrong"), {"Authorization": KEY}, {"Authorization": f"Basic {KEY}"}):
@@ -145,6 +146,7 @@ def test_strict_json_refuses_nan_infinity_and_depth() -> None:
 # --- headers, access log, metrics -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_configured_origins_may_call(limited_server: RunningServer, tiny_server: RunningServer) -> None:
     stranger = {"Origin": "http://foe.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in tiny_server.http(**stranger).options("/v1/models").headers
@@ -210,6 +212,7 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"{name}[{{ ]", line))
 
 
+@pytest.mark.slow
 def test_metrics_count_requests_tokens_and_steps(tiny_server: RunningServer) -> None:
     tiny_server.wait_until_idle()
     before = tiny_server.http().get("/metrics").text
@@ -237,6 +240,7 @@ def test_kv_cache_tokens_bound_the_kv_blocks(limited_server: RunningServer) -> N
     assert metric(text, "paceline_kv_blocks") * 64 <= 1024
 
 
+@pytest.mark.slow
 def test_unknown_paths_do_not_become_labels(tiny_server: RunningServer) -> None:
     tiny_server.http().get("/some/unknown/path")
     assert "unknown" not in tiny_server.http().get("/metrics").text

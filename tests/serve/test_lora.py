@@ -77,6 +77,7 @@ def test_adapters_are_listed_as_models_and_unknown_ones_are_404(server: RunningS
         client.completions.create(model=f"{NAME}:other", prompt=PROMPT)
 
 
+@pytest.mark.slow
 def test_flags_and_files_name_adapters(tmp_path: Path) -> None:
     [by_flag] = launches_of("some/model", "--lora", "fr=/adapters/fr", "--lora", "2=/adapters/2")
     check_names(by_flag, "some/model", {"fr": "/adapters/fr", "2": "/adapters/2"})

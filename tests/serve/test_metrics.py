@@ -147,6 +147,7 @@ def test_the_engine_stats_are_exported_under_vllms_names(exposition: str) -> Non
         assert line in exposition.splitlines()
 
 
+@pytest.mark.slow
 def test_vllms_counts_are_of_all_methods_together() -> None:
     class TwoMethods(CountingEngine):
         def stats(self) -> EngineStats:
@@ -192,6 +193,7 @@ def vllm_samples(server: RunningServer) -> dict[str, float]:
     return totals
 
 
+@pytest.mark.slow
 def test_requests_move_vllms_counters(tiny_server: RunningServer) -> None:
     body = {"model": NAME, "prompt": "abcabcabcabcabc", "max_tokens": 24, "ignore_eos": True, "temperature": 0,
             "speculative": {"num_draft_tokens": 3}}  # fmt: skip

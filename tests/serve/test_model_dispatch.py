@@ -54,6 +54,7 @@ def http(two: TwoModels) -> Any:
     return two.server.http(Authorization=f"Bearer {KEY}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), [("reverse", "cba"), ("small", "cba"), ("upper", "ABC"), ("big", "ABC")])
 def test_a_request_goes_to_the_model_it_names(two: TwoModels, name: str, text: str) -> None:
     client = two.server.client(KEY)
@@ -71,6 +72,7 @@ def test_a_request_without_a_model_goes_to_the_first(two: TwoModels) -> None:
     assert http(two).post(COMPLETIONS, json={"prompt": "abc"}).json()["choices"][0]["text"] == "cba"
 
 
+@pytest.mark.slow
 def test_models_lists_all_under_all_their_names(two: TwoModels) -> None:
     client = two.server.client(KEY)
     assert [model.id for model in client.models.list()] == ["reverse", "small", "upper", "big"]
@@ -97,6 +99,7 @@ def test_what_is_wrong_with_a_body_is_said_as_with_one_model(two: TwoModels) -> 
     assert two.server.http().post(COMPLETIONS, json={"model": "upper", "prompt": "a"}).status_code == 401
 
 
+@pytest.mark.slow
 def test_metrics_and_health_are_by_model(two: TwoModels) -> None:
     http(two).post(COMPLETIONS, json={"model": "big", "prompt": "abcd"})
     text = http(two).get("/metrics").text
@@ -108,6 +111,7 @@ def test_metrics_and_health_are_by_model(two: TwoModels) -> None:
     assert health["status"] == "ok" and set(health["models"]) == {"reverse", "upper"}
 
 
+@pytest.mark.slow
 def test_one_failed_engine_shows_and_the_other_model_goes_on(two: TwoModels, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise EngineFailed("the worker is gone")
@@ -121,6 +125,7 @@ def test_one_failed_engine_shows_and_the_other_model_goes_on(two: TwoModels, mon
     assert http(two).post(COMPLETIONS, json={"model": "reverse", "prompt": "abc"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_other_apis_choose_by_name_too(two: TwoModels) -> None:
     client = two.server.client(KEY)
     first = client.responses.create(model="upper", input="abc")

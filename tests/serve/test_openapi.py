@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis.checks import not_a_server_error
 
 from tests.serve.running import RunningServer
+
+if TYPE_CHECKING:  # its import takes longer than the quick test of this file
+    import schemathesis
 
 EXAMPLES = 20
 ROUTES = (
@@ -66,17 +67,26 @@ SHORT: dict[str, dict[str, Any]] = {  # keeps the test short
 }
 
 
+@pytest.fixture(scope="module")
+def operations(tiny_server: RunningServer) -> list[schemathesis.APIOperation]:
+    """Everything that the description offers, read once for all routes."""
+    import schemathesis
+
+    api = schemathesis.openapi.from_url(f"{tiny_server.url}/openapi.json")
+    return [result.ok() for result in api.get_all_operations()]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ROUTES)
-def test_no_request_makes_the_server_fail(tiny_server: RunningServer, path: str) -> None:
-    api = schemathesis.openapi.from_url(f"{tiny_server.url}/openapi.json")
-    operations = [result.ok() for result in api.get_all_operations()]
+def test_no_request_makes_the_server_fail(operations: list[schemathesis.APIOperation], path: str) -> None:
     for operation in operations:
         if operation.path == path:
             send_examples(operation)
 
 
 def send_examples(operation: schemathesis.APIOperation) -> None:
+    from schemathesis.checks import not_a_server_error
+
     @settings(
         max_examples=EXAMPLES if operation.method == "post" else 5,
         deadline=None,

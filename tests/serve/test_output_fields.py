@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from paceline.kv.block_manager import BLOCK_SIZE
 from tests.serve.running import CHAT, COMPLETIONS, NAME, RunningServer
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
@@ -33,6 +34,7 @@ def chat(server: RunningServer, extra: dict[str, Any] | None = None, **changes: 
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_the_sampled_token_is_always_among_the_alternatives(tiny_server: RunningServer, count: int) -> None:
     params: dict[str, Any] = {"temperature": 1.8, "max_tokens": 40, "seed": 3}
@@ -48,6 +50,7 @@ def test_the_sampled_token_is_always_among_the_alternatives(tiny_server: Running
             assert len(entry.top_logprobs) == count, "no more than asked for: the sampled token takes the last place"
 
 
+@pytest.mark.slow
 def test_a_chat_that_ends_with_two_answers_is_refused(tiny_server: RunningServer) -> None:
     question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "to be"}
     with pytest.raises(openai.BadRequestError, match="both from the assistant"):
@@ -61,6 +64,7 @@ def test_parts_of_characters_are_told_apart_by_their_bytes(tiny_server: RunningS
     assert any(token.startswith(r"bytes:\x") for top in tops for token in top)
 
 
+@pytest.mark.slow
 def test_tokens_are_returned_as_ids_where_asked(tiny_server: RunningServer) -> None:
     extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     choice = complete(tiny_server, extra, logprobs=2).choices[0]
@@ -130,6 +134,7 @@ def test_an_echo_of_token_ids_shows_special_tokens(tiny_server: RunningServer) -
     assert choice.logprobs.text_offset == [0, 3, 6]
 
 
+@pytest.mark.slow
 def test_an_echo_with_logprobs_is_streamed_too(tiny_server: RunningServer) -> None:
     params: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "n": 2, "prompt": [PROMPT, "xyz"]}
     expected = complete(tiny_server, **params).choices
@@ -141,6 +146,7 @@ def test_an_echo_with_logprobs_is_streamed_too(tiny_server: RunningServer) -> No
         assert [offset for part in parts for offset in part.text_offset] == choice.logprobs.text_offset
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_dictionaries_by_token_id(tiny_server: RunningServer) -> None:
     ids = byte_tokenizer()(PROMPT).input_ids
     entries = complete(tiny_server, {"prompt_logprobs": 2}).choices[0].prompt_logprobs
@@ -156,6 +162,7 @@ def test_prompt_logprobs_are_dictionaries_by_token_id(tiny_server: RunningServer
         list(complete(tiny_server, {"prompt_logprobs": 2}, stream=True))
 
 
+@pytest.mark.slow
 def test_special_tokens_of_a_prompt_are_optional(tiny_server: RunningServer) -> None:
     usages = [complete(tiny_server, {"add_special_tokens": flag}).usage for flag in (True, False)]
     assert usages[0].prompt_tokens >= usages[1].prompt_tokens == len(PROMPT)
@@ -164,6 +171,7 @@ def test_special_tokens_of_a_prompt_are_optional(tiny_server: RunningServer) -> 
 # --- what may be generated, and where it ends -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculative", DRAFTING, ids=["plain", "ngram"])
 def test_words_lengths_and_tokens_are_obeyed(tiny_server: RunningServer, speculative: dict[str, Any]) -> None:
     extra: dict[str, Any] = {"speculative": speculative, "allowed_token_ids": [*LETTERS, EOS]}
@@ -174,6 +182,7 @@ def test_words_lengths_and_tokens_are_obeyed(tiny_server: RunningServer, specula
     assert complete(tiny_server, {**extra, **biased}).choices[0].text == ""
 
 
+@pytest.mark.slow
 def test_a_stop_is_named_and_kept_where_asked(tiny_server: RunningServer) -> None:
     letters = {"allowed_token_ids": LETTERS}
     whole = complete(tiny_server, letters, temperature=1.2, seed=1).choices[0].text
@@ -188,6 +197,7 @@ def test_a_stop_is_named_and_kept_where_asked(tiny_server: RunningServer) -> Non
     assert by_token.text == whole[: whole.index(whole[4])] and by_token.stop_reason == token
 
 
+@pytest.mark.slow
 def test_special_tokens_are_shown_where_asked(tiny_server: RunningServer) -> None:
     extra = {"allowed_token_ids": [256], "spaces_between_special_tokens": False}
     assert complete(tiny_server, extra, max_tokens=3).choices[0].text == ""
@@ -221,6 +231,7 @@ def test_a_wrong_value_is_a_bad_request(tiny_server: RunningServer, extra: dict[
 # --- the best of several ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_best_of_returns_the_likeliest(tiny_server: RunningServer) -> None:
     params: dict[str, Any] = {"temperature": 1.5, "seed": 11, "max_tokens": 6}
     extra = {"ignore_eos": True, "return_token_ids": True}
@@ -239,6 +250,7 @@ def test_best_of_returns_the_likeliest(tiny_server: RunningServer) -> None:
 # --- what a response says of itself -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_response_names_the_model_as_asked_and_its_fingerprint(tiny_server: RunningServer) -> None:
     first, alias = complete(tiny_server), complete(tiny_server, model="alias")
     assert (first.model, alias.model) == (NAME, "alias")
@@ -249,12 +261,24 @@ def test_a_response_names_the_model_as_asked_and_its_fingerprint(tiny_server: Ru
     assert tiny_server.client().models.retrieve(NAME).max_model_len == 512
 
 
+@pytest.mark.slow
 def test_usage_counts_cached_tokens(tiny_server: RunningServer) -> None:
     prompt = "a prompt that is read once and then found in the prefix cache, " * 3
     details = [complete(tiny_server, prompt=prompt, n=2).usage.prompt_tokens_details for _ in range(2)]
     assert details[0].cached_tokens == 0 and 0 < details[1].cached_tokens < len(prompt)
 
 
+def test_usage_counts_the_tokens_that_a_prompt_adds_to_the_cache(tiny_server: RunningServer) -> None:
+    """Whole blocks: of 64 tokens here. A prompt that goes on from a cached one adds what it has more."""
+    short, long = ("written to the cache, and counted: " * count for count in (4, 8))
+    first, second = (complete(tiny_server, prompt=prompt).usage for prompt in (short, long))
+    assert first.prompt_tokens_details.cache_write_tokens == first.prompt_tokens // BLOCK_SIZE * BLOCK_SIZE > 0
+    whole, cached = second.prompt_tokens // BLOCK_SIZE * BLOCK_SIZE, second.prompt_tokens_details.cached_tokens
+    assert cached > 0 and second.prompt_tokens_details.cache_write_tokens == whole - cached > 0
+    assert complete(tiny_server, prompt="short").usage.prompt_tokens_details.cache_write_tokens == 0
+
+
+@pytest.mark.slow
 def test_usage_grows_with_every_chunk(tiny_server: RunningServer) -> None:
     """Clients that bill by chunk subtract one count from the next."""
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -264,6 +288,7 @@ def test_usage_grows_with_every_chunk(tiny_server: RunningServer) -> None:
         assert counts == sorted(set(counts)) and counts[0] > 0 and counts[-1] == 12 == last.usage.completion_tokens
 
 
+@pytest.mark.slow
 def test_usage_may_come_with_every_chunk(tiny_server: RunningServer) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(complete(tiny_server, {"ignore_eos": True}, stream=True, stream_options=options))
@@ -272,6 +297,7 @@ def test_usage_may_come_with_every_chunk(tiny_server: RunningServer) -> None:
     assert all(chunk.usage.prompt_tokens == len(PROMPT) for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_speculation_is_reported_as_vllm_does(tiny_server: RunningServer) -> None:
     extra = {"x_paceline": True, "speculative": DRAFTING[1], "allowed_token_ids": LETTERS}
     response = complete(tiny_server, extra, max_tokens=60)
@@ -317,6 +343,7 @@ STRUCTURED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("extra", "pattern"), STRUCTURED, ids=lambda value: str(value)[:60])
 def test_an_output_matches_what_the_request_says(tiny_server: RunningServer, extra: Any, pattern: str) -> None:
     """Plain and drafted: the same text, and it matches."""
@@ -328,17 +355,20 @@ def test_an_output_matches_what_the_request_says(tiny_server: RunningServer, ext
     assert texts[0] == texts[1] and re.fullmatch(pattern, texts[0]), texts
 
 
+@pytest.mark.slow
 def test_a_chat_takes_the_same_spellings(tiny_server: RunningServer) -> None:
     for extra in ({"guided_choice": ["red", "green"]}, {"structured_outputs": {"choice": ["red", "green"]}}):
         assert re.fullmatch(IS_CHOICE, chat(tiny_server, extra).choices[0].message.content)
 
 
+@pytest.mark.slow
 def test_tags_leave_other_text_free(tiny_server: RunningServer) -> None:
     letters = {"allowed_token_ids": LETTERS}
     tagged = complete(tiny_server, {"response_format": {"type": "structural_tag", **TAGS}, **letters}).choices[0]
     assert tagged.text == complete(tiny_server, letters).choices[0].text, "no tag was begun"
 
 
+@pytest.mark.slow
 def test_several_restrictions_of_one_output_are_refused_by_name(tiny_server: RunningServer) -> None:
     body = {"model": NAME, "prompt": "a", "guided_regex": "a", "response_format": {"type": "json_object"}}
     error = tiny_server.http().post(COMPLETIONS, json=body).json()["error"]

@@ -10,21 +10,19 @@ from typing import Any
 import pytest
 
 from tests.serve.running import RunningServer, slowed
+from tests.support.browser import SIZES, assert_fits, assert_legible, launched
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 REPEAT = "again and again and again and again and again and again"
-DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+DESKTOP, PHONE = SIZES["desktop"], SIZES["phone"]
 
 
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[playwright.Browser]:
-    with playwright.sync_playwright() as tools:
-        process = tools.chromium.launch(executable_path=chromium, args=FLAGS)
+    with launched(chromium) as process:
         yield process
-        process.close()
 
 
 @pytest.fixture
@@ -48,6 +46,21 @@ def page(browser: playwright.Browser, tiny_server: RunningServer) -> Iterator[pl
     assert not [url for url in urls if not url.startswith(tiny_server.url)]
     assert not problems
     tab.close()
+
+
+# The ring of the focused element, and the room that what clips it leaves for it on its tightest side.
+RING = """() => {
+  const element = document.activeElement, style = getComputedStyle(element), box = element.getBoundingClientRect();
+  const reach = parseFloat(style.outlineWidth) + parseFloat(style.outlineOffset);
+  let room = Math.min(box.left, box.top, innerWidth - box.right, innerHeight - box.bottom);
+  for (let node = element.parentElement; node; node = node.parentElement) {
+    if (getComputedStyle(node).overflow === "visible" || node === document.body) continue;
+    const clip = node.getBoundingClientRect();
+    room = Math.min(room, box.left - clip.left, clip.right - box.right);
+  }
+  const name = element.id || element.className;
+  return { name, style: style.outlineStyle, width: parseFloat(style.outlineWidth), room: room - reach };
+}"""
 
 
 def send(page: playwright.Page, prompt: str, max_tokens: int) -> None:
@@ -138,7 +151,8 @@ def test_the_page_fits_a_phone_and_dark_mode(browser: playwright.Browser, tiny_s
     send(page, REPEAT, 40)
     page.click("summary")
     wait_until_finished(page)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page must not scroll sideways"
+    assert_fits(page)
+    assert_legible(page)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == "rgb(19, 22, 21)"
     page.locator(".answer .t").first.tap()
@@ -157,6 +171,22 @@ def test_every_control_has_an_accessible_name(page: playwright.Page) -> None:
     )
     assert nameless == []
     assert page.get_attribute("html", "lang") == "en" and page.locator("h1").count() == 1
+    assert_legible(page)
+
+
+def test_the_keyboard_shows_where_it_is(page: playwright.Page) -> None:
+    """Every stop of the tab key has a ring, and nothing that scrolls cuts it off."""
+    send(page, "rings", 8)
+    wait_until_finished(page)
+    page.focus("#tab-chat")
+    stops = set()
+    for _ in range(14):
+        ring = page.evaluate(RING)
+        assert ring["style"] != "none" and ring["width"] >= 2, ring
+        assert ring["room"] >= 0, ring
+        stops.add(ring["name"])
+        page.keyboard.press("Tab")
+    assert {"tab-chat", "log", "answer", "prompt", "send", "method", "tools"} <= stops
 
 
 # --- what must not be said or sent ------------------------------------------------------------------------------------

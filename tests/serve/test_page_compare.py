@@ -64,6 +64,7 @@ def test_equal_outputs_are_the_same() -> None:
     assert document["text"] == "1.50× speed, 15 steps instead of 30. It is the same output."
 
 
+@pytest.mark.slow
 def test_a_near_tie_is_one_where_both_lanes_rank_both_tokens_alike() -> None:
     off = [*SHARED, token("x", TIE, "y", TIE - 0.0002), token("p", -1)]
     on = [*SHARED, token("y", TIE, "x", TIE - 0.0001), token("q", -1)]
@@ -73,6 +74,7 @@ def test_a_near_tie_is_one_where_both_lanes_rank_both_tokens_alike() -> None:
     assert "a near-tie: their log-probabilities differ by 0.00020" in document["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("off", "on"),
     [
@@ -89,12 +91,14 @@ def test_any_other_difference_is_called_different_and_no_speed_up_is_shown(off: 
     assert "×" not in document["text"]
 
 
+@pytest.mark.slow
 def test_an_output_that_ends_earlier_is_a_near_tie_only_beside_an_end_token() -> None:
     assert said(SHARED, [*SHARED, token("x", TIE, "", TIE - 0.0002)])["kind"] == "near-tie"
     document = said(SHARED, [*SHARED, token("x", TIE, "y", TIE - 0.0002)])
     assert document["kind"] == "different" and "the end without speculation" in document["text"]
 
 
+@pytest.mark.slow
 def test_a_speed_up_that_speculation_cannot_give_is_noise() -> None:
     assert "1.30× speed without any draft token: the difference is noise" in said(
         SHARED, SHARED, on_lane=lane(13.0, 30, 1.0, 0)
@@ -102,3 +106,8 @@ def test_a_speed_up_that_speculation_cannot_give_is_noise() -> None:
     text = said(SHARED, SHARED, on_lane=lane(25.0, 15, 2.0, 30))["text"]
     assert "2.50× speed measured, more than 2.00 tokens per step can give: the excess is noise" in text
     assert "too short" in said(SHARED, SHARED, off_lane=lane(0.0))["text"]
+
+
+def test_an_engine_that_reports_no_steps_is_not_said_to_draft_nothing() -> None:
+    text = said(SHARED, SHARED, off_lane=lane(steps=0, tau=0.0), on_lane=lane(15.0, 0, 0.0, 0))["text"]
+    assert text == "1.50× speed; the engine does not report its steps. It is the same output."

@@ -10,11 +10,11 @@ import pytest
 from paceline.serve.config import NetworkConfig, ServerConfig
 from tests.serve.running import NAME, RunningServer, serving
 from tests.serve.toy_engine import ReversingEngine
+from tests.support.browser import assert_fits, assert_legible, launched
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 KEY = "first-secret"
 
 
@@ -28,8 +28,7 @@ def server() -> Iterator[RunningServer]:
 def test_the_routes_are_shown_once_the_key_is_given(
     chromium: str, server: RunningServer, width: int, tmp_path: Path
 ) -> None:
-    with playwright.sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=chromium, args=FLAGS)
+    with launched(chromium) as browser:
         page = browser.new_page(viewport={"width": width, "height": 800})
         urls: list[str] = []
         page.on("request", lambda request: urls.append(request.url))
@@ -42,7 +41,7 @@ def test_the_routes_are_shown_once_the_key_is_given(
         route.locator("summary").click()
         playwright.expect(route.locator("td", has_text="stop_sequences")).to_be_visible()
         assert page.locator("details").count() > 30
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing is cut off"
+        assert_fits(page)
+        assert_legible(page)
         assert all(url.startswith(server.url) for url in urls)
         page.screenshot(path=str(tmp_path / "docs.png"))
-        browser.close()

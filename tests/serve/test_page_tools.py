@@ -13,11 +13,11 @@ import pytest
 from paceline.serve.config import ServerConfig
 from tests.serve.running import NAME, RunningServer, serving
 from tests.serve.scripted import OPEN_THINKING_TEMPLATE, ScriptedEngine, tokenizer_with
+from tests.support.browser import SIZES, assert_fits, assert_legible, launched
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 THOUGHT = "The user asks for the weather. I need the tool for that, with a city and a unit."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "São Paulo", "unit": "C"}}\n</tool_call>'
 ANSWER = "It is 20 °C in São Paulo."
@@ -37,16 +37,13 @@ def server(engine: ScriptedEngine) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[playwright.Browser]:
-    with playwright.sync_playwright() as tools:
-        process = tools.chromium.launch(executable_path=chromium, args=FLAGS)
+    with launched(chromium) as process:
         yield process
-        process.close()
 
 
-@pytest.fixture(params=[(1280, 800), (390, 844)], ids=["desktop", "phone"])
+@pytest.fixture(params=SIZES)
 def page(request: pytest.FixtureRequest, browser: playwright.Browser, server: RunningServer) -> Iterator[Any]:
-    width, height = request.param
-    tab = browser.new_page(viewport={"width": width, "height": height})
+    tab = browser.new_page(viewport=SIZES[request.param])
     problems: list[str] = []
     tab.on("pageerror", lambda error: problems.append(str(error)))
     tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
@@ -89,27 +86,64 @@ def test_reasoning_and_tool_calls_are_folded_and_results_go_back(page: Any, engi
     reasoning, call = page.locator(".part.reasoning").first, page.locator(".part.call").first
     assert reasoning.evaluate("element => element.open") is False, "reasoning is folded"
     playwright.expect(reasoning.locator(".answer")).to_be_hidden()
-    playwright.expect(call.locator("summary")).to_have_text("Tool call: get_weather")
-    assert json.loads(call.locator("pre").first.inner_text()) == {"city": "São Paulo", "unit": "C"}
+    playwright.expect(call.locator("summary")).to_contain_text('Tool call: get_weather {"city": "São Paulo"')
+    playwright.expect(call.locator("pre")).to_be_hidden()
+    playwright.expect(page.get_by_label("Result of get_weather")).to_be_visible()
     assert page.locator(".message.assistant > .answer").first.inner_text() == "I look."
     take_picture(page, "folded")
     reasoning.locator("summary").click()
     playwright.expect(reasoning.locator(".answer")).to_be_visible()
     assert reasoning.locator(".answer").inner_text().strip() == THOUGHT
     assert reasoning.locator(".t.accepted").count() > 0 and "<" not in page.locator("#log").inner_text()
+    call.locator("summary").click()
+    assert json.loads(call.locator("pre").inner_text()) == {"city": "São Paulo", "unit": "C"}
+    assert call.locator("summary").inner_text().strip() == "Tool call: get_weather", "the arguments are shown once"
+    for scheme in ("dark", "light"):
+        page.emulate_media(color_scheme=scheme)
+        assert_legible(page)
     take_picture(page, "unfolded")
 
     page.get_by_label("Result of get_weather").fill('{"degrees": 20}')
     page.get_by_role("button", name="Return").click()
     playwright.expect(page.locator(".message.assistant > .answer").nth(1)).to_have_text(ANSWER, timeout=60_000)
     finish(page)
-    assert call.evaluate("element => element.open") is False, "a call that has its result is folded"
+    playwright.expect(call.locator("pre").first).to_be_hidden()
+    call.locator("summary").click()
+    assert json.loads(call.locator("pre").nth(1).inner_text()) == {"degrees": 20}
     sent = bodies[-1]["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     assert sent[1]["reasoning_content"].strip() == THOUGHT and sent[1]["content"].strip() == "I look."
     assert sent[2]["tool_call_id"] == sent[1]["tool_calls"][0]["id"] and sent[2]["content"] == '{"degrees": 20}'
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page must not scroll sideways"
+    assert_fits(page)
     take_picture(page, "answered")
+
+
+def test_results_go_back_once_every_call_has_one(page: Any, engine: ScriptedEngine) -> None:
+    engine.outputs = [f"Two cities.</think>{CALL}\n{CALL.replace('São Paulo', 'L' * 200)}", f"Good.</think>{ANSWER}"]
+    page.fill("#prompt", "Where is it warmer?")
+    open_settings(page)
+    page.fill("#tools", json.dumps(TOOL))
+    page.press("#prompt", "Enter")
+    finish(page)
+    fields = page.get_by_label("Result of get_weather")
+    assert fields.count() == 2
+    assert_fits(page)
+    fields.first.fill("20")
+    page.get_by_role("button", name="Return").first.click()
+    playwright.expect(fields.nth(1)).to_be_focused()
+    fields.nth(1).fill("30")
+    fields.nth(1).press("Enter")
+    playwright.expect(page.locator(".message.assistant > .answer").nth(1)).to_have_text(ANSWER, timeout=60_000)
+
+
+def test_steps_that_an_engine_does_not_report_are_not_made_up(page: Any, engine: ScriptedEngine) -> None:
+    engine.outputs = [f"Good.</think>{ANSWER}"]
+    page.fill("#prompt", "anything")
+    page.press("#prompt", "Enter")
+    finish(page)
+    summary = page.inner_text(".summary")
+    assert "tokens/s" in summary and "step" not in summary and "no draft" not in summary
+    assert [page.inner_text(f"#{name}") for name in ("acceptance", "tau", "k")] == ["–", "–", "–"]
 
 
 def test_tools_that_are_no_json_are_said_to_be_none(page: Any, engine: ScriptedEngine) -> None:

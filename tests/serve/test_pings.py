@@ -75,6 +75,7 @@ def test_the_openai_client_ignores_pings(server: RunningServer, engine: GatedEng
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_an_error_after_a_ping_is_an_event_of_the_stream(server: RunningServer, engine: GatedEngine) -> None:
     engine.late_failure = StepFailed("the model broke")
     client = client_that_opens_the_gate_after_a_ping(server, engine)
@@ -90,6 +91,7 @@ def test_an_error_before_the_first_ping_has_its_own_status(engine: GatedEngine) 
     assert response.status_code == 500 and response.json()["error"]["code"] == "model_failed"
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_between_pings_aborts_its_sequence(server: RunningServer, engine: GatedEngine) -> None:
     body = {"prompt": "abc", "stream": True}
     with server.http().stream("POST", COMPLETIONS, json=body, timeout=60) as response:

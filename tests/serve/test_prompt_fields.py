@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import openai
@@ -48,6 +49,7 @@ def test_a_prompt_is_cut_on_the_side_that_the_request_names(
     assert complete(tiny_server, extra).choices[0].prompt_token_ids == kept
 
 
+@pytest.mark.slow
 def test_a_chat_can_begin_with_the_message_that_it_continues(tiny_server: RunningServer) -> None:
     continues = {"continue_final_message": True, "add_generation_prompt": False}
     plain = chat(tiny_server, continues).choices[0].message.content
@@ -58,6 +60,7 @@ def test_a_chat_can_begin_with_the_message_that_it_continues(tiny_server: Runnin
     assert chat(tiny_server, {"echo": True}).choices[0].message.content == chat(tiny_server).choices[0].message.content
 
 
+@pytest.mark.slow
 def test_token_ids_that_another_server_has_read_take_the_place_of_the_messages(tiny_server: RunningServer) -> None:
     extra = {"kv_transfer_params": {"prompt_token_ids": IDS}, "return_token_ids": True}
     answer = chat(tiny_server, extra)
@@ -65,6 +68,23 @@ def test_token_ids_that_another_server_has_read_take_the_place_of_the_messages(t
     assert answer.choices[0].token_ids == complete(tiny_server, {"return_token_ids": True}).choices[0].token_ids
 
 
+def test_token_ids_take_the_place_of_messages(tiny_server: RunningServer) -> None:
+    with tiny_server.http() as http:
+        messages = [{"role": "user", "content": "abc"}]
+        tokens = http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+        greedy = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        by_ids = http.post(CHAT, json={"messages": [], "prompt_token_ids": tokens, **greedy}).json()
+        by_messages = http.post(CHAT, json={"messages": messages, **greedy}).json()
+        assert by_ids["prompt_token_ids"] == tokens
+        assert by_ids["choices"][0]["message"] == by_messages["choices"][0]["message"]
+        refused = http.post(CHAT, json={"messages": [], "prompt_token_ids": tokens, "add_generation_prompt": True})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "add_generation_prompt"
+        for path in (CHAT, "/chat/completions"):
+            empty = http.post(path, json={"messages": []})
+            assert empty.status_code == 400 and empty.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.slow
 def test_a_role_of_its_own_goes_to_the_template(tiny_server: RunningServer) -> None:
     texts = []
     for content in ("abc", [{"type": "text", "text": "abc"}]):
@@ -76,6 +96,7 @@ def test_a_role_of_its_own_goes_to_the_template(tiny_server: RunningServer) -> N
 # --- which tokens are shown -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [IDS[0], IDS[2]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_logprobs_of_chosen_tokens_are_shown(tiny_server: RunningServer, sampled: int, stream: bool) -> None:
@@ -96,6 +117,7 @@ def test_the_logprobs_of_chosen_tokens_are_shown(tiny_server: RunningServer, sam
     assert set(part.choices[0].logprobs.top_logprobs[0]) == expected
 
 
+@pytest.mark.slow
 def test_chosen_tokens_have_the_logprobs_of_the_distribution(tiny_server: RunningServer) -> None:
     everything = complete(tiny_server, {"return_tokens_as_token_ids": True}, logprobs=20).choices[0].logprobs
     known = {int(token.removeprefix("token_id:")): value for token, value in everything.top_logprobs[1].items()}
@@ -120,6 +142,7 @@ def test_what_cannot_be_shown_is_refused(
         complete(tiny_server, extra, logprobs=logprobs)
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary_is_shown_where_the_server_allows_it(open_server: RunningServer) -> None:
     answer = chat(open_server, {"top_logprobs": -1, "logprobs": True, "prompt_logprobs": -1}, max_tokens=1)
     vocab_size = open_server.engine.info.vocab_size
@@ -130,6 +153,7 @@ def test_the_whole_vocabulary_is_shown_where_the_server_allows_it(open_server: R
 # --- flags of the server ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_servers_seed_repeats_outputs(open_server: RunningServer, tiny_server: RunningServer) -> None:
     params: dict[str, Any] = {"temperature": 2.0, "max_tokens": 24}
     texts = [complete(open_server, **params).choices[0].text for _ in range(3)]
@@ -137,6 +161,7 @@ def test_a_servers_seed_repeats_outputs(open_server: RunningServer, tiny_server:
     assert texts[0] != complete(open_server, seed=6, **params).choices[0].text
 
 
+@pytest.mark.slow
 def test_a_server_can_spell_every_token_as_its_id(open_server: RunningServer) -> None:
     choice = complete(open_server, {"return_token_ids": True}, logprobs=1).choices[0]
     assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
@@ -166,3 +191,12 @@ def test_an_error_names_what_is_wrong(tiny_server: RunningServer) -> None:
 def test_models_name_what_they_are_made_from(tiny_server: RunningServer) -> None:
     models = {model.id: model for model in tiny_server.client().models.list().data}
     assert models["alias"].root == NAME == models[NAME].root and models[NAME].parent is None
+
+
+def test_models_have_the_fields_of_anthropics_clients(tiny_server: RunningServer) -> None:
+    with tiny_server.http() as http:
+        page = http.get("/v1/models").json()
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (NAME, "alias", False)
+    assert [(model["type"], model["display_name"]) for model in page["data"]] == [("model", NAME), ("model", "alias")]
+    created = datetime.fromisoformat(page["data"][0]["created_at"])
+    assert created.timestamp() == page["data"][0]["created"]

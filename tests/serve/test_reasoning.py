@@ -66,6 +66,7 @@ def test_a_stream_gives_the_reasoning_first_and_then_the_content(
     assert chunks[-1].usage.completion_tokens_details.reasoning_tokens == len(f"\n{THOUGHT}\n")
 
 
+@pytest.mark.slow
 def test_reasoning_can_be_left_out_of_the_answer(server: RunningServer, engine: ScriptedEngine) -> None:
     engine.outputs = [OUTPUT, OUTPUT]
     for body in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
@@ -95,6 +96,7 @@ def test_reasoning_can_be_switched_off_in_every_spelling(
     assert message.reasoning is None and not hasattr(message, "reasoning_content")
 
 
+@pytest.mark.slow
 def test_the_effort_reaches_a_template_that_knows_it() -> None:
     engine = ScriptedEngine(tokenizer_with("{{ reasoning_effort }}|{{ messages }}"))
     engine.outputs = ["ok", "ok"]
@@ -104,6 +106,7 @@ def test_the_effort_reaches_a_template_that_knows_it() -> None:
     assert [prompt.split("|")[0] for prompt in engine.prompts] == ["high", "low"]
 
 
+@pytest.mark.slow
 def test_earlier_reasoning_and_calls_go_back_to_the_template() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}{# tools </think> #}"
     engine = ScriptedEngine(tokenizer_with(template))
@@ -117,6 +120,7 @@ def test_earlier_reasoning_and_calls_go_back_to_the_template() -> None:
     assert f"[{THOUGHT}]Four." in engine.prompts[1]
 
 
+@pytest.mark.slow
 def test_a_prompt_that_opens_the_reasoning_needs_no_opening_mark() -> None:
     engine = ScriptedEngine(tokenizer_with(OPEN_THINKING_TEMPLATE))
     engine.outputs = [f"{THOUGHT}</think>Four.", "Four.", f"{THOUGHT} and", "Four."]
@@ -137,6 +141,7 @@ HARMONY = "<|start|>{{ messages[0].content }}<|message|><|channel|>{# reasoning_
 HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
+@pytest.mark.slow
 def test_channels_of_gpt_oss_are_read_though_they_are_special_tokens() -> None:
     engine = ScriptedEngine(tokenizer_with(HARMONY, special=HARMONY_TOKENS))
     thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
@@ -187,7 +192,9 @@ def limited(server: RunningServer, k: int, **params: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spelling", ["thinking_budget", "thinking_token_budget", "thinking"])
+@pytest.mark.parametrize(
+    "spelling", ["thinking_budget", "thinking_token_budget", "thinking_budget_tokens", "thinking"]
+)
 def test_after_so_many_tokens_the_reasoning_is_closed(thinking_server: RunningServer, spelling: str) -> None:
     for count in (0, 1, 12):
         value = {"type": "enabled", "budget_tokens": count} if spelling == "thinking" else count

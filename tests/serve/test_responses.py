@@ -114,7 +114,7 @@ def test_the_chunks_of_a_chat_open_speak_and_close() -> None:
     documents = chunks(task(), chat=True)
     assert {document["object"] for document in documents} == {"chat.completion.chunk"}
     assert [document["choices"][0]["delta"] for document in documents] == [
-        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": ""},
         {"content": "ab"},
         {"content": "c"},
         {},

@@ -126,6 +126,7 @@ def test_a_killed_worker_fails_its_requests_and_is_replaced() -> None:
     assert [engine.is_closed for engine in opener.engines] == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_seen_by", ["request", "probe"])
 def test_a_request_or_a_probe_that_meets_the_dead_worker_first_is_answered_too(
     monkeypatch: pytest.MonkeyPatch, first_seen_by: str
@@ -143,6 +144,7 @@ def test_a_request_or_a_probe_that_meets_the_dead_worker_first_is_answered_too(
         eventually(lambda: post(server, "abc").status_code == 200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [EXIT, FailurePolicy(max_engine_restarts=0)])
 def test_without_restarts_the_server_learns_that_it_must_end(policy: FailurePolicy) -> None:
     opener = Opener()
@@ -160,6 +162,7 @@ def test_without_restarts_the_server_learns_that_it_must_end(policy: FailurePoli
     assert len(opener.engines) == 1
 
 
+@pytest.mark.slow
 def test_restarts_that_do_not_help_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     delays: list[float] = []
     sleep = asyncio.sleep
@@ -181,6 +184,7 @@ def test_restarts_that_do_not_help_come_to_an_end(monkeypatch: pytest.MonkeyPatc
     assert restarts == [1, 2, 4] and engine.stats().restarts == 3
 
 
+@pytest.mark.slow
 def test_an_engine_that_has_closed_by_itself_has_failed() -> None:
     """Engines that do not know of health checks say it with EngineClosed."""
     engines = [ReversingEngine(), ReversingEngine()]
@@ -261,6 +265,7 @@ def test_the_process_of_llama_cpp_is_replaced_when_it_is_killed(tmp_path: Path) 
         assert 'paceline_engine_restarts_total{model="model"} 1.0' in server.http().get("/metrics").text
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_lost_costs_its_request_and_not_the_engine() -> None:
     """As with an engine whose server is elsewhere: the others go on."""
     opener = Opener()

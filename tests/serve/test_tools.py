@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from scipy.stats import chi2_contingency
+import scipy
 from torch import Tensor
 
 from paceline.cli import main
@@ -78,6 +78,7 @@ def chat(server: RunningServer, messages: list[Any], stream: bool = False, **par
 # --- conversations ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_of_five_turns_with_tools(server: RunningServer, engine: ScriptedEngine, stream: bool) -> None:
     """Every answer goes back as `model_dump()`, with its nulls; the prompt holds each call and each result."""
@@ -123,6 +124,7 @@ def test_a_stream_gives_index_id_and_name_once_and_then_arguments(
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
 
 
+@pytest.mark.slow
 def test_without_tools_a_call_is_text(server: RunningServer, engine: ScriptedEngine) -> None:
     engine.outputs = [CALL] * 3
     for params in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
@@ -131,6 +133,7 @@ def test_without_tools_a_call_is_text(server: RunningServer, engine: ScriptedEng
     assert not any("The weather of a city" in prompt for prompt in engine.prompts), "none: the model is not told"
 
 
+@pytest.mark.slow
 def test_the_parser_can_be_chosen_and_switched_off(engine: ScriptedEngine) -> None:
     engine.outputs = ['{"name": "now", "parameters": {}}', CALL]
     with serving(engine, ServerConfig((NAME,), tool_parser="llama3_json")) as server:
@@ -203,6 +206,7 @@ def test_earlier_calls_reach_a_template_as_its_family_takes_them(template: str, 
     assert engine.prompts[0].startswith(expected)
 
 
+@pytest.mark.slow
 def test_a_template_without_tools_gets_them_as_text(engine: ScriptedEngine) -> None:
     engine = ScriptedEngine(tokenizer_with("{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"))
     engine.outputs = [CALL, "ok"]
@@ -218,6 +222,7 @@ def test_a_template_without_tools_gets_them_as_text(engine: ScriptedEngine) -> N
     assert engine.prompts[1] == "<s>user: Is it warm in Rome?</s>"
 
 
+@pytest.mark.slow
 def test_arguments_that_a_model_wrote_wrongly_do_not_end_the_conversation(
     server: RunningServer, engine: ScriptedEngine
 ) -> None:
@@ -226,6 +231,7 @@ def test_arguments_that_a_model_wrote_wrongly_do_not_end_the_conversation(
     assert chat(server, history("")).message.content == "ok"
 
 
+@pytest.mark.slow
 def test_documents_template_variables_and_a_message_to_continue(engine: ScriptedEngine, tmp_path: Any) -> None:
     path = tmp_path / "template.jinja"
     path.write_text("{{ flavour }}|" + TOOL_TEMPLATE)
@@ -308,7 +314,7 @@ def p_value(first: list[Any], second: list[Any]) -> float:
         row.append(count.total() - sum(row))
     columns = [column for column in zip(*table) if sum(column) >= 10]
     assert len(columns) > 2, "the model must leave a choice, or this shows nothing"
-    return float(chi2_contingency(list(zip(*columns))).pvalue)
+    return float(scipy.stats.chi2_contingency(list(zip(*columns))).pvalue)
 
 
 def resample_a_chosen_draft(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:

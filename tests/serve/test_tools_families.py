@@ -154,6 +154,7 @@ def test_a_family_reads_its_calls(name: str, outputs: dict[str, tuple[str, list[
     assert result.reasoning == ("The user asks." if "The user asks." in text else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OUTPUTS))
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

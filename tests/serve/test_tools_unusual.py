@@ -167,6 +167,7 @@ def message_of(server: RunningServer, stream: bool) -> Any:
         return events.get_final_completion().choices[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_a_client_gets_the_calls_and_the_text(
@@ -179,6 +180,7 @@ def test_a_client_gets_the_calls_and_the_text(
     assert (message.content or None, written) == (content, calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_call_ends_reasoning_that_was_left_open(stream: bool) -> None:
     engine = ScriptedEngine(tokenizer_with(OPEN_THINKING_TEMPLATE))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from scipy.stats import chi2
 
 from paceline.core.draft_length import DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter
@@ -23,6 +22,7 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.no_draft import NoDraft
 from paceline.runners.table import TableRunner
+from tests.support import chi2
 from tests.support.build import sequence, toy_engine
 
 FALSE_ALARM = 1e-6  # the probability that correct code fails one test

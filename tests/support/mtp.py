@@ -19,11 +19,12 @@ HIDDEN, INNER, EXPERT, EXPERTS = 32, 48, 24, 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 NOPE, ROPE, VALUE, LATENT = 8, 8, 8, 16
 LAYERS = 2
-DENSE = ("qwen3_5_text",)
+DENSE = ("qwen3_5_text", "mimo_v2_flash")
 MULTI_LATENT = ("deepseek_v3", "glm4_moe_lite")
 QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LISTED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-FAMILIES = (*QWEN, *LISTED)
+MIMO_V2 = "mimo_v2_flash"
+FAMILIES = (*QWEN, *LISTED, MIMO_V2)
 
 
 class _Random:
@@ -49,7 +50,10 @@ def head_tensors(model_type: str, seed: int = 1) -> dict[str, Tensor]:
         layer = layer_tensors(model_type, random, 0.0)
         return {f"mtp.{name}": value for name, value in {**named, **_under("layers.0.", layer)}.items()}
     named = {"eh_proj.weight": random.matrix(HIDDEN, 2 * HIDDEN)}
-    named |= {f"{name}.weight": random.norm(HIDDEN, 1.0) for name in ("enorm", "hnorm", "shared_head.norm")}
+    last = "final_layernorm" if model_type == MIMO_V2 else "shared_head.norm"
+    named |= {f"{name}.weight": random.norm(HIDDEN, 1.0) for name in ("enorm", "hnorm", last)}
+    if model_type == MIMO_V2:
+        return _under("model.mtp.layers.0.", {**named, **layer_tensors(model_type, random, 1.0)})
     copies = {name: random.matrix(264, HIDDEN) for name in ("embed_tokens.weight", "shared_head.head.weight")}
     return _under(f"model.layers.{LAYERS}.", {**named, **copies, **layer_tensors(model_type, random, 1.0)})
 
@@ -59,7 +63,7 @@ def several_modules(model_type: str, count: int) -> dict[str, Tensor]:
     tensors = head_tensors(model_type)
     for index in range(1, count):
         layer = head_tensors(model_type, seed=10 + index)
-        if model_type in QWEN:
+        if model_type in (*QWEN, MIMO_V2):  # all tensors of a module of MiMo-V2 have its number
             own = {name: value for name, value in layer.items() if ".layers.0." in name}
             tensors |= {name.replace(".layers.0.", f".layers.{index}."): value for name, value in own.items()}
         else:
@@ -131,7 +135,7 @@ def random_tensors(prefix: str, shapes: dict[str, tuple[int, ...]]) -> dict[str,
 
 
 def layer_tensors(model_type: str, random: _Random, centre: float) -> dict[str, Tensor]:
-    norms = ("input_layernorm", "post_attention_layernorm")
+    norms = ("input_layernorm", "pre_mlp_layernorm" if model_type == MIMO_V2 else "post_attention_layernorm")
     named = {f"{name}.weight": random.norm(HIDDEN, centre) for name in norms}
     latent = model_type in MULTI_LATENT
     named |= _under("self_attn.", _latent_attention(random) if latent else _attention(model_type, random, centre))
@@ -140,12 +144,15 @@ def layer_tensors(model_type: str, random: _Random, centre: float) -> dict[str, 
 
 def _attention(model_type: str, random: _Random, centre: float) -> dict[str, Tensor]:
     gates = 2 if model_type in QWEN else 1
+    kv_heads = 2 * KV_HEADS if model_type == MIMO_V2 else KV_HEADS  # its layers with windows have twice as many
     named = {
         "q_proj.weight": random.matrix(gates * HEADS * HEAD_DIM, HIDDEN),
-        "k_proj.weight": random.matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-        "v_proj.weight": random.matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+        "k_proj.weight": random.matrix(kv_heads * HEAD_DIM, HIDDEN),
+        "v_proj.weight": random.matrix(kv_heads * HEAD_DIM, HIDDEN),
         "o_proj.weight": random.matrix(HIDDEN, HEADS * HEAD_DIM),
     }
+    if model_type == MIMO_V2:
+        named["attention_sink_bias"] = random.matrix(HEADS, scale=1.0)
     norms = ("q_norm", "k_norm") if model_type in QWEN else ()
     return named | {f"{name}.weight": random.norm(HEAD_DIM, centre) for name in norms}
 

@@ -10,7 +10,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.support.mtp import HEAD_DIM, HEADS, HIDDEN, LATENT, LAYERS, MULTI_LATENT, NOPE, QWEN, ROPE, VALUE
+from tests.support.mtp import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    LATENT,
+    LAYERS,
+    MIMO_V2,
+    MULTI_LATENT,
+    NOPE,
+    QWEN,
+    ROPE,
+    VALUE,
+)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,13 +38,22 @@ def rotated(x: Tensor, positions: Tensor, theta: float, *, pairs: bool) -> Tenso
     return torch.stack(turned, dim=-1).flatten(-2) if pairs else torch.cat(turned, dim=-1)
 
 
-def causal(queries: Tensor, keys: Tensor, values: Tensor, size: int) -> Tensor:
-    """[rows, heads, size] each -> [rows, heads · size of values]"""
+def causal(
+    queries: Tensor, keys: Tensor, values: Tensor, size: int, window: int = 10**6, sinks: Tensor | None = None
+) -> Tensor:
+    """[rows, heads, size] each -> [rows, heads · size of values]
+
+    window: how many rows a row sees, itself among them. sinks [heads]: a further score of each head, without a value
+    """
     groups = queries.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", queries, keys) / size**0.5
-    hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    every = torch.ones(scores.shape[-2:])
+    hidden = every.triu(1).bool() | every.tril(-window).bool()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], -1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
     return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
@@ -42,15 +63,18 @@ class Reference:
     def __init__(self, model_type: str, folder: Path, config: dict[str, Any], module: int = 0) -> None:
         """module: of a head of several."""
         stored = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
-        prefix = "mtp." if model_type in QWEN else f"model.layers.{LAYERS + module}."
-        self.is_first = module == 0
+        self.is_mimo = model_type == MIMO_V2
+        listed = f"model.mtp.layers.{module}." if self.is_mimo else f"model.layers.{LAYERS + module}."
+        prefix = "mtp." if model_type in QWEN else listed
+        self.zeroes_first = model_type not in QWEN and not self.is_mimo and module == 0
         self.head = {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
         self.embedding, self.lm_head = stored["model.embed_tokens.weight"], stored["lm_head.weight"]
         self.is_qwen, self.is_latent, self.config = model_type in QWEN, model_type in MULTI_LATENT, config
         self.layer = f"layers.{module}." if self.is_qwen else ""
         self.eps = float(config["rms_norm_eps"])
-        self.theta = float(config["rope_parameters"]["rope_theta"])
-        self.share = float(config["rope_parameters"].get("partial_rotary_factor", 1.0))
+        rope = config["rope_parameters"]
+        rope = rope["sliding_attention"] if self.is_mimo else rope
+        self.theta, self.share = float(rope["rope_theta"]), float(rope.get("partial_rotary_factor", 1.0))
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
@@ -66,14 +90,15 @@ class Reference:
     def rows(self, g: Tensor, tokens: list[int]) -> Tensor:
         """The head's output at every position, which is also the next state. [rows, hidden_size]"""
         embedded = self.embedding[tokens].clone()
-        if not self.is_qwen and self.is_first:
+        if self.zeroes_first:
             embedded[0] = 0.0
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden") if self.is_qwen else ("enorm", "hnorm")
         parts = [self.norm(part, name) for part, name in zip((embedded, g), names)]
         x = torch.cat(parts, dim=-1) @ self.head["fc.weight" if self.is_qwen else "eh_proj.weight"].T
         x = x + self.attention(self.norm(x, f"{self.layer}input_layernorm"))
-        x = x + self.mlp(self.norm(x, f"{self.layer}post_attention_layernorm"))
-        return self.norm(x, "norm" if self.is_qwen else "shared_head.norm")
+        x = x + self.mlp(self.norm(x, "pre_mlp_layernorm" if self.is_mimo else f"{self.layer}post_attention_layernorm"))
+        listed = "final_layernorm" if self.is_mimo else "shared_head.norm"
+        return self.norm(x, "norm" if self.is_qwen else listed)
 
     def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
         weight = self.head[f"{name}.weight"]
@@ -97,7 +122,11 @@ class Reference:
                 self.norm(part, f"{self.layer}{prefix}{name}_norm") for part, name in ((queries, "q"), (keys, "k"))
             )
         values = self.apply(x, f"{prefix}v_proj").view(rows, -1, HEAD_DIM)
-        mixed = causal(self.turned(queries), self.turned(keys), values, HEAD_DIM)
+        window, sinks = 10**6, None
+        if self.is_mimo:
+            values, sinks = values * self.config["attention_value_scale"], self.head[f"{prefix}attention_sink_bias"]
+            window = self.config["sliding_window"]
+        mixed = causal(self.turned(queries), self.turned(keys), values, HEAD_DIM, window, sinks)
         return self.apply(mixed * gates.flatten(1).sigmoid() if self.is_qwen else mixed, f"{prefix}o_proj")
 
     def turned(self, heads: Tensor) -> Tensor:
@@ -148,11 +177,13 @@ class Reference:
 
 
 def draft_by_modules(modules: list[Reference], states: Tensor, ids: list[int], num_tokens: int) -> list[int]:
-    """The tokens after `ids`, one of each module: each reads what the one before made of all tokens."""
+    """The tokens after `ids`, one of each module: each reads what the one before made of all tokens, MiMo-V2's the
+    states of the target."""
     g, tokens, drafts = states.double(), ids[1:], list[int]()
     for module in modules[:num_tokens]:
-        g = module.rows(g, tokens)
-        drafts.append(int((module.lm_head @ g[-1]).argmax()))
+        out = module.rows(g, tokens)
+        g = g if module.is_mimo else out
+        drafts.append(int((module.lm_head @ out[-1]).argmax()))
         tokens = [*tokens[1:], drafts[-1]]
     return drafts
 

@@ -36,6 +36,7 @@ def one_block(head: DFlashHead, features: Tensor, tokens: Tensor, anchor: int) -
     return head.forward_block(ids, stores, rows, masks)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_of_one_pass_equal_blocks_drafted_alone(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anchor_blocks, "BLOCKS_PER_CHUNK", 4)

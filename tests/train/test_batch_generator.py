@@ -40,6 +40,7 @@ def test_the_models_own_attention_is_restored(target_model: Any) -> None:
     assert target_model.config._attn_implementation == before
 
 
+@pytest.mark.slow
 def test_the_same_seed_generates_the_same_sequences(target_model: Any) -> None:
     def generate() -> list[list[int]]:
         torch.manual_seed(3)
@@ -51,6 +52,7 @@ def test_the_same_seed_generates_the_same_sequences(target_model: Any) -> None:
         assert generate() == generate()
 
 
+@pytest.mark.slow
 def test_answers_under_way_are_yielded_when_the_writer_is_stopped(target_model: Any) -> None:
     stops = iter([False, False, True])
     writer = BatchGenerator(target_model, WriterLimits(2, MAX_LEN))

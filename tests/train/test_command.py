@@ -99,6 +99,7 @@ def test_the_target_generates_its_data_and_a_second_training_reuses_it(
     assert again == {path.name: content for path, content in shards.items()}, "the same seed generates the same data"
 
 
+@pytest.mark.slow
 def test_a_reduced_vocabulary_is_written_in_the_layouts_that_support_it(
     target_folder: Path, sequences_folder: Path, tmp_path: Path, train: Callable[..., Any]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_line_of_progress_holds_everything() -> None:
     assert line == "step 12, loss 1.250, 4096 tokens/s, 1:02:05 left; held out 1.90 tokens per step (60% 30%)"
 
 
+@pytest.mark.slow
 def test_a_readme_of_a_training_without_steps_and_a_curve_are_written(tmp_path: Path) -> None:
     write_readme(tmp_path, DrafterFacts("eagle", "tiny", "none", 10, {}, {"code": 2.0}), TrainingHistory())
     assert "Further results" in (tmp_path / "README.md").read_text()

@@ -117,6 +117,7 @@ def test_a_head_of_another_model_is_not_continued(target: TrainingTarget, parts:
         task.start_from(tmp_path, next(BatchSampler(parts.train, 512, 0).once()))
 
 
+@pytest.mark.slow
 def test_a_continued_head_may_have_longer_blocks(target: TrainingTarget, parts: CorpusSplit, tmp_path: Path) -> None:
     """A head of blocks of 4 goes on with blocks of 6, and without a word with its own; the weights are the same."""
     first = started(target, parts)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from paceline.engines.local.engine import LocalEngine
 from paceline.errors import OutOfMemory
 from paceline.train.collect import CollectOptions
 from paceline.train.engine_writer import MIN_P, engine_config
 from paceline.train.sequence_writer import GenerationPlan, WriterLimits, answer_plan
+from tests.support import chi2
 from tests.support.tiny import byte_tokenizer, tiny_llama
 from tests.train.conftest import engine_writers
 
@@ -81,6 +81,7 @@ def test_a_question_that_leaves_no_room_for_an_answer_is_dropped(target_model: A
     assert not list(writer.write(iter([plan]), lambda: False))
 
 
+@pytest.mark.slow
 def test_the_same_seed_generates_the_same_sequences(target_model: Any) -> None:
     def generate(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
@@ -137,6 +138,7 @@ def test_a_closed_iterator_leaves_no_work_behind(target_model: Any) -> None:
     assert not writers.engine.has_work
 
 
+@pytest.mark.slow
 def test_no_more_sequences_run_than_fit_the_blocks(target_model: Any) -> None:
     """Blocks for two sequences of 96 tokens; 5 plans at most 5 at a time: nothing is preempted."""
     writers = engine_writers(target_model, 2)
@@ -164,6 +166,7 @@ def test_writers_of_a_model_know_its_sizes(target_model: Any) -> None:
     assert isinstance(writers.engine, LocalEngine)
 
 
+@pytest.mark.slow
 def test_an_architecture_that_is_not_native_runs_as_it_is(target_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = CollectOptions(max_seq_len=96)
     assert engine_config(target_model, byte_tokenizer(), options).model.runner == "native"

@@ -49,6 +49,7 @@ def test_a_seed_decides_all_prompts() -> None:
     assert seeds(LONG, 4, 50) == seeds(LONG, 4, 50)
 
 
+@pytest.mark.slow
 def test_every_kind_is_in_the_mix_and_comes_in_its_share() -> None:
     """3000 draws: a share is off by more than 0.03 with probability below 1e-3 for each kind."""
     assert set(MAKERS) == KINDS

@@ -57,6 +57,13 @@ class StepLog:
             depth = max(depths(result.tree.parents[: result.tree.num_draft_tokens]), default=-1) + 1
             self.steps.append(StepRecord(position, result.tree.num_draft_tokens, depth, result.accepted))
 
+    @property
+    def is_probing(self) -> bool:
+        return self.policy.is_probing
+
+    def stays_plain(self, seqs: list[Sequence]) -> bool:
+        return self.policy.stays_plain(seqs)
+
     def forget(self, seq: Sequence) -> None:
         self.policy.forget(seq)
 

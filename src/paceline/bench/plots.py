@@ -42,7 +42,7 @@ def plots_of(run: Record) -> list[Plot]:
 
 
 STYLE: Any = {
-    "font.size": 10,
+    "font.size": 11.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -224,10 +224,17 @@ def _ticks(axes: Any, places: list[int]) -> None:
         axes.set_xlim(ticks[0] - 0.5, ticks[-1] + 0.5)
 
 
+LEGEND_SIZE = 10
+COLUMN, CHARACTER = 42, 0.47 * LEGEND_SIZE  # points: a handle with its gaps, and a letter of average width
+
+
 def _legend(figure: Any) -> None:
-    """Below the plot, where it covers no line."""
-    if any(axes.get_legend_handles_labels()[0] for axes in figure.axes):
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8.5, columnspacing=1.2)
+    """Below the plot, where it covers no line, in as many columns as its longest label leaves room for."""
+    labels = [label for axes in figure.axes for label in axes.get_legend_handles_labels()[1]]
+    if labels:
+        width = COLUMN + CHARACTER * max(map(len, labels))
+        columns = max(1, min(3, int(72 * SIZE[0] / width)))
+        figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=LEGEND_SIZE, columnspacing=1.2)
 
 
 PLOTS = (

@@ -104,7 +104,8 @@ def _settings_table(run: Record) -> str:
     head = "".join(f"<th{' class=text' if name == 'lossless' else ''}>{name}</th>" for name in COLUMNS)
     best = best_setting(run)
     rows = "".join(_row(setting, is_best=setting is best) for setting in run["settings"])
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    region = 'class="scroll" tabindex="0" role="region" aria-label="Settings"'  # keys must scroll it too
+    return f"<div {region}><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
 
 
 def _row(setting: Record, *, is_best: bool) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from paceline.hub.progress import LoadNotice
 
 COMMANDS = frozenset({"demo", "generate", "chat", "serve", "bench", "tune", "train"})  # those that always load a model
@@ -9,8 +11,12 @@ _notices: list[LoadNotice] = []  # of the command under way: one at most
 
 
 def begin(model: str) -> None:
-    """Say that a model is loading as soon as that takes long, until `done`. Beginning twice is harmless."""
+    """Say that a model is loading as soon as that takes long, until `done`. Beginning twice is harmless.
+
+    Imports and loading make hundreds of thousands of objects and no garbage: looking for it is put off until `done`.
+    """
     if not _notices:
+        gc.disable()
         _notices.append(LoadNotice(f"loading {model}"))
         _notices[0].start()
 
@@ -19,3 +25,4 @@ def done() -> None:
     """The model is loaded, or will not be. Harmless where nothing is loading."""
     while _notices:
         _notices.pop().stop()
+        gc.enable()

@@ -66,8 +66,19 @@ def enable_line_editing() -> None:
 
 
 def quiet_transformers() -> None:
-    """No progress bars and no warnings from transformers: what goes wrong reaches the user as a PacelineError."""
-    from transformers.utils import logging
+    """No progress bars and no warnings from transformers: what goes wrong reaches the user as a PacelineError.
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    It is not imported for that: where it never is, a command starts seconds earlier.
+    """
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers reads it through huggingface_hub
+    if "huggingface_hub" in sys.modules:  # which has read it already
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()

@@ -20,6 +20,7 @@ class StepTiming:
     num_draft_tokens  the most draft tokens of one sequence
     num_drafting      sequences with draft tokens, of all `num_seqs`
     clean             nothing was compiled or captured on the way: what it took is what such a step costs
+    looped            one of several in a row, whose drafting and verifying are timed as one: in verify_seconds
     """
 
     draft_seconds: float
@@ -29,6 +30,7 @@ class StepTiming:
     num_seqs: int
     num_drafting: int = 1
     clean: bool = True
+    looped: bool = False
 
     @property
     def seconds(self) -> float:

@@ -30,6 +30,11 @@ from paceline.core.types import StepResult
 class DraftLengthPolicy(Protocol):
     """Decides k before a step, learns after it."""
 
+    @property
+    def is_probing(self) -> bool:
+        """Whether the last plan only finds something out: few steps of it are enough."""
+        return False
+
     def plan(self, seqs: list[Sequence]) -> list[int]:
         """k for each sequence of the next step."""
 
@@ -43,6 +48,10 @@ class DraftLengthPolicy(Protocol):
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         """What the step accepted, and what it cost."""
+
+    def stays_plain(self, seqs: list[Sequence]) -> bool:
+        """Whether none of these sequences will ever have a draft token: they may take many plain steps at once."""
+        return all(seq.params.num_draft_tokens == 0 for seq in seqs)
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
@@ -65,6 +74,11 @@ class FixedDraftLength(DraftLengthPolicy):
 
     def plan(self, seqs: list[Sequence]) -> list[int]:
         return [within_room(seq, self.k) for seq in seqs]
+
+    def stays_plain(self, seqs: list[Sequence]) -> bool:
+        return all(
+            (self.k if seq.params.num_draft_tokens is None else seq.params.num_draft_tokens) == 0 for seq in seqs
+        )
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
         pass
@@ -215,6 +229,10 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 ks[index] = self._selective.ask(seq, limits[index], unread if unread > self.FEW_UNREAD else 0, plain)
         return indices
 
+    @property
+    def is_probing(self) -> bool:
+        return self._is_probe
+
     def draft_value(self) -> DraftValue:
         return self._selective.value
 
@@ -305,7 +323,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """A step in which anything was compiled or captured teaches acceptance and no cost."""
         states = [self._state(seq) for seq in seqs]
         caught_up = self._caught_up(states)
-        num_selected = self._selective.observe(seqs, results, timing, caught_up=caught_up > 0)
+        num_selected = self._selective.observe(seqs, results, self._apart(timing), caught_up=caught_up > 0)
         if timing.num_draft_tokens or num_selected:
             for seq, state, result in zip(seqs, states, results):
                 self._observe_result(seq, state, result)
@@ -313,16 +331,25 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return
         if num_selected < len(seqs):
             self._settle(states, timing, sum(len(result.emitted) for result in results))
+        if num_selected and timing.looped:
+            return
         # What drafts cost that are cut afterwards does not follow from what is sent of them: selective.py learns it.
         known = timing if caught_up or not num_selected else replace(timing, num_draft_tokens=0)
         self.costs.observe(known, caught_up=caught_up)
+
+    def _apart(self, timing: StepTiming) -> StepTiming:
+        """Drafting and verifying of a step that were timed as one: what a pass alone does not cost is drafting."""
+        if not timing.looped:
+            return timing
+        verify = min(timing.verify_seconds, self.costs.of(timing.num_seqs).pass_of(timing.nodes))
+        return replace(timing, draft_seconds=timing.verify_seconds - verify, verify_seconds=verify)
 
     def _caught_up(self, states: list[_SequenceState]) -> int:
         return sum(state.num_unread for state in states if state.num_unread > self.FEW_UNREAD)
 
     def _observe_result(self, seq: Sequence, state: _SequenceState, result: StepResult) -> None:
         if state.num_draft_tokens:
-            state.num_read = len(seq.ids)
+            state.num_read, state.num_unread = len(seq.ids), 0  # of several steps in a row only the first catches up
         count = result.tree.num_draft_tokens
         if not count or self._selective.covers(seq):
             return

@@ -173,11 +173,11 @@ class DraftValue:
         That fewer take less time must have been seen: a block takes one pass whatever its length.
         """
         record = self.record(seq, source)
-        reach = min(record.reach, limit)
-        if reach == limit or record.draft.largest < limit:
+        length = max(1, math.ceil(min(record.reach, limit)))
+        longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
+        if length >= longest:
             return limit
-        length = max(1, math.ceil(reach))
-        saved = record.draft.at(limit) - record.draft.at(length)
+        saved = record.draft.at(longest) - record.draft.at(length)
         return length if saved > WORTH_SAVING * self.costs.plain_pass(1) else limit
 
     def best_length(self, seq: Sequence, limit: int, source: str = "") -> int:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 SHARE = 0.008  # of all time, that probes may lose
 FIRST_PROBES = 2.0  # plain steps' worth of time that they may lose at the very start …
-FIRST_READING = 8.0  # … and at most this many that the drafter may need to read the first prompt
+FIRST_READING = 16.0  # … and at most this many to read the first prompt: 300 tokens by a draft of a third, on a CPU
 FIRST_REST, LONGEST_REST = 16, 256  # plain steps between two probes: doubled by each one that did not pay
 AFFORDABLE = 3.0  # plain steps that a drafter may read for a probe; one that must read more comes later in proportion
 MAX_FACTOR = 8.0  # but never later than this many longest rests
+PROBE_STEPS = 3  # of a probe where steps are taken in a row: the first waits for what was queued before it
 MAX_DEBT = 4.0  # plain steps: one bad measurement must not silence probes for long
 
 

@@ -24,8 +24,11 @@ from paceline.core.types import (
     DraftInput,
     DraftOutput,
     LayerKeys,
+    LoopedSteps,
+    LoopInput,
     ModelInfo,
     ModelOutput,
+    PlainGroups,
     Request,
     RequestOutput,
     Row,
@@ -55,6 +58,31 @@ class BlockPool(Protocol):
     def grow(self, holder: Hashable, tokens: int) -> bool: ...
     def shrink(self, holder: Hashable, tokens: int) -> None: ...
     def release(self, holder: Hashable) -> None: ...
+
+
+class LoopSource(Protocol):
+    """Where the draft tokens of a loop come from: all on the device, queued before the host has read a step.
+
+    `begin`, then `draft` and `go_on` for every step in turn; `keep` for each sequence that goes on, when the host has
+    read the step.
+    """
+
+    def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
+        """Make ready for so many steps of these sequences; False: not possible for them."""
+
+    def draft(self) -> Tensor:
+        """Queue the draft tokens of a step: int64 [sequences or more, draft tokens or more]"""
+
+    def go_on(self, step: int, accepted: Tensor, best: Tensor, states: RowOutput) -> None:
+        """Queue what the next step begins from.
+
+        accepted  draft tokens of each sequence
+        best      the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]
+        states    of the same positions, [sequences, draft tokens + 1, …], as far as the target returns any
+        """
+
+    def keep(self, step: int, index: int, num_tokens: int) -> None:
+        """The sequence at this place has grown by so many tokens, and so has the target's cache of it."""
 
 
 class ModelStates(Protocol):
@@ -163,6 +191,22 @@ class Runner(ModelStates, Protocol):
         """
         return None
 
+    def draft_loop(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
+        """Verify draft tokens by the argmax, step after step, without waiting for the host.
+
+        Each step comes while the next one runs, with the cache of every sequence as long as it has left it. The tokens
+        are those of as many `forward` passes, bit for bit. None: not possible for these.
+        """
+        return None
+
+    def loop_source(self) -> LoopSource | None:
+        """What drafts with this model in the loop of another one; None: it cannot."""
+        return None
+
+    def plain_loop(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
+        """As `draft_loop` without draft tokens: the tokens of a few steps at a time, of every sequence."""
+        return None
+
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """What the first sequences would otherwise wait for, piece by piece. None by default."""
         return []
@@ -181,6 +225,7 @@ class Drafter(Protocol):
 
     needs: frozenset[Capability] = frozenset()  # of the target; checked once, when the engine is built
     draft_runner: Runner | None = None  # the model it drafts with, where it has one: its passes are measured
+    looks_up: bool = False  # whether `propose` only looks something up: it takes next to no time and changes nothing
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """As of a runner; what drafts a few tokens more or less is also met when the loop is rehearsed."""
@@ -205,6 +250,20 @@ class Drafter(Protocol):
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """At most num_draft_tokens[i] draft tokens for seqs[i]. May return fewer, or none."""
         raise NotImplementedError
+
+    def look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
+        """The draft tokens that are there without making any: as long as there are none, plain steps follow each other.
+        None: it makes them."""
+        return self.propose(seqs, num_draft_tokens) if self.looks_up else None
+
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """Several steps of greedy sequences in a row, one result a sequence and step; `observe` hears of none of them.
+
+        None: it drafts step by step, through `propose`.
+        """
+        return None
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         """What became of the draft tokens. The sequences have already grown."""
@@ -232,7 +291,10 @@ class Drafter(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Token ids <-> characters, for one model. `hf_tokenizer` is the tokenizer of transformers that it wraps."""
+    """Token ids <-> characters, for one model.
+
+    `hf_tokenizer` is the tokenizer of transformers that it wraps, or a hub.resolved_tokenizer that answers for it.
+    """
 
     hf_tokenizer: Any
 

@@ -14,7 +14,7 @@ from paceline.core.rng import SequenceRng
 from paceline.core.sampling import SamplingParams, TokenHistory
 from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
-from paceline.core.types import SequenceCache, TokenLogprob
+from paceline.core.types import CacheUse, LoopInput, SequenceCache, TokenLogprob
 from paceline.core.verify import RULES, AcceptanceRule
 
 _seq_ids = itertools.count()
@@ -110,7 +110,7 @@ class Sequence:
         self.prompt_length = len(prompt)
         self.rng = SequenceRng(params.sampling.seed)
         self.seq_cache: SequenceCache | None = None
-        self.num_cached_tokens = 0  # tokens of its prompt that the prefix cache held
+        self.cache_use = CacheUse()
         self.keep_cache = False  # once it has ended: its cache is kept, and another sequence may go on from there
         self.finish_reason: str | None = None
         self.from_draft: list[bool] = []  # for each generated token: whether it is an accepted draft token
@@ -130,6 +130,11 @@ class Sequence:
     @property
     def num_new_tokens(self) -> int:
         return len(self.ids) - self.prompt_length
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of its prompt that the prefix cache held."""
+        return self.cache_use.found
 
     @property
     def finished(self) -> bool:
@@ -173,9 +178,13 @@ class Sequence:
 
     # --- written by its owner, the engine -----------------------------------------------------------------------------
 
-    def start(self, seq_cache: SequenceCache) -> None:
-        """The target's cache of this sequence; what it already holds came from the prefix cache."""
-        self.seq_cache, self.num_cached_tokens = seq_cache, seq_cache.length
+    def start(self, seq_cache: SequenceCache, num_kept_tokens: int = 0) -> None:
+        """The target's cache of this sequence; what it already holds came from the prefix cache.
+
+        num_kept_tokens: how much of the prompt the prefix cache holds once the sequence has ended.
+        """
+        self.seq_cache = seq_cache
+        self.cache_use = CacheUse(seq_cache.length, max(0, num_kept_tokens - seq_cache.length))
 
     def release_cache(self) -> SequenceCache | None:
         """Take the cache away from the sequence."""
@@ -213,3 +222,9 @@ def group_by_sampling(seqs: list[Sequence]) -> list[list[int]]:
             key = (*key, index)
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+def loop_input(seq: Sequence, num_draft_tokens: int = 0, draft_cache: SequenceCache | None = None) -> LoopInput:
+    """The sequence for several steps in a row. draft_cache: of a draft model."""
+    assert seq.seq_cache is not None, "its prompt has been read"
+    return LoopInput(seq.seq_cache, seq.ids, lambda: seq.finished, num_draft_tokens, draft_cache)

@@ -6,7 +6,7 @@ together without waiting for the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,12 +50,14 @@ class WarmupPlan:
     num_draft_tokens  that a step may draft
     max_context       tokens that a sequence may hold
     num_seqs          sizes of batches
+    quick_batches     sizes that are prepared too where that takes next to no time
     """
 
     widths: tuple[int, ...]
     num_draft_tokens: tuple[int, ...]
     max_context: int
     num_seqs: tuple[int, ...] = (1,)
+    quick_batches: tuple[int, ...] = ()
 
 
 class SequenceCache:
@@ -222,6 +224,45 @@ class DraftOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Tokens of a prompt that the prefix cache held, and those that it keeps from now on."""
+
+    found: int = 0
+    written: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopInput:
+    """A greedy sequence for which several steps are taken in a row.
+
+    seq_cache    the target's; it holds all of `ids` but the last
+    has_ended    whether the sequence is over: its caches are then left alone
+    draft_cache  the draft model's, where there is one
+    """
+
+    seq_cache: SequenceCache
+    ids: list[int]
+    has_ended: Callable[[], bool]
+    num_draft_tokens: int = 0
+    draft_cache: SequenceCache | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoopedStep:
+    """One of several steps in a row, of one sequence. source: as that of a draft tree."""
+
+    draft_tokens: list[int]
+    verified: VerifyResult
+    source: str = ""
+
+
+# The steps of all sequences, one after another. Sent True, no further one is begun; one that was begun still comes.
+LoopedSteps = Generator[list[LoopedStep], bool | None, None]
+# The same without draft tokens: of all sequences, a few tokens at a time.
+PlainGroups = Generator[list[list[int]], bool | None, None]
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """What the output must match.
 
@@ -304,3 +345,4 @@ class RequestOutput:
     stop_reason: int | str | None = None  # on the last output: the stop token or stop string; None: an end token
     num_cached_tokens: int | None = None  # on the last output: prompt tokens that the prefix cache held, where known
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # on the first output: of every prompt token but the first
+    num_cache_write_tokens: int | None = None  # on the last output: prompt tokens added to the prefix cache

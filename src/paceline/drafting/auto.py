@@ -19,11 +19,11 @@ from paceline.core import draft_tree
 from paceline.core.cost_model import CostModel, StepTiming
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
-from paceline.core.probing import ProbeSchedule
-from paceline.core.protocols import Drafter, Preparation
+from paceline.core.probing import PROBE_STEPS, ProbeSchedule
+from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult, WarmupPlan
+from paceline.core.types import Capability, LoopedSteps, RowOutput, StepResult, WarmupPlan
 from paceline.drafting.head_folder import shipped_head_folder
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.registry import (
@@ -125,6 +125,17 @@ class _Chooser:
         if seq.seq_id == turns.probed:
             turns.won = self.value.gain(seq, tree) - turns.forgone - seconds
 
+    def looped(self, seqs: list[Sequence], name: str) -> None:
+        """A drafter has made the drafts of one of several steps in a row. All steps of a probe are one."""
+        turns = self.turns[name]
+        turns.had_turn, probed = True, turns.probed
+        for seq in seqs:
+            turns.read[seq.seq_id] = len(seq.ids)
+            if seq.seq_id == turns.probed:
+                turns.won = self.value.usual_gain(self.value.record(seq, name)) - turns.forgone
+        self.settle(len(seqs))
+        turns.probed = probed
+
     def settle(self, num_seqs: int) -> None:
         """After a step: charge probes with what they took and did not save."""
         plain = self.value.costs.plain_pass(max(1, num_seqs))
@@ -139,6 +150,20 @@ class _Chooser:
     def forget(self, seq: Sequence) -> None:
         for turns in self.turns.values():
             turns.read.pop(seq.seq_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The drafts of the lookups for a step, and the drafter that is used instead of them, if any."""
+
+    lengths: list[int]  # of the sequences
+    trees: list[DraftTree]
+    names: list[str | None]
+
+    @property
+    def drafter(self) -> str | None:
+        """The one that drafts for all sequences; None: they differ, or lookups do."""
+        return self.names[0] if len(set(self.names)) == 1 else None
 
 
 class AutoDrafter(Drafter):
@@ -163,6 +188,7 @@ class AutoDrafter(Drafter):
         self._clock = clock
         self._shared: _Chooser | None = None  # where the draft-length policy measures
         self._own = _OwnMeasurements(self.others)
+        self._choice: _Choice | None = None  # for the step that is under way, where it was made before `propose`
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
@@ -184,18 +210,43 @@ class AutoDrafter(Drafter):
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         began = self._clock()
         choosers = [self._shared or self._own.chooser(seq) for seq in seqs]
-        trees = self._look_up(seqs, num_draft_tokens, choosers)
-        chosen = [
-            chooser.choose(seq, tree) if k else None
-            for chooser, seq, k, tree in zip(choosers, seqs, num_draft_tokens, trees)
-        ]
+        choice, self._choice = self._choice, None
+        if choice is None or choice.lengths != [len(seq.ids) for seq in seqs]:
+            choice = self._choose(seqs, num_draft_tokens, choosers)
+        trees = choice.trees
         for name in self.others:
-            limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, chosen)]
+            limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, choice.names)]
             if any(limits):
                 self._draft_with(name, seqs, limits, trees, choosers)
         if self._shared is None:
             self._own.proposed(seqs, trees, num_draft_tokens, began, self._clock())
         return trees
+
+    def look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
+        """By the lookups alone: what the others gain is asked again after plain steps in a row."""
+        if self._shared is None:
+            return None
+        return self._look_up(seqs, num_draft_tokens, [self._shared] * len(seqs))
+
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """Where one drafter drafts for all sequences. The lookups go on looking, and end the loop when they know
+        better."""
+        if self._shared is None:
+            return None
+        choosers = [self._shared] * len(seqs)
+        choice = self._choose(seqs, num_draft_tokens, choosers)
+        steps, name = None, choice.drafter
+        if name is not None and self._others_can_wait(name):
+            lengths = [self._shared.value.best_length(seq, k, name) for seq, k in zip(seqs, num_draft_tokens)]
+            is_probe = self._shared.turns[name].probed is not None
+            most = min(num_steps, PROBE_STEPS) if is_probe else num_steps
+            steps = self.others[name].draft_loop(target, seqs, lengths, most)
+        if steps is None or name is None:
+            self._choice = choice
+            return None
+        return self._looped(steps, name, self._shared, seqs, num_draft_tokens)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         if self._shared is None:
@@ -212,7 +263,46 @@ class AutoDrafter(Drafter):
         for drafter in self._drafters.values():
             drafter.end(seq)
 
+    # --- loops --------------------------------------------------------------------------------------------------------
+
+    def _others_can_wait(self, name: str) -> bool:
+        """Whether no other drafter needs the states of every step, which a loop keeps to itself."""
+        others = [drafter for other, drafter in self.others.items() if other != name]
+        return not any(Capability.HIDDEN_STATES in drafter.needs for drafter in others)
+
+    def _looped(
+        self, steps: LoopedSteps, name: str, chooser: _Chooser, seqs: list[Sequence], num_draft_tokens: list[int]
+    ) -> LoopedSteps:
+        lookup_is_best: bool | None = None
+        try:
+            while True:
+                group = steps.send(lookup_is_best)
+                chooser.looped(seqs, name)
+                yield [replace(step, source=name) for step in group]
+                lookup_is_best = self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
+        except StopIteration:
+            return
+        finally:
+            chooser.turns[name].probed = None
+
+    def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: _Chooser, name: str) -> bool:
+        """Whether the lookups now promise more than a drafter, over all sequences."""
+        limits = [min(k, seq.remaining_tokens - 1) for seq, k in zip(seqs, limits)]
+        gain = 0.0
+        for seq, tree in zip(seqs, self._look_up(seqs, limits, [chooser] * len(seqs))):
+            gain += chooser.value.gain(seq, tree) if len(tree) else 0.0
+            gain -= chooser.value.usual_gain(chooser.value.record(seq, name))
+        return gain > 0
+
     # --- drafting -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> _Choice:
+        trees = self._look_up(seqs, num_draft_tokens, choosers)
+        names = [
+            chooser.choose(seq, tree) if k else None
+            for chooser, seq, k, tree in zip(choosers, seqs, num_draft_tokens, trees)
+        ]
+        return _Choice([len(seq.ids) for seq in seqs], trees, names)
 
     def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> list[DraftTree]:
         drafts: list[list[DraftTree]] = [[] for _ in seqs]

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paceline.device.argmax import argmax_rows
 from paceline.heads.candidate_selector import CandidateSelector, TokenCandidates
 from paceline.heads.dflash import DFlashHead
 from paceline.heads.markov_head import MarkovHead
@@ -61,7 +62,7 @@ class DraftRows:
         return likeliest_prob(logits)
 
     def greedy(self, with_confidence: bool = False) -> GreedyBlock:
-        tokens = self.head.to_target_ids(self.unary.argmax(dim=-1))
+        tokens = self.head.to_target_ids(argmax_rows(self.unary))
         return GreedyBlock(tokens, likeliest_prob(self.unary) if with_confidence else None)
 
     def ranked(self, branches: int) -> RankedRows:

@@ -29,6 +29,10 @@ class ChainDrafter(Drafter):
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         return [first_path(tree) for tree in self.drafter.propose(seqs, num_draft_tokens)]
 
+    def look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
+        trees = self.drafter.look_up(seqs, num_draft_tokens)
+        return None if trees is None else list(map(first_path, trees))
+
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         self.drafter.observe(seqs, results)
 

@@ -23,13 +23,13 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter, Runner
-from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, RowOutput, StepResult
+from paceline.core.sequence import Sequence, loop_input
+from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import DraftRows, block_rows
 from paceline.drafting.block_tree import likeliest_trees
-from paceline.drafting.dflash_graph import BlockGraphs, BlockInput
+from paceline.drafting.dflash_graph import BlockGraph, BlockGraphs, BlockInput
 from paceline.drafting.draft_sampling import (
     SampledDraft,
     can_draft_on_device,
@@ -42,16 +42,17 @@ from paceline.drafting.eagle_graph import widened
 from paceline.drafting.eagle_state import HeadState
 from paceline.drafting.head_contexts import HeadContexts
 from paceline.drafting.head_folder import checked_target, head_folder
+from paceline.drafting.head_loop import HeadSource, most_nodes
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError
 from paceline.heads.attention import KeyValues
-from paceline.heads.compiled_block import compiled_block, rope_of
+from paceline.heads.compiled_block import CompiledHead, RopeTable, compiled_head
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.heads.registry import load_head
 from paceline.heads.rounded import round_linears
 from paceline.kv.prefix_cache import PrefixCache
-from paceline.layers.cpu_block import CompiledBlock
+from paceline.layers.cpu_block import BlockCache, CompiledBlock, CompiledContext
 
 OWNER = "dflash"  # in the prefix cache
 
@@ -83,7 +84,7 @@ class DFlash(Drafter):
         self.contexts = HeadContexts(buffers, prefix_cache, OWNER, ahead=0)
         # Where launches dominate the cost, a whole block is one graph. On a CPU only the work counts; eager has less.
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
-        self._compiled: CompiledBlock | None = None  # all layers in one call, where products are rounded
+        self._compiled = CompiledHead(RopeTable(head))  # all layers in one call, where products are rounded
         self._states_confidence = False
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
@@ -105,7 +106,7 @@ class DFlash(Drafter):
         """Keep the products in the 8-bit blocks of the CPU kernels."""
         round_linears(self._head)
         round_linears(self._context_product)
-        self._compiled = compiled_block(self._head)
+        self._compiled = compiled_head(self._head, self._context_product)
         if self._head.candidate_selector is not None:
             self._head.candidate_selector.compile_path(self._target_ids)
 
@@ -114,6 +115,27 @@ class DFlash(Drafter):
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self.contexts.begin(seq, None if prompt is None else self._view.of(prompt))
+
+    @torch.inference_mode()
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """Chains, where a block is a graph; what a prompt has brought is read first."""
+        graphs, most = self.graphs, self._head.config.max_draft_tokens
+        if graphs is None or self.nodes or not all(map(self.contexts.has, seqs)):
+            return None
+        inputs = [loop_input(seq, min(k, most)) for seq, k in zip(seqs, num_draft_tokens)]
+        if not self._fits_graph(graphs, seqs) or most_nodes(inputs) > graphs.MAX_STATES:
+            return None
+        states = [self.contexts.of(seq) for seq in seqs]
+        self._read_pending([state for state in states if state.num_pending > graphs.MAX_STATES])
+
+        def prepare(inputs: list[LoopInput], num_steps: int) -> BlockGraph:
+            starts = [_start(state, loop.num_draft_tokens, most) for state, loop in zip(states, inputs)]
+            nodes = most_nodes(inputs)
+            return graphs.prepared(starts, nodes, num_steps * nodes)
+
+        return target.draft_loop(HeadSource(self._view, states, prepare), inputs, num_steps)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
@@ -180,6 +202,10 @@ class DFlash(Drafter):
         """Write the context of the states that came since the last call, of all sequences by one product."""
         if not states:
             return
+        if self._compiled.context is not None:
+            for state in states:
+                self._read_compiled(self._compiled.context, state)
+            return
         counts = [state.num_pending for state in states]
         features = torch.cat([part for state in states for part in state.pending])
         places = [state.next_position + step for state, count in zip(states, counts) for step in range(count)]
@@ -189,6 +215,17 @@ class DFlash(Drafter):
         for state, count, (keys, values) in zip(states, counts, parts):
             self._buffers.write(state.row, KeyValues(keys, values), state.length)
             state.mark_read(count)
+
+    def _read_compiled(self, compiled: CompiledContext, state: HeadState) -> None:
+        count = state.num_pending
+        self._buffers.reserve(state.length + count)
+        compiled.run(torch.cat(state.pending).float(), self._cache(state, count))
+        state.mark_read(count)
+
+    def _cache(self, state: HeadState, count: int) -> BlockCache:
+        """For a compiled call that writes so many rows behind the context."""
+        cached, rope = self._buffers.row(state.row), self._compiled.rope.rows(state.next_position, count)
+        return BlockCache(cached.keys, cached.values, state.length, rope)
 
     def _block(self, states: list[HeadState], depth: int) -> DraftRows:
         """One pass over the anchor and mask tokens of every sequence; the rows of the first `depth` drafts."""
@@ -205,10 +242,9 @@ class DFlash(Drafter):
     def _pass(self, states: list[HeadState], ids: Tensor, rows: Tensor) -> Tensor:
         """The head's states of blocks of all sequences. ids, rows (positions): [sequences, size]"""
         lengths, size = [state.length for state in states], ids.shape[1]
-        if self._compiled is not None:
+        if self._compiled.block is not None:
             self._buffers.reserve(max(lengths) + size)
-            parts = zip(states, ids, rows)
-            return torch.stack([self._compiled_pass(self._compiled, state, *block) for state, *block in parts])
+            return torch.stack([self._compiled_pass(self._compiled.block, *parts) for parts in zip(states, ids)])
         steps = torch.arange(max(lengths) + size, device=self._device)
         mask = None
         if len(set(lengths)) > 1:
@@ -218,9 +254,8 @@ class DFlash(Drafter):
         stores = self._buffers.layers([state.row for state in states], lengths, size, self._head.config.num_kv_heads)
         return self._head.forward_block(ids, stores, rows, self._head.layer_masks(mask, rows, columns))
 
-    def _compiled_pass(self, compiled: CompiledBlock, state: HeadState, ids: Tensor, positions: Tensor) -> Tensor:
-        cached, rope = self._buffers.row(state.row), rope_of(self._head, positions)
-        return compiled.run(self._head.embed(ids).float(), rope, cached.keys, cached.values, state.length)
+    def _compiled_pass(self, compiled: CompiledBlock, state: HeadState, ids: Tensor) -> Tensor:
+        return compiled.run(self._head.embed(ids).float(), self._cache(state, len(ids)))
 
     def _one_by_one(self, rows: DraftRows, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """One depth after another: a draw needs its logits final, and they may depend on the token before."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftOutput
-from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
+from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
 from paceline.drafting.block_rows import DraftRows, block_rows
@@ -86,6 +86,15 @@ class BlockBuffers:
         if starts[0].uniforms is not None:
             put_draws(starts, self.temperatures, self.uniforms)
 
+    def go_on(self, accepted: Tensor, best: Tensor) -> None:
+        """As head_loop.HeadBuffers says. The anchor is the token after the last of the states."""
+        facts = self.facts[: accepted.shape[0]]
+        facts[:, 1:3] += facts[:, 3:4]
+        facts[:, 3], facts[:, 4] = accepted + 1, best.gather(1, accepted[:, None])[:, 0]
+
+
+BlockGraph = Graph[BlockShape, BlockBuffers, DraftOutput]
+
 
 class BlockGraphs:
     """The captured blocks of one head, captured on first use."""
@@ -111,7 +120,16 @@ class BlockGraphs:
 
     def draft(self, starts: list[BlockInput]) -> DraftOutput:
         """A whole block of draft tokens for every sequence; its buffers then hold its states too."""
-        shape = self._shape(starts)
+        output, count = self.prepared(starts).run(), len(starts)
+        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
+
+    def prepared(self, starts: list[BlockInput], num_states: int = 0, num_further: int = 0) -> BlockGraph:
+        """The graph of a block with these sequences in its inputs.
+
+        num_states   that a later block of the same graph may bring
+        num_further  tokens that a sequence may grow by until then
+        """
+        shape = self._shape(starts, num_states, num_further)
         self._buffers.reserve(shape.seen)
         if self._version != self._buffers.version:  # they have moved, and captured blocks write where they were
             self._graphs.clear()
@@ -120,15 +138,13 @@ class BlockGraphs:
             shape, lambda: BlockBuffers.empty(shape, self._head), lambda buffers: self._work(buffers, shape)
         )
         graph.buffers.put(starts, self._spare_row)
-        output = graph.run()
-        count = len(starts)
-        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
+        return graph
 
-    def _shape(self, starts: list[BlockInput]) -> BlockShape:
+    def _shape(self, starts: list[BlockInput], num_states: int, num_further: int) -> BlockShape:
         seqs = rounded_up(len(starts), NUM_SEQS)
-        states = rounded_up(max(start.num_states for start in starts), STATES)
+        states = rounded_up(max(num_states, *(start.num_states for start in starts)), STATES)
         assert seqs is not None and states is not None, "more sequences or states than a block holds"
-        longest = max(start.length for start in starts) + states + self._head.config.block_size
+        longest = max(start.length for start in starts) + num_further + states + self._head.config.block_size
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
         return BlockShape(seqs, states, seen, starts[0].uniforms is not None)
 

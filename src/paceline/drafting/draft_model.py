@@ -20,8 +20,9 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.protocols import Drafter, Preparation, Runner
-from paceline.core.sequence import Sequence
-from paceline.core.types import DraftInput, Row, SequenceCache, StepResult, WarmupPlan
+from paceline.core.sequence import Sequence, loop_input
+from paceline.core.types import DraftInput, LoopedSteps, LoopInput, Row, SequenceCache, StepResult, WarmupPlan
+from paceline.device.argmax import argmax_rows
 from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_kv import DraftKV, step_tokens
 from paceline.drafting.draft_sampling import (
@@ -53,6 +54,7 @@ class DraftModel(Drafter):
         self._seq_caches: dict[int, SequenceCache] = {}
         self._drafted_from: dict[int, int] = {}  # the length of each sequence when its draft tokens were made
         self._stop: ChainStop | None = None
+        self._prepared_k: int | None = None
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: chains stop where they no longer pay."""
@@ -66,17 +68,25 @@ class DraftModel(Drafter):
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """The draft model reads one or two tokens at a time, and drafts."""
+        self._prepared_k = max(plan.num_draft_tokens, default=None)
         return self.runner.preparations(replace(plan, widths=(1, 2)))
 
     # --- the protocol -------------------------------------------------------------------------------------------------
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         """The draft model reads a prompt on the first call with draft tokens: a sequence without any costs nothing."""
+        num_draft_tokens = [self._prepared(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
         active = [index for index, k in enumerate(num_draft_tokens) if k]
         try:
             return self._trees(seqs, num_draft_tokens, active)
         except OutOfMemory:  # the first that fit draft, the others do not
             return self._trees(seqs, num_draft_tokens, self._with_room(seqs, num_draft_tokens, active))
+
+    def _prepared(self, seq: Sequence, k: int) -> int:
+        """Not more than graphs were made ready for: making one takes longer than a long draft ever wins. A number that
+        a request has chosen itself counts."""
+        chosen = seq.params.num_draft_tokens is not None
+        return k if chosen or self._prepared_k is None else min(k, self._prepared_k)
 
     def _trees(self, seqs: list[Sequence], num_draft_tokens: list[int], active: list[int]) -> list[DraftTree]:
         trees = [draft_tree.empty() for _ in seqs]
@@ -86,6 +96,23 @@ class DraftModel(Drafter):
         for index, tree in zip(active, drafts):
             trees[index] = tree
         return trees
+
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """The runner of the draft model drafts by itself, what it has not read of a sequence included."""
+        source = self.runner.loop_source() if self.runner.info.vocab_size == self._vocab_size else None
+        if source is None:
+            return None
+        ks = [self._prepared(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
+        inputs = [self._loop_input(seq, k) for seq, k in zip(seqs, ks)]
+        unread = [len(seq.ids) - self._seq_cache(seq).length for seq in seqs]
+        self._kv.make_room(sum(map(step_tokens, unread, (num_steps * (k + 1) + k for k in ks))))
+        return target.draft_loop(source, inputs, num_steps)
+
+    def _loop_input(self, seq: Sequence, k: int) -> LoopInput:
+        self._drop_unverified(seq, self._seq_cache(seq))
+        return loop_input(seq, k, self._seq_cache(seq))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
@@ -152,7 +179,7 @@ class DraftModel(Drafter):
             logits = self._over_target_vocab(self.runner.forward(rows, last_only=True).logits)
             if self._stop is not None:
                 state_confidences([seqs[i] for i in active], logits, [drafts[i] for i in active], self._stop)
-            best = logits.argmax(dim=-1, keepdim=True)
+            best = argmax_rows(logits)[:, None]
             choose([seqs[i] for i in active], best, logits.__getitem__, [drafts[i] for i in active])
         return [draft.chain(seq) for draft, seq in zip(drafts, seqs)]
 

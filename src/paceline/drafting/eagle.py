@@ -22,8 +22,9 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
-from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, RowOutput, StepResult
+from paceline.core.sequence import Sequence, loop_input
+from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult
+from paceline.device.argmax import argmax_rows
 from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_sampling import (
     SampledDraft,
@@ -34,12 +35,13 @@ from paceline.drafting.draft_sampling import (
     predrawn,
     state_confidences,
 )
-from paceline.drafting.eagle_graph import ChainInput, EagleGraphs, widened
+from paceline.drafting.eagle_graph import ChainGraph, ChainInput, EagleGraphs, widened
 from paceline.drafting.eagle_parallel import ParallelDrafting
 from paceline.drafting.eagle_state import HeadState
 from paceline.drafting.eagle_tree import TreeDrafting
 from paceline.drafting.head_contexts import HeadContexts
 from paceline.drafting.head_folder import checked_target, head_folder
+from paceline.drafting.head_loop import HeadSource, most_nodes
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
 from paceline.errors import OptionError, PairError, WeightsError
 from paceline.heads.eagle import ChainHead, EagleHead
@@ -101,6 +103,29 @@ class Eagle(Drafter):
     @torch.inference_mode()
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self._contexts.begin(seq, None if prompt is None else self._view.of(prompt))
+
+    @torch.inference_mode()
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """Chains, where a chain is a graph; what a prompt has brought is read first."""
+        graphs, longest = self.graphs, self._head.max_draft_tokens or sys.maxsize
+        if graphs is None or self.nodes or self._parallel is not None or self._head.tokens_ahead != 1:
+            return None
+        inputs = [loop_input(seq, min(k, longest)) for seq, k in zip(seqs, num_draft_tokens)]
+        if not all(map(self._can_draft, seqs)) or most_nodes(inputs) > graphs.MAX_STATES:
+            return None
+        states = [self._contexts.of(seq) for seq in seqs]
+        if not self._fits_graph(graphs, states):
+            return None
+        self._read_prompts(graphs, states)
+
+        def prepare(inputs: list[LoopInput], num_steps: int) -> ChainGraph:
+            nodes = most_nodes(inputs)
+            starts = [_start(state, loop.num_draft_tokens, nodes - 1) for state, loop in zip(states, inputs)]
+            return graphs.prepared(starts, nodes - 1, nodes, num_steps * nodes)
+
+        return target.draft_loop(HeadSource(self._view, states, prepare), inputs, num_steps)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
@@ -205,15 +230,19 @@ class Eagle(Drafter):
         return len(seqs) <= graphs.MAX_SEQS and all(state.pending for state in states)
 
     def _with_graph(self, graphs: EagleGraphs, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
-        for state in states:
-            if state.num_pending > graphs.MAX_STATES:  # a prompt; its last state starts the chain
-                self._read([state], but=1)
+        self._read_prompts(graphs, states)
         steps = max(num_draft_tokens)
         drafted = graphs.draft([_start(state, k, steps) for state, k in zip(states, num_draft_tokens)], steps)
         for state in states:
             state.mark_read(state.num_pending)
             state.out = None
         return [first_tokens(drafted, row, k) for row, k in enumerate(num_draft_tokens)]
+
+    def _read_prompts(self, graphs: EagleGraphs, states: list[HeadState]) -> None:
+        """What a chain cannot hold; the last state of a prompt starts the chain."""
+        for state in states:
+            if state.num_pending > graphs.MAX_STATES:
+                self._read([state], but=1)
 
     def _step_by_step(self, states: list[HeadState], num_draft_tokens: list[int]) -> list[DraftTree]:
         drafts = [SampledDraft() for _ in states]
@@ -247,7 +276,7 @@ class Eagle(Drafter):
         logits = self._head.logits(out)
         if self._stop is not None:
             state_confidences(seqs, logits, drafts, self._stop)
-        best = self._head.to_target_ids(logits.argmax(dim=-1, keepdim=True))
+        best = self._head.to_target_ids(argmax_rows(logits)[:, None])
         choose(seqs, best, partial(self._over_target_vocab, logits), drafts)
 
     def _over_target_vocab(self, logits: Tensor, rows: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftOutput
-from paceline.device.graphs import NUM_SEQS, GraphCache, GraphPool, rounded_up
+from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.memory import host_buffer
 from paceline.device.scratch import Scratch
 from paceline.heads.eagle import ChainHead
@@ -88,6 +88,16 @@ class ChainBuffers:
         if starts[0].uniforms is not None:
             put_draws(starts, self.temperatures, self.uniforms)
 
+    def go_on(self, accepted: Tensor, best: Tensor) -> None:
+        """As head_loop.HeadBuffers says."""
+        facts = self.numbers[: accepted.shape[0]]
+        facts[:, 1:3] += facts[:, 3:4]
+        facts[:, 3] = accepted + 1
+        facts[:, FACTS : FACTS + best.shape[1]] = best
+
+
+ChainGraph = Graph[ChainSize, ChainBuffers, DraftOutput]
+
 
 class DrawnInput(Protocol):
     """The part of a chain's or block's input that says how its tokens are drawn."""
@@ -126,7 +136,18 @@ class EagleGraphs:
 
     def draft(self, starts: list[ChainInput], steps: int) -> DraftOutput:
         """`steps` draft tokens for every sequence; its buffers then hold its states, and behind them the draft."""
-        size = self._size(starts, steps)
+        output, count = self.prepared(starts, steps).run(), len(starts)
+        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
+
+    def prepared(
+        self, starts: list[ChainInput], steps: int, num_states: int = 0, num_further: int = 0
+    ) -> ChainGraph:
+        """The graph of a chain of `steps` draft tokens with these sequences in its inputs.
+
+        num_states   that a later chain of the same graph may bring
+        num_further  tokens that a sequence may grow by until then
+        """
+        size = self._size(starts, steps, num_states, num_further)
         self._buffers.reserve(size.seen)
         if self._version != self._buffers.version:  # they have moved, and captured chains write where they were
             self._graphs.clear()
@@ -137,14 +158,13 @@ class EagleGraphs:
             lambda buffers: self._work(buffers, size),
         )
         graph.buffers.put(starts, self._spare_row)
-        output = graph.run()
-        count = len(starts)
-        return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
+        return graph
 
-    def _size(self, starts: list[ChainInput], steps: int) -> ChainSize:
-        seqs, rows = rounded_up(len(starts), NUM_SEQS), rounded_up(max(len(start.tokens) for start in starts), ROWS)
+    def _size(self, starts: list[ChainInput], steps: int, num_states: int, num_further: int) -> ChainSize:
+        most = max(num_states, *(len(start.tokens) for start in starts))
+        seqs, rows = rounded_up(len(starts), NUM_SEQS), rounded_up(most, ROWS)
         assert seqs is not None and rows is not None, "more sequences or states than a chain holds"
-        longest = max(start.length for start in starts) + rows + steps
+        longest = max(start.length for start in starts) + num_further + rows + steps
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
         return ChainSize(seqs, rows, steps, seen, starts[0].uniforms is not None)
 

@@ -20,6 +20,7 @@ from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, Row, SequenceCache
+from paceline.device.argmax import argmax_rows
 from paceline.drafting.draft_sampling import SampledDraft, choose
 from paceline.drafting.head_folder import checked_target, optional_head_folder
 from paceline.drafting.registry import DrafterContext, DrafterOption, DrafterSpec, WeightsNeeded, options_of
@@ -65,7 +66,7 @@ class LayerSkip(Drafter):
     def _step(self, active: list[tuple[Sequence, SampledDraft]]) -> None:
         """The next draft token of these sequences."""
         logits = self._logits([_row(seq, draft) for seq, draft in active])
-        best = logits.argmax(dim=-1, keepdim=True)
+        best = argmax_rows(logits)[:, None]
         choose([seq for seq, _ in active], best, logits.__getitem__, [draft for _, draft in active])
 
     def _logits(self, rows: list[Row]) -> Tensor:

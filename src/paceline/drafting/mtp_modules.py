@@ -1,7 +1,8 @@
 """Drafts of an MTP head of several modules: each drafts one token.
 
-Module m at position t reads what module m - 1 made at t, and token t + m + 1. So with tokens up to T, the last m rows
-of module m need draft tokens: they are read again when the tokens are known, and their keys are written over.
+Module m at position t reads what module m - 1 made at t (or, of some families, the target's state there) and token
+t + m + 1. So with tokens up to T, the last m rows of module m need draft tokens: they are read again when the tokens
+are known, and their keys are written over.
 """
 
 from __future__ import annotations
@@ -63,14 +64,16 @@ class ModuleDrafting:
         """
         drafts, rows = [SampledDraft() for _ in states], self._rows(states)
         g = pad_sequence([self._head.fuse(state.all_pending()) for state in states], batch_first=True)
+        chains = self._head.config.layout.chains
         for module in range(self._head.num_modules):
             embeddings = self._head.embed(rows.tokens(module, drafts))
             store = rows.store.part(slice(module * self._heads, (module + 1) * self._heads))
-            g = self._head.module_pass(module, embeddings, g, rows.positions, rows.mask, store)
+            out = self._head.module_pass(module, embeddings, g, rows.positions, rows.mask, store)
+            g = out if chains else g
             active = [row for row, k in enumerate(num_draft_tokens) if module < k and not drafts[row].stopped]
             if active:
                 seqs = [states[row].seq for row in active]
-                self._choose(seqs, rows.last(g)[active], [drafts[row] for row in active])
+                self._choose(seqs, rows.last(out)[active], [drafts[row] for row in active])
         for state, count in zip(states, rows.counts):
             state.mark_read(max(0, count - self._head.num_modules + 1))
         return drafts

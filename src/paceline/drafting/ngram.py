@@ -36,6 +36,8 @@ class Ngram(Drafter):
     branches           candidates per step; above 1 they form a tree
     """
 
+    looks_up = True
+
     def __init__(self, longest: int = 4, shortest: int = 2, branches: int = 1) -> None:
         if not 1 <= shortest <= longest or branches < 1:
             raise OptionError("ngram needs 1 <= shortest <= longest and at least one branch")

@@ -12,6 +12,8 @@ from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeede
 class NoDraft(Drafter):
     """Proposes nothing."""
 
+    looks_up = True
+
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         return [draft_tree.empty() for _ in seqs]
 

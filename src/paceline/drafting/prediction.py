@@ -58,6 +58,8 @@ class Prediction(Drafter):
     longest, shortest  how many of the last tokens are looked up to find the position again
     """
 
+    looks_up = True
+
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         if not 1 <= shortest <= longest:
             raise OptionError("prediction needs 1 <= shortest <= longest")

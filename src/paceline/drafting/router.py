@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import PREDICTION, DraftValue
-from paceline.core.protocols import Drafter, HeadUpdate, Preparation
+from paceline.core.protocols import Drafter, HeadUpdate, Preparation, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult, WarmupPlan
+from paceline.core.types import LoopedSteps, RowOutput, StepResult, WarmupPlan
 from paceline.errors import OptionError
 
 __all__ = ["PREDICTION", "DrafterRouter"]
@@ -60,6 +60,27 @@ class DrafterRouter(Drafter):
             for index, tree in zip(indices, drafts):
                 trees[index] = tree
         return trees
+
+    def look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
+        """Where all methods of these sequences do."""
+        trees = [draft_tree.empty()] * len(seqs)
+        for method, indices in self._by_method(seqs).items():
+            group = [seqs[index] for index in indices]
+            found = self.drafters[method].look_up(group, [num_draft_tokens[index] for index in indices])
+            if found is None:
+                return None
+            for index, tree in zip(indices, found):
+                trees[index] = tree
+        return trees
+
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """Where all sequences are of one method."""
+        methods = {self.method_of(seq) for seq in seqs}
+        if len(methods) != 1:
+            return None
+        return self.drafters[methods.pop()].draft_loop(target, seqs, num_draft_tokens, num_steps)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for method, indices in self._by_method(seqs).items():

@@ -76,6 +76,7 @@ class Suffix(Drafter):
     """
 
     needs = frozenset({Capability.TREE})
+    looks_up = True
 
     def __init__(self, least: float = 0.02, remember: float = 0) -> None:
         if not 0 < least < 1:

@@ -8,6 +8,8 @@ are the target's. heads/mtp_names.py lists how families name the tensors.
 A head of one module drafts any number of tokens, each from its own output. A head of several drafts one with each:
 
     out of module m at t = module m(embedding of token t + m + 1, out of module m - 1 at t)   logits of token t + m + 2
+
+MiMo-V2's modules all read the target's state at t, where others read the module before.
 Paper: DeepSeek-V3, https://arxiv.org/abs/2412.19437
 """
 
@@ -262,7 +264,7 @@ def load(checkpoint: Checkpoint) -> MtpHead:
     with torch.device("meta"):  # its weights are those of the checkpoint; a head may have billions of them
         head = MtpHead(config)
     for layer_of_module in (module for module in head.modules() if isinstance(module, MtpLayer)):
-        layer_of_module.tables = RotaryTables(family_of(config.layer).rotary(config.layer))
+        layer_of_module.tables = RotaryTables(config.layer)
     own = Checkpoint(checkpoint.folder, {}, tensors, lambda name: names.stored.get(name, name))
     install(head, own, assign=True)
     return head

@@ -4,6 +4,7 @@
     DeepSeek-V3, GLM-4.5   model.layers.L.{eh_proj,enorm,hnorm,shared_head.norm} beside one decoder layer; L: the number
                            of layers of the target, and further ones for further modules
     MiMo-7B                model.mtp_layers.I.{input_proj,token_layernorm,hidden_layernorm,final_layernorm} likewise
+    MiMo-V2                model.mtp.layers.I.{eh_proj,enorm,hnorm,final_layernorm} likewise
     speculators            mtp_layers.I.*, as MiMo names them, in a directory of the head alone
 
 I counts the modules of the head; most have one. Copies of the target's embedding and output head, which some
@@ -31,6 +32,7 @@ class Layout:
     prefix        the same to write, for parts of the decoder layer; outer for the others
     parts         names behind the prefix -> the module's names
     shares        modules after the first have nothing of their own but the decoder layer
+    chains        modules after the first read what the one before made; otherwise the target's states too
     counts_on     the first module has the number of the target's layers as its index, not 0
     states_first  the state comes before the embedding where the two are joined
     zeroes_first  the row at position 0 has no embedding
@@ -43,6 +45,7 @@ class Layout:
     outer: str
     parts: Mapping[str, str]
     shares: bool = False
+    chains: bool = True
     counts_on: bool = False
     states_first: bool = False
     zeroes_first: bool = True
@@ -103,6 +106,21 @@ MIMO = Layout(
     states_first=True,
     max_draft_tokens=1,
 )
+# SGLang and llm-compressor give every module the target's states, at unchanged positions.
+MIMO_V2 = Layout(
+    "mimo_v2",
+    r"mtp\.layers\.(?P<index>\d+)\.",
+    "model.mtp.layers.{index}.",
+    "model.mtp.layers.{index}.",
+    {
+        "enorm.": "enorm.", "hnorm.": "hnorm.", "final_layernorm.": "norm.", "eh_proj.": "fc.",
+        "pre_mlp_layernorm.": f"{BLOCK}post_attention_layernorm.",
+        "self_attn.attention_sink_bias": f"{BLOCK}self_attn.sinks",
+        "": BLOCK,
+    },
+    chains=False,
+    zeroes_first=False,
+)  # fmt: skip
 SPECULATORS = Layout(
     "speculators",
     r"mtp_layers\.(?P<index>\d+)\.",
@@ -111,9 +129,12 @@ SPECULATORS = Layout(
     MIMO_PARTS,
     zeroes_first=False,
 )
-LAYOUTS = (QWEN, MIMO, DEEPSEEK)
+LAYOUTS = (QWEN, MIMO, MIMO_V2, DEEPSEEK)
 # Model types whose published heads have other names than Qwen's, which all others are given.
-PUBLISHED = (("mimo", MIMO), ("deepseek", DEEPSEEK), ("glm4", DEEPSEEK), ("glm_", DEEPSEEK), ("exaone", DEEPSEEK))
+PUBLISHED = (
+    ("mimo_v2", MIMO_V2), ("mimo", MIMO), ("deepseek", DEEPSEEK), ("glm4", DEEPSEEK), ("glm_", DEEPSEEK),
+    ("exaone", DEEPSEEK),
+)  # fmt: skip
 MARK = "fc.weight"  # every head has one
 
 

@@ -37,7 +37,7 @@ UNFINISHED = "�"  # what a tokenizer returns for a character whose last byte i
 
 
 def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model directory."""
+    """The tokenizer of a model directory, read by transformers. hub/resolved_tokenizer.py saves importing it."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,5 +1,5 @@
 /* A block of a block drafter (heads/dflash.py) in one call: its rows through all layers of the head, behind a context
- * whose keys and values are cached. Compiled behind cpu_kernels.c, as one source with it.
+ * whose keys and values are cached. Another call writes those: of all layers, made of the target's states. Compiled behind cpu_kernels.c, as one source with it.
  *
  * A layer may have a convolution around each half of it: a row mixes in rows before it, by weights made of its own input.
  */
@@ -184,5 +184,82 @@ int paceline_run_block(const Block *block, float *hidden) {
     free(job.work.mixed);
     free(job.work.weights);
     free(parents);
+    return fits ? 0 : -1;
+}
+
+/* --- the context ------------------------------------------------------------------------------------------------ */
+
+/* model: sizes, the cache of one sequence, and a rope with one entry for each row. input: states of the target -> hidden
+ * states; entries: normed hidden states -> keys of all layers, then their values. key_norms [heads, head_dim] */
+typedef struct {
+    Model model;
+    Linear input, entries;
+    const float *norm, *key_norms;
+    int32_t heads, length, rows, unused; /* heads: of all layers; tokens that are cached before the rows */
+} Context;
+
+typedef struct {
+    const Context *context;
+    const float *states;
+    Input x, normed;
+    float *hidden, *entries;
+    uint8_t *room;
+    size_t room_bytes; /* of a thread */
+    Barrier barrier;
+} ContextJob;
+
+/* A key, normed and rotated, or a value of one row goes to the cache. */
+static void place_entry(const Context *context, float *entry, int row, int head) {
+    const Model *model = &context->model;
+    const int size = model->head_dim, index = head % context->heads;
+    const int64_t place = index * model->head_stride + (context->length + row) * model->slot_stride;
+    if (head < context->heads) {
+        norm_head(entry, context->key_norms + (int64_t)index * size, size, model->eps);
+        rotate_head(entry, model->rope + (int64_t)row * size, size / 2);
+    }
+    memcpy((head < context->heads ? model->keys : model->values) + place, entry, size * sizeof(float));
+}
+
+static void context_share(void *data) {
+    ContextJob *job = data;
+    const Context *context = job->context;
+    const Model *model = &context->model;
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), heads = 2 * context->heads;
+    const int64_t rows = context->rows, columns = context->input.pieces->columns;
+    uint8_t *room = job->room + job->room_bytes * thread;
+    round_groups(job->states, job->x, share_of(rows * columns / GROUP, thread, threads));
+    meet(&job->barrier, threads);
+    product(&context->input, job->x, rows, 0, 0, job->hidden, room, thread, threads);
+    meet(&job->barrier, threads);
+    norm_groups(job->hidden, context->norm, model->hidden_size, model->eps, job->normed,
+                share_of(rows * model->hidden_size / GROUP, thread, threads));
+    meet(&job->barrier, threads);
+    product(&context->entries, job->normed, rows, 0, 0, job->entries, room, thread, threads);
+    meet(&job->barrier, threads);
+    const Share items = share_of(rows * heads, thread, threads);
+    for (int64_t item = items.start; item < items.end; item++)
+        place_entry(context, job->entries + item * model->head_dim, item / heads, item % heads);
+    meet(&job->barrier, threads);
+}
+
+/* states [rows, columns of the input] of the target: their keys and values are written behind those that are cached.
+   Returns 0, or -1 where memory is short. */
+int paceline_run_context(const Context *context, const float *states) {
+    const Model *model = &context->model;
+    const int64_t rows = context->rows, columns = context->input.pieces->columns, size = model->hidden_size;
+    ContextJob job = {.context = context, .states = states};
+    job.room_bytes = widened_bytes(columns > size ? columns : size);
+    job.room = malloc(job.room_bytes * model->num_threads);
+    job.hidden = malloc(rows * size * sizeof(float));
+    job.entries = malloc(rows * context->entries.rows * sizeof(float));
+    const int x_fits = reserve_input(&job.x, rows, columns, needs_of(&context->input));
+    const int normed_fits = reserve_input(&job.normed, rows, size, needs_of(&context->entries));
+    const int fits = x_fits && normed_fits && job.room && job.hidden && job.entries;
+    if (fits) GOMP_parallel(context_share, &job, model->num_threads, 0);
+    release_input(&job.x);
+    release_input(&job.normed);
+    free(job.room);
+    free(job.hidden);
+    free(job.entries);
     return fits ? 0 : -1;
 }

@@ -1,4 +1,5 @@
-"""A block of a block drafter through all its layers in one call of the compiled CPU kernels (layers/cpu_block.c).
+"""A block of a block drafter through all its layers in one call of the compiled CPU kernels (layers/cpu_block.c), and
+the keys and values of its context in another.
 
 Structures mirror those of the C source, field by field.
 """
@@ -28,6 +29,17 @@ class CBlock(ctypes.Structure):
         ("layers", ctypes.POINTER(CBlockLayer)),
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("num_layers", "taps", "channels", "length", "rows", "causal")),
+    ]
+
+
+class CContext(ctypes.Structure):
+    _fields_ = [
+        ("model", CModel),
+        ("input", CLinear),
+        ("entries", CLinear),
+        ("norm", ctypes.c_void_p),
+        ("key_norms", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("heads", "length", "rows", "unused")),
     ]
 
 
@@ -87,6 +99,30 @@ class BlockSizes:
         return library() is not None and self.head_dim % LANES == 0 and self.channels % VECTOR == 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCache:
+    """Where the keys and values of one sequence lie, float32 [layers · num_kv_heads, capacity, head_dim].
+
+    length: tokens that are cached; new ones are written behind them. rope: float32 [new rows, 2, head_dim / 2]
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: int
+    rope: Tensor
+
+    def structure(self, sizes: BlockSizes) -> CModel:
+        """For the kernels. It does not keep the tensors alive."""
+        keys, rope = self.keys, self.rope
+        assert keys.dtype == torch.float32 and self.length + len(rope) <= keys.shape[1] and keys[0].is_contiguous()
+        assert rope.dtype == torch.float32 and rope.is_contiguous()
+        return CModel(
+            None, rope.data_ptr(), keys.data_ptr(), self.values.data_ptr(), sizes.num_kv_heads * keys.stride(0),
+            sizes.head_dim, keys.stride(0), sizes.hidden_size, sizes.intermediate_size, sizes.num_heads,
+            sizes.num_kv_heads, sizes.head_dim, 1, sizes.eps, torch.get_num_threads(),
+        )  # fmt: skip
+
+
 class CompiledBlock:
     """All layers of a block drafter and its last norm."""
 
@@ -94,27 +130,53 @@ class CompiledBlock:
         self._sizes, self._weights, self._norm = sizes, layers, norm
         self._layers = (CBlockLayer * len(layers))(*(layer.structure() for layer in layers))
 
-    def run(self, embeddings: Tensor, rope: Tensor, keys: Tensor, values: Tensor, length: int) -> Tensor:
+    def run(self, embeddings: Tensor, cache: BlockCache) -> Tensor:
         """The states of a block behind the last norm, [rows, hidden_size]. Raises OutOfMemory.
 
-        embeddings    float32 [rows, hidden_size]
-        rope          float32 [rows, 2, head_dim / 2]: cosines and sines
-        keys, values  float32 [layers · num_kv_heads, capacity, head_dim] of the sequence: `length` tokens are cached,
-                      and the block is written behind them
+        embeddings: float32 [rows, hidden_size]
         """
         sizes, states = self._sizes, embeddings.clone(memory_format=torch.contiguous_format)
-        assert keys.dtype == torch.float32 and length + len(states) <= keys.shape[1] and keys[0].is_contiguous()
-        angles = rope.float().contiguous()
-        model = CModel(
-            None, angles.data_ptr(), keys.data_ptr(), values.data_ptr(), sizes.num_kv_heads * keys.stride(0),
-            sizes.head_dim, keys.stride(0), sizes.hidden_size, sizes.intermediate_size, sizes.num_heads,
-            sizes.num_kv_heads, sizes.head_dim, 1, sizes.eps, torch.get_num_threads(),
-        )  # fmt: skip
+        assert len(states) == len(cache.rope)
         block = CBlock(
-            model, self._layers, self._norm.data_ptr(), len(self._weights), sizes.taps, sizes.channels, length,
-            len(states), sizes.causal,
+            cache.structure(sizes), self._layers, self._norm.data_ptr(), len(self._weights), sizes.taps, sizes.channels,
+            cache.length, len(states), sizes.causal,
         )  # fmt: skip
-        compiled = library()
-        assert compiled is not None, "the caller asks fits_kernels first"
-        check(compiled.paceline_run_block(ctypes.byref(block), ctypes.c_void_p(states.data_ptr())))
+        check(_loaded().paceline_run_block(ctypes.byref(block), ctypes.c_void_p(states.data_ptr())))
         return states
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextWeights:
+    """input: states of the target -> hidden states, then norm; entries: those -> keys of all layers, then their values.
+
+    key_norms: float32 [layers · num_kv_heads, head_dim]
+    """
+
+    input: WeightBlocks
+    norm: Tensor
+    entries: WeightBlocks
+    key_norms: Tensor
+
+
+class CompiledContext:
+    """Keys and values of all layers of a block drafter, made of the target's states."""
+
+    def __init__(self, sizes: BlockSizes, weights: ContextWeights) -> None:
+        self._sizes, self._weights = sizes, weights
+        self._linears = joined([weights.input]), joined([weights.entries])
+
+    def run(self, features: Tensor, cache: BlockCache) -> None:
+        """Write the entries of these states, float32 [rows, joined]. Raises OutOfMemory."""
+        weights, states = self._weights, features.contiguous()
+        assert states.shape == (len(cache.rope), weights.input.columns) and states.dtype == torch.float32
+        context = CContext(
+            cache.structure(self._sizes), *self._linears, weights.norm.data_ptr(), weights.key_norms.data_ptr(),
+            len(weights.key_norms), cache.length, len(states), 0,
+        )  # fmt: skip
+        check(_loaded().paceline_run_context(ctypes.byref(context), ctypes.c_void_p(states.data_ptr())))
+
+
+def _loaded() -> ctypes.CDLL:
+    compiled = library()
+    assert compiled is not None, "the caller asks fits_kernels first"
+    return compiled

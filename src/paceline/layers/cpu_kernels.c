@@ -298,17 +298,20 @@ int paceline_unpack(const Weight *weight, const int64_t *rows, int64_t count, fl
 /* What the weights of a product, or of all products of a pass, ask of their input. */
 enum Needs { ROUNDED = 1, SUMS = 2, PLAIN = 4 };
 
-/* -8 times the sum of 32 values, and of each half of them: where dot products with unsigned weights begin. */
+/* All that a product on x86-64 reads of a token's group, so that a token is one address. whole, halves: -8 times the sum of
+ * the values, and of each half of them, where dot products with unsigned weights begin. */
 typedef struct {
+    int8_t values[GROUP];
+    float scale, sum;
     int32_t whole, halves[2];
-} Starts;
+} InputGroup;
 
 /* Input, where every 32 values of a token share a scale, and their sum is kept for weights with a minimum; and plain,
  * for weights in floating point. */
 typedef struct {
     int8_t *values;
     float *scales, *sums, *plain;
-    Starts *starts;
+    InputGroup *groups;
 } Input;
 
 static int needs_of(const Linear *linear) {
@@ -329,11 +332,17 @@ INLINE void round_group(const Floats x[GROUP / WIDTH], int8_t *values, float *sc
 INLINE void put_group(const Floats x[GROUP / WIDTH], Input out, int64_t group) {
     int8_t *values = out.values + group * GROUP;
     if (out.values) round_group(x, values, out.scales + group);
-    if (KEEPS_STARTS && out.starts) {
-        const int first = -8 * sum_of_sixteen(values), second = -8 * sum_of_sixteen(values + 16);
-        out.starts[group] = (Starts){first + second, {first, second}};
+    if (out.sums || (KEEPS_GROUPS && out.groups)) {
+        const int first = sum_of_sixteen(values), second = sum_of_sixteen(values + 16);
+        const float sum = out.scales[group] * (first + second);
+        if (out.sums) out.sums[group] = sum;
+        if (KEEPS_GROUPS && out.groups) {
+            InputGroup *own = out.groups + group;
+            memcpy(own->values, values, GROUP);
+            own->scale = out.scales[group], own->sum = sum;
+            own->whole = -8 * (first + second), own->halves[0] = -8 * first, own->halves[1] = -8 * second;
+        }
     }
-    if (out.sums) out.sums[group] = out.scales[group] * (sum_of_sixteen(values) + sum_of_sixteen(values + 16));
     if (!out.plain) return;
     for (int i = 0; i < GROUP / WIDTH; i++) store(out.plain + group * GROUP + WIDTH * i, x[i]);
 }

@@ -4,15 +4,16 @@
 
 static void norm_head(float *head, const float *gain, int size, float eps) {
     const float scale = inverse_rms(head, size, eps);
-    for (int k = 0; k < size; k++) head[k] = head[k] * scale * gain[k];
+    for (int k = 0; k < size; k += WIDTH) store(head + k, load(head + k) * spread(scale) * load(gain + k));
 }
 
 static void rotate_head(float *head, const float *rope, int half) {
     const float *cosines = rope, *sines = rope + half;
-    for (int k = 0; k < half; k++) {
-        const float low = head[k], high = head[k + half];
-        head[k] = low * cosines[k] - high * sines[k];
-        head[k + half] = high * cosines[k] + low * sines[k];
+    for (int k = 0; k < half; k += WIDTH) {
+        const Floats low = load(head + k), high = load(head + k + half);
+        const Floats cosine = load(cosines + k), sine = load(sines + k);
+        store(head + k, low * cosine - high * sine);
+        store(head + k + half, high * cosine + low * sine);
     }
 }
 
@@ -48,6 +49,40 @@ INLINE void eight_dots(const float *query, const float *const keys[8], int size,
         store_four(out + i, four_times(four_sums(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]), scale));
 }
 
+#ifdef BLOCK_PAIRS
+
+/* Dot products of some queries, a constant where this is inlined, with eight keys: summed as in eight_dots, two keys at once. */
+INLINE void pair_dots(const float *queries, int count, const float *const keys[8], int size, float scale, float *out,
+                      int64_t stride) {
+    Pair sums[4][4];
+    UNROLL for (int i = 0; i < count; i++)
+        UNROLL for (int key = 0; key < 4; key++) sums[i][key] = no_pair();
+    for (int k = 0; k < size; k += WIDTH) {
+        Pair parts[4];
+        UNROLL for (int key = 0; key < 4; key++) parts[key] = pair_of(keys[key] + k, keys[key + 4] + k);
+        UNROLL for (int i = 0; i < count; i++) {
+            const Pair query = twice(queries + i * size + k);
+            UNROLL for (int key = 0; key < 4; key++) sums[i][key] = fused_pair(sums[i][key], query, parts[key]);
+        }
+    }
+    UNROLL for (int i = 0; i < count; i++)
+        store_sums(out + i * stride, sums[i][0], sums[i][1], sums[i][2], sums[i][3], scale);
+}
+
+#endif
+
+/* Eight dot products of each of some queries. stride: from the products of a query to the next one's. */
+INLINE void score_eight(const float *queries, int count, const float *const keys[8], int size, float scale, float *out,
+                        int64_t stride) {
+#ifdef BLOCK_PAIRS
+    for (; count >= 4; count -= 4, queries += 4 * size, out += 4 * stride)
+        pair_dots(queries, 4, keys, size, scale, out, stride);
+    if (count == 3) return pair_dots(queries, 3, keys, size, scale, out, stride);
+    if (count == 2) return pair_dots(queries, 2, keys, size, scale, out, stride);
+#endif
+    for (int i = 0; i < count; i++) eight_dots(queries + i * size, keys, size, scale, out + i * stride);
+}
+
 /* Scores -> exponentials; returns 1 / their sum. Scores come in whole eights, those behind the last key -inf. */
 static float softmax(float *scores, int padded) {
     Floats peak = spread(-INFINITY), sum = spread(0.0f);
@@ -76,6 +111,42 @@ INLINE void mix_columns(const float *values, int64_t stride, const Node *node, S
     UNROLL for (int i = 0; i < width / WIDTH; i++) store(out + WIDTH * i, sums[i]);
 }
 
+#ifdef BLOCK_PAIRS
+
+/* The same for some query heads at once; `heads` and `width` are constants where this is inlined. */
+INLINE void mix_heads(const float *values, int64_t stride, const Node *node, Share keys, const float *weights,
+                      int64_t weight_stride, int heads, int width, float *out, int64_t out_stride) {
+    Pair sums[3][4];
+    UNROLL for (int head = 0; head < heads; head++)
+        UNROLL for (int i = 0; i < width / 16; i++) sums[head][i] = load_pair(out + head * out_stride + 16 * i);
+    for (int64_t key = keys.start; key < keys.end; key++) {
+        const float *value = values + slot_of(node, key) * stride;
+        Pair parts[4];
+        UNROLL for (int i = 0; i < width / 16; i++) parts[i] = load_pair(value + 16 * i);
+        UNROLL for (int head = 0; head < heads; head++) {
+            const Pair weight = spread_pair(weights[head * weight_stride + key]);
+            UNROLL for (int i = 0; i < width / 16; i++) sums[head][i] = fused_pair(sums[head][i], parts[i], weight);
+        }
+    }
+    UNROLL for (int head = 0; head < heads; head++)
+        UNROLL for (int i = 0; i < width / 16; i++) store_pair(out + head * out_stride + 16 * i, sums[head][i]);
+}
+
+#endif
+
+/* Columns of the values for every query head. weights [heads, weight_stride], out [heads, out_stride] */
+INLINE void mix_group(const float *values, int64_t stride, const Node *node, Share keys, const float *weights,
+                      int64_t weight_stride, int heads, int width, float *out, int64_t out_stride) {
+#ifdef BLOCK_PAIRS
+    for (; heads >= 3; heads -= 3, weights += 3 * weight_stride, out += 3 * out_stride)
+        mix_heads(values, stride, node, keys, weights, weight_stride, 3, width, out, out_stride);
+    if (heads == 2) return mix_heads(values, stride, node, keys, weights, weight_stride, 2, width, out, out_stride);
+    if (heads == 1) return mix_heads(values, stride, node, keys, weights, weight_stride, 1, width, out, out_stride);
+#endif
+    for (int head = 0; head < heads; head++)
+        mix_columns(values, stride, node, keys, weights + head * weight_stride, width, out + head * out_stride);
+}
+
 /* One node and the query heads that share a key head: a step goes over some of the keys. */
 typedef struct {
     const Node *node;
@@ -99,23 +170,18 @@ NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t st
             const int near = key + i < one->keys ? key + i : one->keys - 1;
             eight[i] = cached + slot_of(one->node, near) * stride;
         }
-        for (int head = 0; head < group; head++)
-            eight_dots(one->queries + head * size, eight, size, scale, one->scores + (int64_t)head * one->padded + key);
+        score_eight(one->queries, group, eight, size, scale, one->scores + key, one->padded);
     }
 }
 
 NOT_INLINE void mix_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
                          int size) {
     const Share keys = keys_in(one, start);
-    for (int head = 0; head < group; head++) {
-        const float *weights = one->scores + (int64_t)head * one->padded;
-        float *out = one->out + head * size;
-        int column = 0;
-        for (; column + 64 <= size; column += 64)
-            mix_columns(cached + column, stride, one->node, keys, weights, 64, out + column);
-        for (; column < size; column += 16)
-            mix_columns(cached + column, stride, one->node, keys, weights, 16, out + column);
-    }
+    int column = 0;
+    for (; column + 64 <= size; column += 64)
+        mix_group(cached + column, stride, one->node, keys, one->scores, one->padded, group, 64, one->out + column, size);
+    for (; column < size; column += 16)
+        mix_group(cached + column, stride, one->node, keys, one->scores, one->padded, group, 16, one->out + column, size);
 }
 
 /* Scores -> weights that add up to one; out begins at zero. */
@@ -268,21 +334,32 @@ static void place_heads(const Model *model, const Layer *layer, int64_t offset, 
         place_head(model, layer, work->nodes + item / heads, offset, item % heads, work->qkv + item * model->head_dim);
 }
 
-/* Query heads that share a key head go together; alone where that leaves a thread without work, as 3 key heads do 2. */
-static int parts_of(int64_t items, int group, int threads) {
-    return items % threads && items < 4 * threads ? group : 1;
+/* How attention is dealt out: nodes of a tile, and parts of the query heads that share a key head. */
+typedef struct {
+    int32_t nodes, parts;
+} Dealing;
+
+/* Nodes that share what they read of the cache go together, and query heads that share a key head. Where that leaves a
+ * thread without work, as 3 key heads do 2, tiles have fewer nodes, or heads go alone. */
+static Dealing dealing_of(int64_t nodes, int kv_heads, int group, int threads) {
+    for (int tile = NODE_TILE; tile > 0; tile--) {
+        const int64_t items = (nodes + tile - 1) / tile * kv_heads;
+        if (items % threads == 0 || items >= 4 * threads) return (Dealing){tile, 1};
+    }
+    return (Dealing){NODE_TILE, group};
 }
 
 /* Every thread takes nodes from the whole pass: later nodes of a prompt have more keys. */
 static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
     const int size = model->head_dim, kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
-    const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + NODE_TILE - 1) / NODE_TILE;
-    const int parts = parts_of(tiles * kv_heads, group, threads), together = group / parts;
+    const Dealing dealing = dealing_of(nodes, kv_heads, group, threads);
+    const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + dealing.nodes - 1) / dealing.nodes;
+    const int parts = dealing.parts, together = group / parts;
     const int64_t items = tiles * kv_heads * parts, step = parts > 1 ? 1 : threads;
     const Share share = parts > 1 ? share_of(items, thread, threads) : (Share){thread, items};
     for (int64_t item = share.start; item < share.end; item += step) {
-        const int64_t first = item / (kv_heads * parts) * NODE_TILE, head = item % (kv_heads * parts) * together;
-        const int count = nodes - first < NODE_TILE ? nodes - first : NODE_TILE;
+        const int64_t first = item / (kv_heads * parts) * dealing.nodes, head = item % (kv_heads * parts) * together;
+        const int count = nodes - first < dealing.nodes ? nodes - first : dealing.nodes;
         float *scores = work->scores + work->score_room * thread;
         Attending tile[NODE_TILE];
         for (int i = 0; i < count; i++) {

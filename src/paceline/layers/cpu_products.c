@@ -139,13 +139,14 @@ static int reserve_input(Input *out, int64_t tokens, int64_t columns, int needs)
     if (needs & PLAIN) out->plain = malloc(count * sizeof(float));
     if (needs & ROUNDED) out->values = malloc(count);
     if (needs & ROUNDED) out->scales = malloc(count / GROUP * sizeof(float));
-    if (KEEPS_STARTS && needs & ROUNDED) out->starts = malloc(count / GROUP * sizeof(Starts));
+    if (KEEPS_GROUPS && needs & ROUNDED) out->groups = malloc(count / GROUP * sizeof(InputGroup));
     if (needs & SUMS) out->sums = malloc(count / GROUP * sizeof(float));
     const int64_t kept = tokens * columns / GROUP, more = MORE_TOKENS * columns / GROUP;
     if (MORE_TOKENS && out->scales) memset(out->scales + kept, 0, more * sizeof(float));
     if (MORE_TOKENS && out->sums) memset(out->sums + kept, 0, more * sizeof(float));
+    if (MORE_TOKENS && out->groups) memset(out->groups + kept, 0, more * sizeof(InputGroup));
     return (out->plain || !(needs & PLAIN)) && ((out->values && out->scales) || !(needs & ROUNDED)) &&
-           (out->sums || !(needs & SUMS)) && (out->starts || !KEEPS_STARTS || !(needs & ROUNDED));
+           (out->sums || !(needs & SUMS)) && (out->groups || !KEEPS_GROUPS || !(needs & ROUNDED));
 }
 
 static void release_input(Input *input) {
@@ -153,7 +154,7 @@ static void release_input(Input *input) {
     free(input->scales);
     free(input->sums);
     free(input->plain);
-    free(input->starts);
+    free(input->groups);
 }
 
 typedef struct {

@@ -3,7 +3,7 @@
  *
  * A lane of a register is a row: a block has 32 bytes for every four columns, and four inputs are in all lanes at once.
  * The instructions multiply unsigned bytes by signed ones, so weights are raised to be unsigned: by 8, 16, 32 or 128, as
- * many bits as they have. A sum begins with as many times its inputs' sum below zero (`Starts`), and is then the sum of
+ * many bits as they have. A sum begins with as many times its inputs' sum below zero (`InputGroup`), and is then the sum of
  * the signed products, exactly. Weights with a minimum are unsigned in the file, and stay so.
  */
 
@@ -142,14 +142,16 @@ INLINE Bytes four_inputs(const int8_t *place) {
 
 INLINE int is_signed(int values) { return (void)values, 0; }
 
-INLINE void dot(Sums *sums, int values, Bytes weights, Bytes inputs, int count) {
+/* place: of four inputs. count: quads before this one. */
+INLINE void dot(Sums *sums, int values, Bytes weights, const int8_t *place, int count) {
     (void)values, (void)count;
 #ifdef BLOCK_PAIRS
-    sums->dots = _mm512_dpbusd_epi32(sums->dots, weights, inputs);
+    /* The instruction spreads the inputs by itself, which compilers do not see. */
+    __asm__("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sums->dots) : "m"(*(const int8_t(*)[4])place), "v"(weights));
 #elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
-    sums->dots = _mm256_dpbusd_epi32(sums->dots, weights, inputs);
+    sums->dots = _mm256_dpbusd_epi32(sums->dots, weights, four_inputs(place));
 #else
-    sums->dots = _mm256_dpbusd_avx_epi32(sums->dots, weights, inputs);
+    sums->dots = _mm256_dpbusd_avx_epi32(sums->dots, weights, four_inputs(place));
 #endif
 }
 
@@ -165,8 +167,9 @@ INLINE int is_signed(int values) { return values == EIGHT || values == TABLE; }
 INLINE int words_hold(int values) { return values == FOUR ? 8 : values == FIVE ? 4 : values == SIX ? 2 : 1; }
 
 /* count: quads before this one. */
-INLINE void dot(Sums *sums, int values, Bytes weights, Bytes inputs, int count) {
+INLINE void dot(Sums *sums, int values, Bytes weights, const int8_t *four, int count) {
     const int place = count % words_hold(values);
+    Bytes inputs = four_inputs(four);
     if (is_signed(values)) {
         weights = turned(weights, _mm256_set1_epi8((char)0x80));
         inputs = _mm256_sign_epi8(inputs, weights);
@@ -265,7 +268,7 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
         UNROLL for (int side = 0; side < SIDE_BLOCKS; side++) weights[side] = blocks[side] + header_bytes(header);
         const Unpacking upper = read_upper(values, weights);
         const Scales read = read_scales(header, &outer, blocks);
-        const int8_t *inputs = x.values + group * GROUP;
+        const InputGroup *inputs = x.groups + group;
         UNROLL for (int side = 0; side < SIDE_BLOCKS; side++)
             UNROLL for (int line = 0; line < header_bytes(header) + value_bytes(values); line += LINE)
                 expect(blocks[side] + next + line);
@@ -273,28 +276,28 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
         if (header == SUPER_SIXTEENS) {
             UNROLL for (int second = 0; second < 2; second++) {
                 UNROLL for (int token = 0; token < tokens; token++)
-                    sums[token] = begin_sums(header, values, x.starts[token * groups + group].halves[second]);
+                    sums[token] = begin_sums(header, values, inputs[token * groups].halves[second]);
                 UNROLL for (int lane = 0; lane < 4; lane++) {
                     const Bytes four = quad(values, weights, &upper, lane, second);
                     UNROLL for (int token = 0; token < tokens; token++)
-                        dot(sums + token, values, four, four_inputs(inputs + token * columns + 16 * second + 4 * lane), lane);
+                        dot(sums + token, values, four, inputs[token * groups].values + 16 * second + 4 * lane, lane);
                 }
                 UNROLL for (int token = 0; token < tokens; token++)
                     out[token] = add_sums(out[token], sums[token].dots, second ? read.second : read.scales,
-                                          x.scales[token * groups + group]);
+                                          inputs[token * groups].scale);
             }
         } else {
             UNROLL for (int token = 0; token < tokens; token++)
-                sums[token] = begin_sums(header, values, x.starts[token * groups + group].whole);
+                sums[token] = begin_sums(header, values, inputs[token * groups].whole);
             UNROLL for (int place = 0; place < 8; place++) {
                 const int lane = place / 2, second = place % 2;
                 const Bytes four = quad(values, weights, &upper, lane, second);
                 UNROLL for (int token = 0; token < tokens; token++)
-                    dot(sums + token, values, four, four_inputs(inputs + token * columns + 16 * second + 4 * lane), place);
+                    dot(sums + token, values, four, inputs[token * groups].values + 16 * second + 4 * lane, place);
             }
             UNROLL for (int token = 0; token < tokens; token++) {
-                out[token] = add_sums(out[token], sums[token].dots, read.scales, x.scales[token * groups + group]);
-                if (has_min(header)) out[token] = fused_rows(out[token], read.least, x.sums[token * groups + group]);
+                out[token] = add_sums(out[token], sums[token].dots, read.scales, inputs[token * groups].scale);
+                if (has_min(header)) out[token] = fused_rows(out[token], read.least, inputs[token * groups].sum);
             }
         }
         UNROLL for (int side = 0; side < SIDE_BLOCKS; side++) blocks[side] += header_bytes(header) + value_bytes(values);
@@ -323,7 +326,7 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
     const int groups = weight->columns / GROUP, first = rows->first, lanes = SIDE_BLOCKS * BLOCK_ROWS;
     const int count = weight->rows - first < lanes ? weight->rows - first : lanes;
     const Input x = {rows->x.values + token * weight->columns, rows->x.scales + token * groups,
-                     rows->x.sums + token * groups, 0, rows->x.starts + token * groups};
+                     rows->x.sums + token * groups, 0, rows->x.groups + token * groups};
     Reals sums[TILE];
     block_product(rows->blocks, groups, header, values, x, weight->columns, tokens, sums);
     UNROLL for (int i = 0; i < tokens; i++) {

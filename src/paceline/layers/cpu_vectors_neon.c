@@ -22,9 +22,9 @@ typedef float32x4_t Four;
 enum { WIDTH = 4, SPINS = 2000 };
 
 /* Tokens, or for weights in floating point tokens beside four rows, whose sums stay in registers; blocks that are
- * multiplied side by side. Products of signed integers need no sums of their inputs (`Starts`).
+ * multiplied side by side. Products of signed integers need no sums of their inputs (`InputGroup`).
  * MORE_TOKENS: those behind the last one whose inputs a tile reads. */
-enum { TILE = 4, PLAIN_TILE = 4, SIDE_BLOCKS = 1, KEEPS_STARTS = 0, MORE_TOKENS = 0 };
+enum { TILE = 4, PLAIN_TILE = 4, SIDE_BLOCKS = 1, KEEPS_GROUPS = 0, MORE_TOKENS = 0 };
 
 INLINE void relax(void) { __asm__ volatile("yield"); }
 

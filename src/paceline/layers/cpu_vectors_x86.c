@@ -39,11 +39,11 @@ enum { WIDTH = 8, SPINS = 100, LINE = 64 };
 
 /* Tokens, or for weights in floating point tokens beside four rows, whose sums stay in registers, of which AVX-512 has
  * 32 and AVX2 16; blocks that are multiplied side by side. Weights are multiplied as unsigned integers: sums of the inputs
- * (`Starts`) take away what that adds. MORE_TOKENS: those behind the last one whose inputs a tile reads. */
+ * (`InputGroup`) take away what that adds. MORE_TOKENS: those behind the last one whose inputs a tile reads. */
 #ifdef BLOCK_PAIRS
-enum { TILE = 8, PLAIN_TILE = 4, SIDE_BLOCKS = 2, KEEPS_STARTS = 1, MORE_TOKENS = 3 };
+enum { TILE = 8, PLAIN_TILE = 4, SIDE_BLOCKS = 2, KEEPS_GROUPS = 1, MORE_TOKENS = 3 };
 #else
-enum { TILE = 4, PLAIN_TILE = 2, SIDE_BLOCKS = 1, KEEPS_STARTS = 1, MORE_TOKENS = 1 };
+enum { TILE = 4, PLAIN_TILE = 2, SIDE_BLOCKS = 1, KEEPS_GROUPS = 1, MORE_TOKENS = 1 };
 #endif
 
 INLINE void relax(void) { _mm_pause(); }
@@ -127,3 +127,31 @@ INLINE float half(const uint8_t *place) {
     memcpy(&bits, place, 2);
     return _cvtsh_ss(bits);
 }
+
+#ifdef BLOCK_PAIRS
+
+/* Two vectors side by side, for loops that are bound by operations: each half is what a vector would be. */
+typedef __m512 Pair;
+
+INLINE Pair no_pair(void) { return _mm512_setzero_ps(); }
+INLINE Pair pair_of(const float *first, const float *second) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(first)), _mm256_loadu_ps(second), 1);
+}
+INLINE Pair twice(const float *place) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(place)); }
+INLINE Pair load_pair(const float *place) { return _mm512_loadu_ps(place); }
+INLINE void store_pair(float *place, Pair x) { _mm512_storeu_ps(place, x); }
+INLINE Pair spread_pair(float number) { return _mm512_set1_ps(number); }
+INLINE Pair fused_pair(Pair sum, Pair a, Pair b) { return _mm512_fmadd_ps(a, b, sum); } /* sum + a · b */
+
+/* Neighbours of two vectors added, as _mm256_hadd_ps does in each half. */
+INLINE Pair neighbour_sums(Pair a, Pair b) { return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd); }
+
+/* Eight sums times a number: of the first halves of four pairs, then of their second halves; each summed as in four_sums. */
+INLINE void store_sums(float *place, Pair a, Pair b, Pair c, Pair d, float number) {
+    const Pair sums = neighbour_sums(neighbour_sums(a, b), neighbour_sums(c, d));
+    const Pair others = _mm512_shuffle_f32x4(sums, sums, 0xb1), whole = (sums + others) * _mm512_set1_ps(number);
+    _mm_storeu_ps(place, _mm512_castps512_ps128(whole));
+    _mm_storeu_ps(place + 4, _mm512_extractf32x4_ps(whole, 2));
+}
+
+#endif

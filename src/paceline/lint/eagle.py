@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paceline.errors import PairError
 from paceline.heads import eagle3
@@ -34,6 +36,8 @@ FEATURE_LAYERS = ConfigKey("eagle_aux_hidden_state_layer_ids", EAGLE_CONFIG)
 FLAGS = {"norm_before_residual": "residual after its norm {}", "norm_output": "feed back after the norm {}"}
 ATTENTION_INPUTS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 ROWS_AT_A_TIME = 2048
+# A head, features, tokens, a number of steps -> its hidden states at every position, step after step.
+Unroll = Callable[[ChainHead, Tensor, Tensor, int], Iterator[Tensor]]
 
 
 def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
@@ -105,8 +109,8 @@ def _head_dim(checkpoint: Checkpoint, section: str, key: ConfigKey) -> int:
     return int(key.value(checkpoint.config, 0)) or rows // heads
 
 
-def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> DraftedTokens:
-    """All steps of the chain at every anchor at once, as in training."""
+def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int, unroll: Unroll = reference) -> DraftedTokens:
+    """All steps of the chain at every anchor at once, as in training. unroll: may end after fewer than k steps"""
     teacher = text.teacher
     if head.config.target_hidden_size != teacher.hidden_size:
         sizes = f"{head.config.target_hidden_size} values; the target has {teacher.hidden_size}"
@@ -116,11 +120,13 @@ def draft(head: ChainHead, text: StatedText, anchors: Anchors, k: int) -> Drafte
     features = text.features(layers) if layers else text.final
     labels = own_ids(text.labels(anchors, k), head.target_ids, teacher.vocab_size)
     steps = []
-    for place, hidden in enumerate(reference(head, features, text.tokens, k)):
+    for place, hidden in enumerate(unroll(head, features, text.tokens, k)):
         rows = anchors.pick(hidden, -1)  # the row before an anchor holds the anchor's embedding
         steps.append(_drafted(head, rows, labels[:, place]))
+    fewer = (0, k - len(steps))
     return DraftedTokens(
-        torch.stack([step.tokens for step in steps], dim=-1), torch.stack([step.probs for step in steps], dim=-1)
+        functional.pad(torch.stack([step.tokens for step in steps], dim=-1), fewer, value=-1),
+        functional.pad(torch.stack([step.probs for step in steps], dim=-1), fewer),
     )
 
 

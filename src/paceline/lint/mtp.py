@@ -1,16 +1,24 @@
-"""Readings of MTP heads. They draft along a text as EAGLE heads do."""
+"""Readings of MTP heads. A head of one module drafts along a text as EAGLE heads do, of several each drafts a token."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from paceline.heads.attention import causal_mask
 from paceline.heads.checkpoint import Checkpoint
-from paceline.heads.mtp import BEFORE_FINAL_NORM
-from paceline.lint.eagle import draft
+from paceline.heads.eagle import ChainHead
+from paceline.heads.mtp import BEFORE_FINAL_NORM, MtpHead
+from paceline.lint import eagle
+from paceline.lint.comparison import DraftedTokens
 from paceline.lint.reading import ConfigKey, HeadReading, tensor_reading
 from paceline.lint.registry import HeadLint
-from paceline.lint.target import TargetFacts
+from paceline.lint.target import Anchors, StatedText, TargetFacts
 from paceline.lint.transformer_readings import flipped, norm_readings
+from paceline.train.task import shifted
+from paceline.train.training_time_test import reference
 
 FUSION = ("fc.weight", "eh_proj.weight", "input_proj.weight")
 BEFORE_NORM = ConfigKey(BEFORE_FINAL_NORM)
@@ -26,6 +34,22 @@ def readings(checkpoint: Checkpoint, facts: TargetFacts) -> list[HeadReading]:
         ),
         *norm_readings(checkpoint),
     ]
+
+
+def draft(head: MtpHead, text: StatedText, anchors: Anchors, k: int) -> DraftedTokens:
+    """The chain of every anchor; within it the text's own tokens come before each draft."""
+    return eagle.draft(head, text, anchors, k, reference if head.num_modules == 1 else module_states)
+
+
+def module_states(head: ChainHead, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Tensor]:
+    """What each of several modules makes at every position, one step a module. [batch, length, hidden_size]"""
+    assert isinstance(head, MtpHead)
+    rows, g = torch.arange(tokens.shape[1], device=tokens.device), head.fuse(features)
+    mask = causal_mask(len(rows), device=tokens.device)
+    for module in range(min(steps, head.num_modules)):
+        out = head.module_pass(module, head.embed(shifted(tokens, module + 1)), g, rows[None], mask, None)
+        g = out if head.config.layout.chains else g
+        yield out
 
 
 LINT = HeadLint(("mtp",), readings, draft)

@@ -141,10 +141,13 @@ class ModelCheckpoint:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """A tensor on the device, in the model's dtype. Raises WeightsError if it is missing or of another shape."""
+        return finite(self._of_shape(name, shape).to(self._device, self._dtype), name)
+
+    def _of_shape(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._unpacked(name)
         if tuple(tensor.shape) != shape:
             raise WeightsError(f"the tensor {name} is {tuple(tensor.shape)}; the config says {shape}")
-        return finite(tensor.to(self._device, self._dtype), name)
+        return tensor
 
     def _unpacked(self, name: str) -> Tensor:
         """A tensor in floating point, also where the checkpoint stores it in another format."""
@@ -181,9 +184,17 @@ class ModelCheckpoint:
         if stored is not None:
             self._check_size(stored, names, sum(out_features), in_features)
             return stored if self._target is None else self._convert(stored.dequantize(self._dtype), key)
-        weights = [self.tensor(f"{name}.weight", size, in_features) for name, size in zip(names, out_features)]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        weight = self._joined([f"{name}.weight" for name in names], out_features, in_features)
         return UnquantizedLinear(weight) if self._target is None else self._convert(weight, key)
+
+    def _joined(self, names: list[str], out_features: list[int], in_features: int) -> Tensor:
+        """Weights as one, each converted straight into its rows: a start waits for memory more than for anything."""
+        if len(names) == 1:
+            return self.tensor(names[0], out_features[0], in_features)
+        joined = torch.empty(sum(out_features), in_features, dtype=self._dtype, device=self._device)
+        for name, rows in zip(names, torch.split(joined, out_features)):
+            finite(rows.copy_(self._of_shape(name, tuple(rows.shape))), name)
+        return joined
 
     def _kept(self, key: str) -> Linear | None:
         """What an earlier start has converted."""

@@ -1,7 +1,8 @@
-"""llama.cpp's own routes: /completion, /infill, /props and /slots."""
+"""llama.cpp's own routes: /completion, /infill, /chat/completions without /v1, /props and /slots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,13 +12,13 @@ from pydantic import Field
 from paceline import __version__
 from paceline.core.sampling import SamplingParams
 from paceline.serve.api_chat import checked
-from paceline.serve.api_llama_cpp_output import LlamaRequest, LlamaShape
+from paceline.serve.api_llama_cpp_output import LlamaChatShape, LlamaRequest, LlamaShape
 from paceline.serve.api_shape import Json
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import OtherFile
-from paceline.serve.routes import ERROR_RESPONSES, completion_response
-from paceline.serve.schema import CompletionRequest, LenientModel, StrictModel
+from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response
+from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel, StrictModel
 
 # llama.cpp's names for fields of ours.
 RENAMED_FIELDS = {
@@ -80,7 +81,7 @@ class ExtraFile(StrictModel):
 
 
 class InfillRequest(LlamaParams):
-    """Body of /infill. prompt: the start of what is written."""
+    """Body of /infill. prompt: how the text in the middle begins."""
 
     input_prefix: str
     input_suffix: str
@@ -96,32 +97,34 @@ class LlamaApi:
 
     async def completion(self, request: Request, body: LlamaCompletionRequest) -> Response:
         prompts = await self._context.tokenized(partial(prompt_ids, self._context), body.prompt)
-        num_prompts = len(prompts) if is_several(body.prompt) else None
-        return await self._respond(request, body, prompts, body.prompt, num_prompts)
+        return await self._respond(request, body, prompts, len(prompts) if is_several(body.prompt) else None)
 
     async def infill(self, request: Request, body: InfillRequest) -> Response:
         files = tuple(OtherFile(file.filename, file.text) for file in body.input_extra or ())
-        prefix = body.input_prefix + (body.prompt or "")
-        fill = partial(self._context.requests.middle.prompt, suffix=body.input_suffix, files=files)
-        return await self._respond(request, body, [await self._context.tokenized(fill, prefix)], prefix)
+        middle = self._context.requests.middle
+        fill = partial(middle.prompt, suffix=body.input_suffix, files=files, start=body.prompt or "")
+        prompt = await self._context.tokenized(fill, body.input_prefix)
+        return await self._respond(request, body, [prompt], end_ids=middle.end_ids)
 
     async def _respond(
         self,
         request: Request,
         body: LlamaParams,
         prompts: list[list[int]],
-        shown_prompt: Any,
         num_prompts: int | None = None,
+        end_ids: Sequence[int] = (),
     ) -> Response:
         context = self._context
         biases = await context.tokenized(partial(token_biases, context), body.logit_bias)
         fields = {**body.fields, **({"logit_bias": biases} if biases else {})}
+        if end_ids:
+            fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *end_ids]
         completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), "prompt": prompts})
         if body.post_sampling_probs:
             check_untruncated(context.requests.sampling(completion))
         llama_request = LlamaRequest(
             context.config.served_model_names[0],
-            shown_prompt,
+            await context.tokenized(partial(prompt_texts, context), prompts),
             {**context.requests.sampling_defaults, **fields},
             body.response_fields or [],
             context.formatter.token_text,
@@ -186,7 +189,22 @@ def add_llama_cpp_routes(routes: APIRouter, context: ServerContext) -> None:
         """The text between a prefix and a suffix, where the model has fill-in-the-middle tokens."""
         return await api.infill(request, body)
 
+    @routes.post("/chat/completions", include_in_schema=False, response_model=None)
+    async def llama_chat(request: Request, body: ChatRequest) -> Response:
+        """A chat as llama.cpp's clients know it: a last message of the assistant is continued."""
+        shape = LlamaChatShape(body, context.formatter.prompt_text)
+        return await chat_response(context, request, prefilled(body), shape)
+
     _add_status_routes(routes, context)
+
+
+def prefilled(body: ChatRequest) -> ChatRequest:
+    """The chat; one whose last message is the assistant's asks for the rest of that message."""
+    is_open = body.continue_final_message is None and body.add_generation_prompt is None and not body.given_prompt
+    last = body.messages[-1] if body.messages else None
+    if not is_open or last is None or last.role != "assistant" or last.tool_calls:
+        return body
+    return body.model_copy(update={"continue_final_message": True, "add_generation_prompt": False})
 
 
 def is_several(prompt: Any) -> bool:
@@ -197,6 +215,11 @@ def is_several(prompt: Any) -> bool:
 def prompt_ids(context: ServerContext, prompt: Any) -> list[list[int]]:
     """Token ids of every prompt."""
     return [_ids(context, part) for part in (prompt if is_several(prompt) else [prompt])]
+
+
+def prompt_texts(context: ServerContext, prompts: list[list[int]]) -> list[str]:
+    """Prompts as the model reads them."""
+    return [context.formatter.prompt_text(prompt) for prompt in prompts]
 
 
 def _ids(context: ServerContext, prompt: Any) -> list[int]:

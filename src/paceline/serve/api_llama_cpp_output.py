@@ -1,4 +1,4 @@
-"""A completion as llama.cpp's /completion shows it: contents, probabilities, settings, timings, and its errors."""
+"""A completion as llama.cpp's routes show it: contents, probabilities, settings, timings, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from paceline.serve.api_chat import finish_of
 from paceline.serve.api_shape import ApiShape, Json
 from paceline.serve.errors import ERROR_SHAPES, ApiError
-from paceline.serve.timings import timings
+from paceline.serve.timings import TimedChatShape, timings
 from paceline.serve.token_text import TokenText
 
 STOP_TYPES = {"length": "limit"}
@@ -24,7 +24,8 @@ def error_body(error: ApiError) -> Json:
     """The error on paths in llama.cpp's spelling: a prompt that is too long has a type of its own, with the counts."""
     body = error.body
     if error.counts:
-        body["error"] |= {"type": "exceed_context_size_error", **error.counts}
+        message = f"the request exceeds the available context size: {body['error']['message']}"
+        body["error"] |= {"message": message, "type": "exceed_context_size_error", **error.counts}
     return body
 
 
@@ -36,13 +37,14 @@ for path in ("/chat/completions", "/completion", "/responses", "/infill"):
 class LlamaRequest:
     """What an answer repeats of its request, and what it is spelled with.
 
+    prompts           as the model reads them, with its special tokens
     fields            those of the completion, and the server's defaults of those it leaves out
     response_fields   what the answer shows; empty: everything
     eos_token_ids     whose probability ignore_eos sets to nothing
     """
 
     model: str
-    prompt: Any
+    prompts: list[str]
     fields: Json
     response_fields: list[str]
     token_text: TokenText
@@ -58,6 +60,10 @@ class LlamaRequest:
         if self.fields.get("ignore_eos"):
             biases += [{"token": token, "bias": None} for token in sorted(self.eos_token_ids)]  # minus infinity
         return {**shown, "n_predict": limit, "stream": stream, "logit_bias": biases}
+
+    def prompt_of(self, index: int) -> str:
+        """The prompt of choice `index`."""
+        return self.prompts[index // (self.fields.get("n") or 1)]
 
     def selected(self, document: Json) -> Json:
         """Only the fields that were asked for; a slash goes into a field."""
@@ -112,7 +118,7 @@ class LlamaShape(ApiShape):
         answers = []
         for choice in document["choices"]:
             self._choice, self._has_new_line = choice, "\n" in choice["text"]
-            answer = {"index": choice["index"], **self._request.content(choice), **self._closing()}
+            answer = {"index": choice["index"], **self._request.content(choice)} | self._closing(choice["index"])
             answers.append(self._request.selected(answer))
         return answers if self._request.num_prompts is not None else answers[0]
 
@@ -121,7 +127,7 @@ class LlamaShape(ApiShape):
             async for chunk in chunks:
                 for event in self._events(chunk):
                     yield event
-        yield {"index": 0, "content": "", "tokens": [], **self._closing()}
+        yield {"index": 0, "content": "", "tokens": [], **self._closing(0)}
 
     def _events(self, chunk: Json) -> Iterator[Json]:
         self._usage = chunk.get("usage") or self._usage
@@ -153,7 +159,8 @@ class LlamaShape(ApiShape):
             piece = text[borders[place] : borders[place + 1]]
             yield {**choice, "text": piece, "token_ids": [int(token.removeprefix(ID_PREFIX))], "logprobs": own}
 
-    def _closing(self) -> Json:
+    def _closing(self, index: int) -> Json:
+        """The last fields of choice `index`."""
         stop_string = self._choice.get("stop_reason")
         stop_type = STOP_TYPES.get(str(self._choice.get("finish_reason")), "word" if stop_string else "eos")
         num_tokens = self._usage.get("completion_tokens", 0)
@@ -165,7 +172,7 @@ class LlamaShape(ApiShape):
             "tokens_predicted": num_tokens,
             "tokens_evaluated": self.prompt_tokens,
             "generation_settings": self._request.settings(),
-            "prompt": self._request.prompt,
+            "prompt": self._request.prompt_of(index),
             "has_new_line": self._has_new_line,
             "truncated": stop_type == "limit" and is_full,
             "stop_type": stop_type,
@@ -173,3 +180,26 @@ class LlamaShape(ApiShape):
             "tokens_cached": self.prompt_tokens + num_tokens,
             "timings": timings(self, self._started, self._usage),
         }
+
+
+class LlamaChatShape(TimedChatShape):
+    """A chat completion in llama.cpp's spelling: a stream opens without content and closes with a chunk of its own."""
+
+    async def chunks(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[Json, None]:
+        async with aclosing(super().chunks(chunks)) as timed:
+            async for chunk in timed:
+                for part in _llama_chunks(chunk):
+                    yield part
+
+
+def _llama_chunks(chunk: Json) -> Iterator[Json]:
+    choice = chunk["choices"][0] if chunk["choices"] else {"delta": {}}
+    delta = choice["delta"]
+    if delta.get("role") and not delta.get("content"):
+        yield {**chunk, "choices": [{**choice, "delta": {**delta, "content": None}}]}
+    elif choice.get("finish_reason") and delta:
+        last = {name: choice[name] for name in ("finish_reason", "stop_reason") if name in choice}
+        yield {**chunk, "choices": [{**choice, **dict.fromkeys(last)}]}
+        yield {**chunk, "choices": [{"index": choice["index"], "delta": {}, "logprobs": None, **last}]}
+    else:
+        yield chunk

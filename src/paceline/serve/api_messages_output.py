@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -76,8 +78,14 @@ class ContentBlock:
         return {"type": "text", "text": text}
 
     @property
+    def signature(self) -> str:
+        """That of a thinking block: clients send only signed ones back. It is not checked."""
+        return base64.b64encode(hashlib.sha256(self.text.encode("utf-8", "replace")).digest()).decode()
+
+    @property
     def whole(self) -> Json:
-        return self.document(self.text)
+        signature = {"signature": self.signature} if self.kind == REASONING else {}
+        return self.document(self.text) | signature
 
 
 class MessageDocument:
@@ -114,13 +122,13 @@ class MessageDocument:
         return {"stop_reason": STOP_REASONS.get(str(reason), "end_turn") if reason else None, "stop_sequence": None}
 
     def usage(self) -> Json:
-        """Token counts. Those read from the prefix cache are counted apart, as Anthropic does."""
+        """Token counts. Those read from the prefix cache and written to it are counted apart, as Anthropic does."""
         details: dict[str, Any] = self._usage.get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens") or 0
+        cached, written = details.get("cached_tokens") or 0, details.get("cache_write_tokens") or 0
         return {
-            "input_tokens": self._usage["prompt_tokens"] - cached,
+            "input_tokens": self._usage["prompt_tokens"] - cached - written,
             "output_tokens": self._usage["completion_tokens"],
-            "cache_creation_input_tokens": 0,
+            "cache_creation_input_tokens": written,
             "cache_read_input_tokens": cached,
         }
 
@@ -175,7 +183,7 @@ class MessagesShape(NamedEvents):
 
     def _piece_events(self, piece: OutputPiece) -> Iterator[Json]:
         if self._open is not None and self._open.key != piece.key:
-            yield self._block_stop()
+            yield from self._block_end(self._open)
         if self._open is None:
             self._open = self._message.add(piece)
             yield {"type": "content_block_start", "index": self._index, "content_block": self._open.document("")}
@@ -189,14 +197,17 @@ class MessagesShape(NamedEvents):
     def _index(self) -> int:
         return len(self._message.blocks) - 1
 
-    def _block_stop(self) -> Json:
+    def _block_end(self, block: ContentBlock) -> Iterator[Json]:
+        if block.kind == REASONING:
+            delta = {"type": "signature_delta", "signature": block.signature}
+            yield {"type": "content_block_delta", "index": self._index, "delta": delta}
         self._open = None
-        return {"type": "content_block_stop", "index": self._index}
+        yield {"type": "content_block_stop", "index": self._index}
 
     def _closing_events(self) -> Iterator[Json]:
         if not self._message.blocks:
             yield from self._piece_events(OutputPiece(TEXT, ""))
         if self._open is not None:
-            yield self._block_stop()
+            yield from self._block_end(self._open)
         yield {"type": "message_delta", "delta": self._message.stop(), "usage": self._message.usage()}
         yield {"type": "message_stop"}

@@ -121,9 +121,15 @@ def add_responses_routes(routes: APIRouter, context: ServerContext, store: Respo
         tokens = await api.num_input_tokens(request, body)
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    @routes.get("/v1/responses/{response_id}", responses={404: ERROR_RESPONSES[404]}, response_model=None)
-    async def get_response(request: Request, response_id: str) -> Response:
-        """A stored response."""
+    @routes.get(
+        "/v1/responses/{response_id}",
+        responses={400: ERROR_RESPONSES[400], 404: ERROR_RESPONSES[404]},
+        response_model=None,
+    )
+    async def get_response(request: Request, response_id: str, stream: bool = False) -> Response:
+        """A stored response, as a whole: the events of its stream are not kept."""
+        if stream:
+            raise ApiError(400, "a stored response is not streamed again; leave out stream", param="stream")
         return Document(api.store.get(response_id, request.scope[KEY_SCOPE]).document)
 
     @routes.delete("/v1/responses/{response_id}", responses={404: ERROR_RESPONSES[404]}, response_model=None)

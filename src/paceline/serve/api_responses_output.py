@@ -200,9 +200,10 @@ class ResponseDocument:
 
 def usage_of(usage: Json) -> Json:
     prompt, completion = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
+    names = ("cached_tokens", "cache_write_tokens")
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": prompt.get("cached_tokens") or 0, "cache_write_tokens": 0},
+        "input_tokens_details": {name: prompt.get(name) or 0 for name in names},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": completion.get("reasoning_tokens") or 0},
         "total_tokens": usage["total_tokens"],

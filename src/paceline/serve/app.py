@@ -11,7 +11,6 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from paceline import __version__
@@ -23,6 +22,7 @@ from paceline.serve.api_routes import api_router
 from paceline.serve.auth import AuthMiddleware
 from paceline.serve.config import ServerConfig
 from paceline.serve.context import ModelToServe, ServerContext
+from paceline.serve.cors import CorsMiddleware
 from paceline.serve.errors import install_handlers
 from paceline.serve.model_dispatch import ModelDispatch
 from paceline.serve.root_path import RootPathMiddleware
@@ -120,10 +120,9 @@ def _model_app(context: ServerContext, responses: ResponseStore) -> FastAPI:
 def _add_middleware(app: FastAPI, context: ServerContext, tracer: RequestTracer) -> None:
     """The last one added sees a request first."""
     network = context.config.network
-    if network.cors_origins:
-        origins = list(network.cors_origins)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app.add_middleware(AuthMiddleware, network=network)
+    if network.cors_origins:  # around the authentication: a page can read why it was refused
+        app.add_middleware(CorsMiddleware, origins=network.cors_origins)
     app.add_middleware(AccessLogMiddleware, metrics=context.metrics, tracer=tracer)
     if network.root_path:
         app.add_middleware(RootPathMiddleware, root_path=network.root_path)

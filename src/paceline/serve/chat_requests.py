@@ -97,8 +97,10 @@ class ChatPlanner:
     # --- the prompt ---------------------------------------------------------------------------------------------------
 
     def _token_ids(self, body: ChatRequest, offer: ToolOffer | None) -> list[int]:
-        if body.kv_transfer_params is not None and body.kv_transfer_params.prompt_token_ids:
-            return body.kv_transfer_params.prompt_token_ids
+        if body.given_prompt is not None:
+            return given_prompt(body)
+        if not body.messages:
+            raise ApiError(400, "messages is empty; there is nothing to answer", param="messages")
         takes_tools = self._template.takes_tools
         messages = (
             template_messages(body.messages, self._template.tools)
@@ -159,6 +161,7 @@ class ChatPlanner:
             parse,
             reasoning,
             shows_reasoning=body.shows_reasoning,
+            offers_tools=tools is not None,
             is_forced=offer is not None and offer.is_forced,
             id_length=tools.id_length if tools is not None else None,
         )
@@ -174,9 +177,8 @@ class ChatPlanner:
         known = self._template.reasoning
         if known is None:
             return None
-        last = body.messages[-1]
-        if body.continue_final_message:
-            text = content_text(last.content or "")
+        if body.continue_final_message and body.messages:
+            text = content_text(body.messages[-1].content or "")
             is_open = text.rfind(known.begin) > text.rfind(known.end)
         else:
             is_open = self._tail(token_ids).endswith(known.begin)
@@ -216,6 +218,14 @@ class ChatPlanner:
         tools, reasoning = self._template.tools, self._template.reasoning
         markers = [*(tools.markers if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
         return any(special in marker for special in self._token_text.special_tokens for marker in markers)
+
+
+def given_prompt(body: ChatRequest) -> list[int]:
+    """The token ids that a request brings along. Raises ApiError for options of the template, which is not used."""
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "documents"):
+        if body.prompt_token_ids and getattr(body, name) is not None:
+            raise ApiError(400, f"{name} is for the chat template, which prompt_token_ids replaces", param=name)
+    return list(body.given_prompt or ())
 
 
 def template_variables(body: ChatRequest) -> dict[str, object]:

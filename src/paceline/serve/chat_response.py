@@ -77,7 +77,9 @@ class ChatWriter:
         return self._counter.count if self._counter else 0
 
     def opening(self) -> Json:
-        return {"delta": {"role": "assistant", "content": self._echo or None}}
+        """The role. Content is empty as OpenAI sends it, and null where a tool call may come instead."""
+        content = self._echo or (None if self._syntax.offers_tools else "")
+        return {"delta": {"role": "assistant", "content": content}}
 
     def add(self, output: RequestOutput) -> Json:
         if self._counter:

@@ -103,6 +103,7 @@ class ChatTemplateParams(LenientModel):
     thinking: ThinkingParam | None = None
     thinking_budget: TokenCount | None = Field(default=None, description="tokens of the reasoning at most")
     thinking_token_budget: TokenCount | None = Field(default=None, description="another name of thinking_budget")
+    thinking_budget_tokens: TokenCount | None = Field(default=None, description="another name of thinking_budget")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=1024)] | None = None
     add_generation_prompt: bool | None = None
@@ -119,6 +120,7 @@ class ChatTemplateParams(LenientModel):
         given = (
             self.thinking_budget,
             self.thinking_token_budget,
+            self.thinking_budget_tokens,
             self.thinking.budget_tokens if self.thinking else None,
             self.reasoning.max_tokens if self.reasoning else None,
         )

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import OptionError
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+ANY_ORIGIN, LOCAL_ORIGINS = "*", "localhost"  # of --cors-origin
 API_KEYS_VARIABLE = "PACELINE_API_KEYS"
 SHORT_API_KEY = 8  # characters; fewer are found by trying
 MAX_PORT = 65535
@@ -47,7 +48,9 @@ class NetworkConfig:
     api_key_file: str | None = option(None, "--api-key-file", "PATH", "file of API keys, one a line")
     no_api_key: bool = option(False, "--no-api-key", "", "listen beyond this machine without an API key")
     allowed_hosts: tuple[str, ...] = option((), "--allowed-host", "NAME", "Host header to accept; repeatable")
-    cors_origins: tuple[str, ...] = option((), "--cors-origin", "URL", "web origin that may call; repeatable")
+    cors_origins: tuple[str, ...] = option(
+        (), "--cors-origin", "URL", "web origin that may call; repeatable; localhost: pages of this machine; *: any"
+    )
     root_path: str | None = option(None, "--root-path", "PATH", "what a proxy puts before every path; both are served")
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from paceline.errors import (
 LOG = logging.getLogger("paceline.serve")
 INVALID_REQUEST, SERVER_ERROR = "invalid_request_error", "server_error"
 ERROR_TYPES = {401: "authentication_error", 403: "authentication_error", 429: "rate_limit_error"}
+NOT_IMPLEMENTED = 501
 CLIENT_GONE = 499  # for the log alone: the client has disconnected
 RETRY_SOON = {"Retry-After": "5"}
 EXPECTED = "Input should be "  # how pydantic says what a field must be
@@ -101,8 +102,8 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def log_failure(api_error: ApiError, cause: BaseException) -> None:
-    """Log the cause of an error that is the server's own."""
-    if api_error.status >= 500:
+    """Log the cause of an error that is the server's own; what it says it does not do is no failure."""
+    if api_error.status >= 500 and api_error.status != NOT_IMPLEMENTED:
         LOG.error("request failed", exc_info=cause)
 
 

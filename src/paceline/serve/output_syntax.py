@@ -46,6 +46,7 @@ class OutputSyntax:
 
     parse            finds the parts; None: all text is content
     shows_reasoning  whether the response carries the reasoning
+    offers_tools     the output may be a tool call
     is_forced        the output is tool calls and nothing else
     id_length        characters of a tool call's id; None: as OpenAI's
     """
@@ -53,6 +54,7 @@ class OutputSyntax:
     parse: Parse | None = None
     reasoning: OpenReasoning | None = None
     shows_reasoning: bool = True
+    offers_tools: bool = False
     is_forced: bool = False
     id_length: int | None = None
 

@@ -131,6 +131,8 @@ class RequestBuilder:
         self._check_best_of(body)
         if body.asked_tokens == 0 and not body.echo:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
+        if body.suffix:
+            body = body.model_copy(update={"stop_token_ids": [*(body.stop_token_ids or ()), *self.middle.end_ids]})
         is_single = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
         inputs = [body.prompt] if is_single else body.prompt
         encode = self._middle_prompt if body.suffix else self._prompt

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from paceline.core.stats import SpecStats
-from paceline.core.types import RequestOutput, TokenLogprob
+from paceline.core.types import CacheUse, RequestOutput, TokenLogprob
 from paceline.errors import OptionError
 from paceline.serve.chat_response import ChatWriter, ChoiceWriter
 from paceline.serve.logprob_format import TokenFormatter
@@ -51,7 +51,7 @@ class ChoiceState:
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
+    cache_use: CacheUse = field(default_factory=CacheUse)
     stats: SpecStats = field(default_factory=SpecStats)
 
     @property
@@ -74,7 +74,8 @@ class ChoiceState:
     def _add_details(self, output: RequestOutput) -> None:
         self.cumulative_logprob += sum(entry.logprob for entry in output.logprobs or ())
         self.stop_reason = output.stop_reason if output.finish_reason else None
-        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        if output.num_cached_tokens is not None or output.num_cache_write_tokens is not None:
+            self.cache_use = CacheUse(output.num_cached_tokens or 0, output.num_cache_write_tokens or 0)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         elif self.prompt_logprobs is None and self.choice.request.prompt_logprobs is not None:
@@ -209,7 +210,7 @@ class ResponseBuilder:
             "prompt_tokens": self._task.prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self._task.prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
+            "prompt_tokens_details": self._cache_usage(),
             "completion_tokens_details": {
                 "reasoning_tokens": sum(state.writer.num_reasoning_tokens for state in self._states),
                 "accepted_prediction_tokens": accepted,
@@ -256,11 +257,15 @@ class ResponseBuilder:
             return self._states
         return [state for group in groups for state in sorted(group, key=_unlikelihood)[:count]]
 
-    def _num_cached_tokens(self) -> int:
-        """Prompts count once, and so do their cached tokens: those of the copy that found the fewest."""
+    def _cache_usage(self) -> Json:
+        """Prompts count once: by the copy for which the fewest of its tokens were cached."""
         size = self._task.copies
         groups = [self._states[start : start + size] for start in range(0, len(self._states), size)]
-        return sum(min(state.num_cached_tokens for state in group) for group in groups)
+        firsts = [min(group, key=lambda state: state.cache_use.found) for group in groups]
+        return {
+            "cached_tokens": sum(state.cache_use.found for state in firsts),
+            "cache_write_tokens": sum(state.cache_use.written for state in firsts),
+        }
 
     # --- choices ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -44,6 +45,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STARTED = int(time.time())
+STARTED_AT = datetime.fromtimestamp(STARTED, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -57,7 +59,6 @@ def router(context: ServerContext) -> APIRouter:
 
 def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
     @routes.post("/v1/chat/completions", responses=ERROR_RESPONSES, response_model=None)
-    @routes.post("/chat/completions", include_in_schema=False, response_model=None)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """The answer to chat messages."""
         return await chat_response(context, request, body, TimedChatShape.of(body, context.formatter.prompt_text))
@@ -80,7 +81,8 @@ def _add_model_routes(routes: APIRouter, context: ServerContext) -> None:
     async def models() -> Json:
         """The models that are served, once for each of their names."""
         entries = [model_entry(peer, name) for peer in context.peers for name in peer.config.served_model_names]
-        return {"object": "list", "data": entries}
+        page = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"], "has_more": False}  # Anthropic's spelling
+        return {"object": "list", "data": entries, **page}
 
     @routes.get("/v1/models/{name:path}", responses={404: ERROR_RESPONSES[404]})
     async def model(name: str) -> Json:
@@ -98,7 +100,7 @@ def _add_monitoring_routes(routes: APIRouter, context: ServerContext) -> None:
 
 
 def model_entry(context: ServerContext, name: str) -> Json:
-    """A model as /v1/models lists it."""
+    """A model as /v1/models lists it, with the fields that Anthropic's clients read too."""
     num_draft_tokens = context.config.num_draft_tokens
     details = {
         "methods": list(context.engine.methods),
@@ -110,6 +112,7 @@ def model_entry(context: ServerContext, name: str) -> Json:
     }
     base, lora = context.config.served_model_names[0], context.config.lora_of(name)
     entry = {"id": name, "object": "model", "created": STARTED, "owned_by": "paceline"}
+    entry |= {"type": "model", "display_name": name, "created_at": STARTED_AT}
     entry |= {"root": base, "parent": base if lora else None, "max_model_len": context.requests.max_model_len}
     return {**entry, "x_paceline": details}
 

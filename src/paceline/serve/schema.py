@@ -133,7 +133,8 @@ class CommonParams(OutputParams):
 class ChatRequest(CommonParams, ChatTemplateParams):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(max_length=4096)]
+    prompt_token_ids: TokenIds | None = Field(default=None, description="the prompt itself, in place of the messages")
     max_completion_tokens: Count | None = None
     logprobs: Annotated[bool, Field(strict=False)] | None = None  # "true" too, as some clients write it
     top_logprobs: LogprobCount | None = None
@@ -145,8 +146,15 @@ class ChatRequest(CommonParams, ChatTemplateParams):
     @property
     def echoed_message(self) -> ChatMessage | None:
         """The message that the answer continues and repeats."""
-        last = self.messages[-1]
-        return last if self.echo and self.continue_final_message and last.role == "assistant" else None
+        last = self.messages[-1] if self.messages else None
+        is_continued = self.echo and self.continue_final_message
+        return last if is_continued and last is not None and last.role == "assistant" else None
+
+    @property
+    def given_prompt(self) -> list[int] | None:
+        """The prompt as token ids, where the request brings it along."""
+        handed_over = self.kv_transfer_params.prompt_token_ids if self.kv_transfer_params else None
+        return self.prompt_token_ids or handed_over
 
     @property
     def asked_tokens(self) -> int | None:

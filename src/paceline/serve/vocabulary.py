@@ -6,6 +6,7 @@ from functools import cached_property, singledispatch
 from typing import Any
 
 from paceline.core.protocols import Tokenizer as AnyTokenizer
+from paceline.hub.resolved_tokenizer import transformers_tokenizer
 from paceline.hub.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -73,10 +74,11 @@ class HuggingFaceVocabulary(Vocabulary):
         return str(self._hf_tokenizer.convert_ids_to_tokens(token) or "")
 
     def description(self) -> dict[str, Any]:
-        settings = self._hf_tokenizer.init_kwargs
+        loaded = transformers_tokenizer(self._hf_tokenizer)
+        settings = loaded.init_kwargs
         shown = {name: settings[name] for name in NUMBERS_AND_FLAGS if isinstance(settings.get(name), str | int)}
         details = {"chat_template": self.chat_template or None, "vocab_size": len(self.ids), **shown}
-        return {"tokenizer_class": type(self._hf_tokenizer).__name__, **self.special_tokens, **details}
+        return {"tokenizer_class": type(loaded).__name__, **self.special_tokens, **details}
 
 
 @singledispatch

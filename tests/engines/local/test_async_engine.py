@@ -30,6 +30,7 @@ def test_it_is_an_engine(tiny_folder: Path) -> None:
     with_engine(tiny_folder, work)
 
 
+@pytest.mark.slow
 def test_many_methods_and_ks_in_one_batch_generate_what_the_decoder_generates(tiny_folder: Path) -> None:
     with SpeculativeDecoder(tiny_folder) as decoder:
         expected = [result.token_ids for result in decoder.generate(PROMPTS, max_new_tokens=24)]
@@ -49,6 +50,7 @@ def test_many_methods_and_ks_in_one_batch_generate_what_the_decoder_generates(ti
     with_engine(tiny_folder, work, kv_cache_tokens=640, max_num_seqs=8)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_tokens_whatever_the_batch_the_method_and_k(tiny_folder: Path) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
 
@@ -66,6 +68,7 @@ def test_the_same_seed_gives_the_same_tokens_whatever_the_batch_the_method_and_k
     with_engine(tiny_folder, work)
 
 
+@pytest.mark.slow
 def test_a_prediction_that_comes_true_is_accepted(tiny_folder: Path) -> None:
     async def work(engine: AsyncEngine) -> None:
         plain = ids_of(await collect(engine.generate(text_request(engine, PROMPTS[0], method="none"))))
@@ -109,6 +112,7 @@ def test_leaving_early_gives_everything_back(tiny_folder: Path) -> None:
     with_engine(tiny_folder, work)
 
 
+@pytest.mark.slow
 def test_stop_strings_and_logprobs(tiny_folder: Path) -> None:
     async def work(engine: AsyncEngine) -> None:
         outputs = await collect(engine.generate(text_request(engine, PROMPTS[1], logprobs=2, num_draft_tokens=4)))
@@ -252,6 +256,7 @@ def test_outputs_of_a_whole_sequence_come_at_its_end() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_a_whole_sequence_has_the_tokens_and_the_text_of_a_streamed_one(tiny_folder: Path) -> None:
     with SpeculativeDecoder(tiny_folder, method="ngram") as decoder:
         for settings in ({}, {"stop": ("a",)}, {"temperature": 1.0, "seed": 3}):

@@ -57,6 +57,7 @@ def test_a_prompt_that_the_prefix_cache_holds_is_scored_all_the_same(
     assert again.token_ids == first.token_ids and first.prompt_logprobs is None
 
 
+@pytest.mark.slow
 def test_a_long_prompt_is_scored_in_parts(
     decoder: SpeculativeDecoder, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,8 +30,10 @@ class OnlyAnswers(Constraint):
         self.tokens += tokens
 
 
-def constraint(answer: Constraint | None, *, is_open: bool, most: int | None = None) -> ReasoningConstraint:
-    span = ReasoningSpan("<b>", "<e>", (BEGIN,), (END,), is_open, most)
+def constraint(
+    answer: Constraint | None, *, is_open: bool, most: int | None = None, opening: tuple[int, ...] = (BEGIN,)
+) -> ReasoningConstraint:
+    span = ReasoningSpan("<b>", "<e>", opening, (END,), is_open, most)
     return ReasoningConstraint(span, answer, INFO, lambda ids: "".join(TEXTS[token] for token in ids))
 
 
@@ -65,6 +67,27 @@ def test_reasoning_may_begin_or_not_where_the_prompt_has_not_opened_it() -> None
     assert allowed(rule, ANSWER) == [ANSWER]
     rule.advance([ANSWER])
     assert allowed(rule) == [ANSWER], "an answer that has begun does not turn into reasoning"
+
+
+def test_a_mark_of_several_tokens_begins_reasoning_before_an_answer_too() -> None:
+    rule = constraint(OnlyAnswers(), is_open=False, opening=(OTHER, BEGIN))
+    assert allowed(rule) == [OTHER, ANSWER]
+    assert allowed(rule, OTHER) == [BEGIN], "what is half a mark is no answer"
+    assert allowed(rule, OTHER, BEGIN) == [BEGIN, END, OTHER, ANSWER]
+    assert allowed(rule, OTHER, BEGIN, OTHER, END) == [ANSWER]
+    rule.advance([OTHER])
+    rule.advance([BEGIN, END])
+    assert allowed(rule) == [ANSWER]
+
+
+def test_a_token_that_begins_the_mark_may_begin_the_answer() -> None:
+    answer = OnlyAnswers()
+    rule = constraint(answer, is_open=False, opening=(ANSWER, BEGIN))
+    assert allowed(rule) == [ANSWER] and allowed(rule, ANSWER) == [BEGIN, ANSWER]
+    rule.advance([ANSWER])
+    assert allowed(rule) == [BEGIN, ANSWER], "neither is decided yet"
+    rule.advance([ANSWER])
+    assert answer.tokens == [ANSWER, ANSWER] and allowed(rule) == [ANSWER]
 
 
 def test_without_reasoning_a_limit_changes_nothing() -> None:

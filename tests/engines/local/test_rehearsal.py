@@ -59,6 +59,15 @@ def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:
     assert {len(widths) for widths in runner.passes} == {1, 2, 3} and not runner.open_caches
 
 
+@pytest.mark.parametrize(("ks", "pieces"), [((12,), 2 + 2), ((1, 12), 2 + 2 + 1)])
+def test_a_number_of_draft_tokens_that_was_named_is_met_after_every_length_of_prompt(
+    ks: tuple[int, ...], pieces: int
+) -> None:
+    planned = Rehearsal(toy_engine()).preparations(WarmupPlan((1,), ks, 4096))
+    greedy = [piece for piece in planned if not piece.keywords]  # type: ignore[attr-defined]
+    assert len(greedy) == pieces
+
+
 def test_a_plan_that_no_sequence_fits_runs_nothing() -> None:
     assert not Rehearsal(toy_engine()).preparations(WarmupPlan((1,), (1,), 8))
 

@@ -18,6 +18,7 @@ def small_engine(runner: ToyRunner, **options: int) -> LocalEngine:
     return toy_engine(runner, **{"max_num_seqs": 4, "prefill_chunk_tokens": 8, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares_blocks", [True, False])
 def test_sequences_that_do_not_fit_together_come_out_as_if_generated_alone(shares_blocks: bool) -> None:
     engine = small_engine(ToyRunner(SMALL_BLOCKS, shares_blocks=shares_blocks))

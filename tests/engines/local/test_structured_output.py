@@ -83,6 +83,7 @@ def test_what_cannot_be_compiled_is_an_option_error(
         compiler.compile(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_a_generated_object_fits_its_schema_with_and_without_drafts(
@@ -97,6 +98,7 @@ def test_a_generated_object_fits_its_schema_with_and_without_drafts(
     assert seq.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_drafts_do_not_change_a_greedy_constrained_sequence(tiny_folder: Path) -> None:
     wanted = StructuredOutput("regex", "(ab|cd|ef){10,20}")
     outputs = []
@@ -120,6 +122,7 @@ def test_after_an_end_token_that_is_ignored_only_end_tokens_follow(compiler: Gra
     assert constraint.allowed([]).nonzero().flatten().tolist() == [EOS]
 
 
+@pytest.mark.slow
 def test_a_grammar_that_outgrows_the_limits_ends_the_output_and_says_so(
     compiler: GrammarCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -53,6 +53,7 @@ def output_of(k: int) -> ModelOutput:
     return ModelOutput(torch.randn(SEQS * (k + 1), VOCAB), [k + 1] * SEQS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("rule", DEVICE_RULES)
 def test_both_verifiers_agree_step_after_step(rule: str, k: int) -> None:

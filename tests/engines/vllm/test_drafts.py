@@ -26,6 +26,7 @@ from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
 from paceline.heads.peagle import PEagleConfig, PEagleHead
 from paceline.heads.registry import save_head
 from tests.support.build import sequence, tiny_engine
+from tests.support.families import Variant, tiny_family
 from tests.support.mtp import add_tensors, edit_config, random_tensors
 from tests.support.tiny import byte_tokenizer, write_tiny_model
 
@@ -91,11 +92,15 @@ class Generated:
 @pytest.fixture(autouse=True)
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.envs import disable_envs_cache
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")  # its kernel for CPUs takes latent keys of 576 values and no others
+    disable_envs_cache()  # an engine that has run in this process keeps the variables it was started with
     yield
+    disable_envs_cache()
     cleanup_dist_env_and_memory()
 
 
@@ -107,6 +112,8 @@ def vllm_generated(folder: Path, speculative: dict[str, Any], monkeypatch: pytes
     llm = LLM(
         str(folder), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=1,
         kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False, worker_extension_cls=WORKER,
+        # vLLM's own reference: its kernel for CPUs turns queries wrongly where all heads share one rotated key
+        compilation_config={"custom_ops": ["-rotary_embedding"]},
         speculative_config={"num_speculative_tokens": k, **speculative},
     )  # fmt: skip
     steps: list[tuple[int, list[int]]] = []  # new tokens of each step, and the draft after them
@@ -175,19 +182,20 @@ def test_a_head_drafts_the_same_tokens_in_vllm(
 # --- MTP: the target's own checkpoint holds the head ------------------------------------------------------------------
 
 
-LAYER_SHAPES: dict[str, tuple[int, ...]] = {
+Shapes = dict[str, tuple[int, ...]]
+LAYER_SHAPES: Shapes = {
     "self_attn.q_proj.weight": (128, 128), "self_attn.k_proj.weight": (64, 128), "self_attn.v_proj.weight": (64, 128),
     "self_attn.o_proj.weight": (128, 128), "mlp.gate_proj.weight": (96, 128), "mlp.up_proj.weight": (96, 128),
     "mlp.down_proj.weight": (128, 96), "input_layernorm.weight": (128,), "post_attention_layernorm.weight": (128,),
 }  # fmt: skip
-BIASES: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj.bias": (128 if part == "q" else 64,) for part in "qkv"}
+BIASES: Shapes = {f"self_attn.{part}_proj.bias": (128 if part == "q" else 64,) for part in "qkv"}
 
 
-def write_with_head(folder: Path, model: Any, prefix: str, shapes: dict[str, tuple[int, ...]], **config: Any) -> Path:
-    """A target with an MTP head of random weights among its tensors."""
+def write_with_head(folder: Path, model: Any, head: dict[str, Tensor], **config: Any) -> Path:
+    """A target with an MTP head among its tensors."""
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    add_tensors(folder, random_tensors(prefix, {**LAYER_SHAPES, **shapes}))
+    add_tensors(folder, head)
     edit_config(folder, num_nextn_predict_layers=1, **config)
     return folder
 
@@ -196,10 +204,8 @@ def mimo_target(folder: Path) -> Path:
     """MiMo-7B has Qwen2's layers, and its class is what vLLM tells it by."""
     joined = {"input_proj.weight": (128, 256), **BIASES}
     norms = dict.fromkeys(("token_layernorm.weight", "hidden_layernorm.weight", "final_layernorm.weight"), (128,))
-    model = tiny_qwen2()
-    return write_with_head(
-        folder, model, "model.mtp_layers.0.", {**joined, **norms}, architectures=["MiMoForCausalLM"]
-    )
+    head = random_tensors("model.mtp_layers.0.", {**LAYER_SHAPES, **joined, **norms})
+    return write_with_head(folder, tiny_qwen2(), head, architectures=["MiMoForCausalLM"])
 
 
 def tiny_qwen2() -> Any:
@@ -218,3 +224,93 @@ def test_an_mtp_head_drafts_the_same_tokens_in_vllm(tmp_path: Path, monkeypatch:
     folder = mimo_target(tmp_path)
     theirs = vllm_generated(folder, {"method": "mtp"}, monkeypatch, k=1)
     check_equal(theirs, own_generated(folder, k=1, method="mtp"))
+
+
+# --- DeepSeek-V3, GLM-4.5: a mixture of experts, and a module that drafts any number of tokens ------------------------
+
+
+def gated(prefix: str, inner: int) -> Shapes:
+    ends = {"gate_proj.weight": (inner, 128), "up_proj.weight": (inner, 128), "down_proj.weight": (128, inner)}
+    return {f"{prefix}{name}": shape for name, shape in ends.items()}
+
+
+EXPERTS: Shapes = {
+    "mlp.gate.weight": (4, 128), "mlp.gate.e_score_correction_bias": (4,), **gated("mlp.shared_experts.", 64),
+    **{name: shape for index in range(4) for name, shape in gated(f"mlp.experts.{index}.", 64).items()},
+}  # fmt: skip
+LATENT, NOPE, ROPE, VALUE = 32, 16, 16, 32
+LATENT_ATTENTION: Shapes = {
+    "self_attn.q_a_proj.weight": (LATENT, 128), "self_attn.q_a_layernorm.weight": (LATENT,),
+    "self_attn.q_b_proj.weight": (4 * (NOPE + ROPE), LATENT), "self_attn.kv_a_layernorm.weight": (LATENT,),
+    "self_attn.kv_a_proj_with_mqa.weight": (LATENT + ROPE, 128), "self_attn.o_proj.weight": (128, 4 * VALUE),
+    "self_attn.kv_b_proj.weight": (4 * (NOPE + VALUE), LATENT),
+}  # fmt: skip
+OTHERS: Shapes = {
+    "eh_proj.weight": (128, 256), "enorm.weight": (128,), "hnorm.weight": (128,), "shared_head.norm.weight": (128,),
+    "embed_tokens.weight": (264, 128), "shared_head.head.weight": (264, 128),
+    "input_layernorm.weight": (128,), "post_attention_layernorm.weight": (128,),
+}  # fmt: skip
+GROUPED_ATTENTION: Shapes = {name: shape for name, shape in LAYER_SHAPES.items() if name.startswith("self_attn.")}
+LARGER: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 96, "moe_intermediate_size": 64, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+LATENT_SIZES: dict[str, Any] = {
+    "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE, "head_dim": ROPE,
+    "q_lora_rank": LATENT, "kv_lora_rank": LATENT, "num_key_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def listed_head(attention: Shapes) -> dict[str, Tensor]:
+    """A head in the layer behind the last of two."""
+    return random_tensors("model.layers.2.", {**OTHERS, **attention, **EXPERTS})
+
+
+def test_a_head_of_deepseek_drafts_the_same_tokens_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published configs say how experts are chosen, which transformers does not write."""
+    model = tiny_family(Variant("deepseek_v3", changes={**LARGER, **LATENT_SIZES}))
+    routing = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    folder = write_with_head(tmp_path, model, listed_head(LATENT_ATTENTION), **routing)
+    theirs = vllm_generated(folder, {"method": "mtp"}, monkeypatch)
+    check_equal(theirs, own_generated(folder, method="mtp"))
+
+
+def test_a_head_of_glm_drafts_the_same_tokens_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM feeds GLM's state back before the last norm, where it feeds DeepSeek's back after it, as we do for both:
+    tokens after the first are the same where that norm scales all values alike."""
+    head = listed_head(GROUPED_ATTENTION)
+    head["model.layers.2.shared_head.norm.weight"].fill_(1.0)
+    model = tiny_family(Variant("glm4_moe", changes={**LARGER, "head_dim": 32}))
+    folder = write_with_head(tmp_path, model, head)
+    theirs = vllm_generated(folder, {"method": "mtp"}, monkeypatch)
+    check_equal(theirs, own_generated(folder, method="mtp"))
+
+
+# --- Qwen3-Next -------------------------------------------------------------------------------------------------------
+
+QWEN_LAYER: Shapes = {
+    **{name: shape for name, shape in LAYER_SHAPES.items() if not name.startswith("mlp.")},
+    "self_attn.q_proj.weight": (256, 128), "self_attn.q_norm.weight": (32,), "self_attn.k_norm.weight": (32,),
+    "mlp.gate.weight": (4, 128), "mlp.shared_expert_gate.weight": (1, 128), **gated("mlp.shared_expert.", 64),
+    **{name: shape for name, shape in EXPERTS.items() if name.startswith("mlp.experts.")},
+}  # fmt: skip
+QWEN_HEAD: Shapes = {
+    "fc.weight": (128, 256), "norm.weight": (128,),
+    **dict.fromkeys(("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"), (128,)),
+    **{f"layers.0.{name}": shape for name, shape in QWEN_LAYER.items()},
+}  # fmt: skip
+
+
+def test_a_head_of_qwen3_next_drafts_the_same_tokens_in_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of the target have full attention, as the head's has: vLLM's recurrent layers take bf16 alone on a
+    CPU, and rounding would decide which tokens are drafted. Norms are stored around zero."""
+    sizes = {name: value for name, value in LARGER.items() if not name.startswith(("n_shared", "first_k", "routed"))}
+    layers = {"head_dim": 32, "layer_types": ["full_attention"] * 2, "shared_expert_intermediate_size": 64}
+    model = tiny_family(Variant("qwen3_next", changes={**sizes, **layers}))
+    stored = random_tensors("mtp.", QWEN_HEAD)
+    head = {name: value - 1 if value.ndim == 1 else value for name, value in stored.items()}
+    folder = write_with_head(tmp_path, model, head)
+    theirs = vllm_generated(folder, {"method": "mtp"}, monkeypatch)
+    check_equal(theirs, own_generated(folder, method="mtp", runner="hf"))

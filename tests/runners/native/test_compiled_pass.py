@@ -10,8 +10,10 @@ import torch
 
 from paceline.core.types import ModelOutput, Row
 from paceline.layers import cpu_kernels
+from paceline.layers.cpu_kernels import compile_kernels
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.kv_cache import NativeSequenceCache
+from tests.layers.test_cpu_kernels import FORMS, needs_x86
 from tests.runners.native.models import tiny
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiled kernels on this machine")
@@ -115,3 +117,37 @@ def test_models_that_the_kernels_do_not_take_run_operation_by_operation() -> Non
         runner = NativeRunner.of_model(tiny(**(SIZES | changes)), "tiny", 256, weight_format="int8")
         assert runner.eager._compiled is None
         assert runner.forward([Row.chain(runner.new_cache(), [1, 2, 3])]).logits.isfinite().all()
+
+
+@needs_x86
+@pytest.mark.slow  # compiles all kernels
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_attention_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query heads that share a key head are scored together: by ones to fours, and sevens in two parts."""
+    prompt, compiled = [(7 * n) % 90 for n in range(75)], compile_kernels(FORMS[form])
+    for group in (1, 2, 3, 4, 7):
+        heads = {"num_attention_heads": 2 * group, "num_key_value_heads": 2, "head_dim": 80}
+        runner, outputs = runner_of("qwen3", **heads), []
+        for library in (cpu_kernels.library(), compiled):
+            with monkeypatch.context() as patched:
+                patched.setattr(cpu_kernels, "library", lambda library=library: library)
+                seq_cache = runner.new_cache()
+                runner.forward([Row.chain(seq_cache, prompt)], last_only=True)
+                outputs.append(runner.forward([Row(seq_cache, torch.tensor(TREE[0]), TREE[1])]).logits)
+        assert torch.equal(*outputs), f"{group} query heads share a key head"
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 9])
+def test_attention_is_the_same_bits_however_it_is_dealt_out(nodes: int) -> None:
+    """Three key heads do not divide evenly among two threads: tiles of nodes or query heads are divided instead."""
+    runner = runner_of("qwen3", num_attention_heads=9, num_key_value_heads=3, head_dim=32)
+    seq_cache, threads, outputs = runner.new_cache(), torch.get_num_threads(), []
+    runner.forward([Row.chain(seq_cache, list(range(70)))], last_only=True)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            outputs.append(runner.forward([Row.chain(seq_cache, list(range(nodes)))]).logits)
+            runner.truncate(seq_cache, 70)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])

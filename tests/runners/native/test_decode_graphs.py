@@ -6,6 +6,7 @@ Without a GPU they run through Triton's interpreter: the same code, slowly.
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,4 +304,23 @@ def test_what_was_prepared_runs_every_pass_of_the_plan() -> None:
             lead = graphs.fits(1, 2, tokens)
             for _ in range(OFTEN + 1):
                 assert lead is not None and (not k or graphs.draft_graph(lead, k, sampled=False) is not None)
+    assert (len(graphs._forward), len(graphs._draft)) == prepared
+
+
+@pytest.mark.parametrize(("widths", "ks"), [((1, 4), (3,)), (tuple(range(1, 17)), tuple(range(1, 9)))])
+def test_batches_are_prepared_where_a_pass_is_one_kernel(widths: tuple[int, ...], ks: tuple[int, ...]) -> None:
+    graphs = fused("llama").decode_graphs
+    assert graphs is not None
+    graphs._persistent = SimpleNamespace(holds=lambda rows: rows <= 32)  # type: ignore[assignment]
+    for prepare in graphs.preparations(WarmupPlan(widths, ks, 2048, quick_batches=(2, 4, 8))):
+        prepare()
+    prepared = (len(graphs._forward), len(graphs._draft))
+    for count in range(1, 9):
+        for k in (0, *ks):
+            size, lead = graphs.fits(count, k + 1, 700), graphs.fits(count, 2, 700)
+            assert size is not None and lead is not None
+            if k + 1 in widths and graphs.is_persistent(size.rows) and count * (k + 1) <= 24:
+                graphs.forward_graph(size)
+            if k:
+                graphs.draft_graph(lead, k, sampled=False)
     assert (len(graphs._forward), len(graphs._draft)) == prepared

@@ -110,6 +110,7 @@ def unpacked_twin(runner: NativeRunner) -> NativeRunner:
     return NativeRunner(model, runner.info, runner.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", [name for name in MIXTURES if name != "llama-small"])
 def test_a_file_runs_as_the_model_of_its_unpacked_weights(tmp_path: Path, mixture: str) -> None:
     """But for inputs that a last bit rounds to the next of 255 values."""
@@ -125,6 +126,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     return float((output - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_the_unpacked_weights_are_those_of_the_gguf_package(tmp_path: Path, mixture: str) -> None:
     """transformers' model with an independent reading of the file in it."""
@@ -147,6 +149,7 @@ def hugging_face_rows(name: str, stored: dict[str, Any], config: Any) -> Tensor:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_a_chain_is_the_same_bits_at_every_width(tmp_path: Path, mixture: str) -> None:
     runner = runner_of(written(tmp_path, mixture))
@@ -164,6 +167,7 @@ def test_weights_take_no_more_than_the_file_has(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").rglob("*.safetensors")), "nothing is unpacked on disk"
 
 
+@pytest.mark.slow
 def test_drafts_give_the_text_of_plain_decoding(tmp_path: Path) -> None:
     path = str(written(tmp_path))
     outputs = {}
@@ -174,6 +178,7 @@ def test_drafts_give_the_text_of_plain_decoding(tmp_path: Path) -> None:
     assert outputs["draft_model"].stats.tokens_per_step == 5.0, "the file drafts for itself: all is accepted"
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_a_file_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path)
     with SpeculativeDecoder(str(path), device="cpu") as decoder:
@@ -184,6 +189,7 @@ def test_the_command_line_runs_a_file_as_it_is(tmp_path: Path, capsys: pytest.Ca
     assert "converting" not in captured.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_dtype_that_is_named_is_converted_to(tmp_path: Path, dtype: str) -> None:
     path = written(tmp_path)
@@ -192,6 +198,7 @@ def test_a_dtype_that_is_named_is_converted_to(tmp_path: Path, dtype: str) -> No
     assert runner.forward([Row.chain(runner.new_cache(), PROMPT)]).logits.isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_rows_of_queries_and_keys_are_those_of_hugging_face(tmp_path: Path) -> None:
     """llama.cpp keeps rotary pairs side by side: packed rows are put in order like unpacked ones."""
     index = {tensor.name: tensor for tensor in read_index(locate(str(written(tmp_path))).folder)}
@@ -203,6 +210,7 @@ def test_the_rows_of_queries_and_keys_are_those_of_hugging_face(tmp_path: Path) 
     assert torch.equal(query.dequantized(), plain.dequantized()[order])
 
 
+@pytest.mark.slow
 def test_a_model_in_several_files_is_the_model_in_one(tmp_path: Path) -> None:
     whole = written(tmp_path)
     (tmp_path / "parts").mkdir()
@@ -222,6 +230,7 @@ def test_a_model_in_several_files_is_the_model_in_one(tmp_path: Path) -> None:
         locate(str(parts[0]))
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     path = written(tmp_path)
     index = {tensor.name: tensor for tensor in read_index(locate(str(path)).folder)}

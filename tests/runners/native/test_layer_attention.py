@@ -72,12 +72,14 @@ def one_by_one(runner: NativeRunner, tokens: list[int]) -> Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prompt_read_at_once_and_token_by_token_is_the_same(name: str) -> None:
     runner, tokens = runner_of(name), prompts()[0]
     torch.testing.assert_close(whole(runner, tokens, 70), one_by_one(runner, tokens), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_node", [False, True], ids=["together", "node by node"])
 @pytest.mark.parametrize("name", KINDS)
 def test_chains_trees_and_single_tokens_of_a_batch_see_what_one_pass_sees(name: str, by_node: bool) -> None:
@@ -140,6 +142,7 @@ def _num_keys(slots: Tensor | slice) -> int:
     return slots.stop - slots.start if isinstance(slots, slice) else slots.shape[0]
 
 
+@pytest.mark.slow
 def test_scattered_blocks_are_read_through_windows() -> None:
     runner, other = runner_of("everything", blocks=13), runner_of("everything")
     caches, seqs = [runner.new_cache() for _ in range(3)], [list[int]() for _ in range(3)]
@@ -166,6 +169,7 @@ def test_verification_resumes_from_an_exit_behind_windows() -> None:
     torch.testing.assert_close(resumed, whole(runner, [*tokens, *CHAIN[:6]], 6), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["windows", "wide windows", "everything", "ropes"])
 @pytest.mark.parametrize("lengths", [(40,), (150, 70, 33), (530, 66)])
 def test_prefill_chunks_are_what_the_eager_pass_computes(name: str, lengths: tuple[int, ...]) -> None:
@@ -181,6 +185,7 @@ def test_prefill_chunks_are_what_the_eager_pass_computes(name: str, lengths: tup
         torch.testing.assert_close(ours.logits, expected.logits, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_node", [False, True], ids=["together", "node by node"])
 def test_a_window_far_behind_the_first_tokens_hides_all_of_them(by_node: bool) -> None:
     """Libraries sum keys in steps: a step that is hidden as a whole must add nothing. Without positions the end of a

@@ -49,11 +49,12 @@ def test_other_precisions_run_in_another_way() -> None:
     assert not fits(loaded(dtype=torch.float32))
 
 
+@pytest.mark.slow
 def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
     small, larger = loaded(), loaded(hidden_size=2048)
-    assert slots(small, 1) == MOST_SLOTS
-    assert slots(larger, 4) < slots(larger, 1)
-    assert max_rows(small) == 32
+    assert slots(small.config, 1) == MOST_SLOTS
+    assert slots(larger.config, 4) < slots(larger.config, 1)
+    assert max_rows(small.config) == 32
     assert [tiles_of(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 4]
 
 

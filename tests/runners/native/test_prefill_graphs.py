@@ -52,6 +52,7 @@ def test_padding_touches_no_block_of_another_sequence() -> None:
     assert runner.kv.keys[:, runner.kv.full.padding_slot].abs().sum() > 0  # this is where it went
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(70, 100), (5, 600), (600, 3, 40), (1100,), (1030, 64)])
 def test_chunks_behind_a_context_are_what_the_eager_pass_computes(lengths: tuple[int, ...]) -> None:
     """Continued prompts and prompts longer than the largest size: logits, states, and what later tokens see of them."""

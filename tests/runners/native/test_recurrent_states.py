@@ -95,6 +95,7 @@ def test_a_prompt_that_was_shared_before_is_not_read_again(runner: NativeRunner,
     assert passes == [2, 200, 1]
 
 
+@pytest.mark.slow
 def test_what_lost_its_slot_is_computed_again(model: Any, runner: NativeRunner) -> None:
     with_slots(runner, 3)
     caches = [filled(runner, IDS[start : start + 40]) for start in range(0, 240, 40)]

@@ -30,6 +30,7 @@ def logits_by_steps(runner: NativeRunner) -> torch.Tensor:
     return torch.cat([runner.forward([Row.chain(seq_cache, [token])]).logits for token in PROMPT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 def test_a_rounded_cache_is_near_the_exact_one_and_is_used(kind: str) -> None:
     rounded, exact = (runner_of(kind, rounded=flag) for flag in (True, False))
@@ -95,6 +96,7 @@ def test_the_command_line_takes_it_and_the_audit_says_that_it_is_not_lossless(
     assert document["outcome"] == "different" and f"KV cache in {LOSSY}" in document["different"]
 
 
+@pytest.mark.slow
 def test_the_plan_counts_half_of_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for dtype in ("auto", LOSSY):
@@ -104,6 +106,7 @@ def test_the_plan_counts_half_of_the_bytes(capsys: pytest.CaptureFixture[str]) -
     assert sizes[1] * 2 == sizes[0]
 
 
+@pytest.mark.slow
 def test_what_cannot_round_says_so(tiny_folder: Path) -> None:
     with pytest.raises(OptionError, match="needs a model that paceline runs itself"):
         SpeculativeDecoder(tiny_folder, runner="hf", kv_cache_dtype=LOSSY)

@@ -17,6 +17,7 @@ from tests.runners.native.models import KINDS, tiny
 PROMPTS = [list(range(3, 40)), [7, 7, 9], list(range(90, 20, -1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_transformers(kind: str) -> None:
     model = tiny(kind)

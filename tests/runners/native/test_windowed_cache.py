@@ -52,6 +52,7 @@ def gone(runner: NativeRunner, seq_cache: object) -> int:
     return table.count(runner.kv.windowed.blocks.num_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pools")
 @pytest.mark.parametrize("by_node", [False, True], ids=["together", "node by node"])
 def test_a_sequence_far_longer_than_the_pool_reads_on(by_node: bool) -> None:
@@ -66,6 +67,7 @@ def test_a_sequence_far_longer_than_the_pool_reads_on(by_node: bool) -> None:
     assert gone(runner, seq_cache) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pools")
 def test_a_fork_or_a_cut_far_back_reads_its_tokens_again() -> None:
     want = expected([*TOKENS[:130], 5])
@@ -80,6 +82,7 @@ def test_a_fork_or_a_cut_far_back_reads_its_tokens_again() -> None:
     same(after(runner, parent, 5), want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pools")
 def test_what_a_tree_has_left_is_what_is_read_again() -> None:
     runner = runner_of("windows")
@@ -109,6 +112,7 @@ def test_a_sequence_whose_window_does_not_fit_is_refused_and_no_other_is_lost() 
         same(output.logits, want)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pools")
 def test_an_early_exit_never_reads_again_with_its_own_layers_only() -> None:
     runner = runner_of("windows")

@@ -13,19 +13,29 @@ One thread owns an engine and calls `step` as long as it has work; async_engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from paceline.config import NONE, EngineConfig
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
-from paceline.core.draft_tree import DraftTree, empty
+from paceline.core.draft_tree import DraftTree, chain, empty
+from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
-from paceline.core.sequence import Sequence
+from paceline.core.sequence import Sequence, loop_input
 from paceline.core.stats import EngineStats
-from paceline.core.types import Capability, ModelOutput, Request, RowOutput, StepResult, VerifyResult
+from paceline.core.types import (
+    Capability,
+    LoopedStep,
+    ModelOutput,
+    Request,
+    RowOutput,
+    StepResult,
+    VerifyResult,
+)
 from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.embedding import Embedder
 from paceline.engines.local.guarded_drafter import GuardedDrafter
@@ -35,11 +45,14 @@ from paceline.engines.local.prompt_logprobs import score_prompt
 from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
 from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
 from paceline.engines.local.sequences import SequenceBuilder
+from paceline.engines.local.step_timing import Pauses, StepBegun, TimedLoop
 from paceline.engines.local.verifier import Verifier, logprobs_of
 from paceline.errors import CapabilityError, OutOfMemory, PacelineError, StepFailed
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.prefix_cache import PrefixCache
 
+LOOP_STEPS = 8  # of draft tokens in a row at most: a new request waits for them
+PLAIN_LOOP = 4  # times as many plain steps in a row as otherwise, where nothing but plain steps can come
 NO_OUTPUT = RowOutput(torch.empty(0, 0))  # several plain steps in a row return tokens only
 
 
@@ -62,6 +75,13 @@ class _Drafts:
     seconds: float
 
 
+class _StepOfBatch(NamedTuple):
+    """What one step did to the sequences of a batch."""
+
+    batch: StepBatch
+    results: list[StepResult]
+
+
 class LocalEngine:
     """Generates many sequences at a time with one model, each with its own settings, drafter and draft length."""
 
@@ -71,12 +91,13 @@ class LocalEngine:
         """methods: names a request may give, the default first."""
         self.info, self.tokenizer, self.methods = parts.target.info, tokenizer, methods
         self.config, self.parts = config, parts
-        self._target, self._draft_length, self._verifier = parts.target, parts.draft_length, parts.verifier
+        self._target, self._draft_length = parts.target, parts.draft_length
         self._drafter = GuardedDrafter(parts.drafter, self.info.vocab_size)
         kv = KVManager(parts.target, parts.prefix_cache, config.model.lora)
         self._sequences = SequenceBuilder(self.info, tokenizer, config, methods, kv.capacity)
         self._scheduler = Scheduler(kv, self._drafter, parts.draft_length, config)
         self._embedder = Embedder(parts.target, kv, config.prefill_chunk)
+        self._pauses = Pauses()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -146,17 +167,19 @@ class LocalEngine:
         self._prefill()
         batch = self._scheduler.schedule()
         try:
-            results = self._results(batch) if batch.requests else []
+            for part, results in self._steps(batch):
+                self._scheduler.postprocess(part, results)
         except Exception as error:  # a model or a driver may raise anything at all
-            self._recover(batch.requests, error)
+            self._recover([request for request in batch.requests if not request.seq.finished], error)
             return batch.requests
-        requests = self._scheduler.postprocess(batch, results)
         self._scheduler.add_seconds(time.perf_counter() - started)
-        return requests
+        return batch.requests
 
     def _prefill(self) -> None:
         """One pass over the next tokens of prompts, if there are any."""
         batch = self._scheduler.prefill_batch()
+        if batch is not None:
+            self._pauses.interrupt()
         try:
             outputs = self._read(batch) if batch is not None else []
             self._scheduler.prefilled(batch, outputs)
@@ -176,20 +199,38 @@ class LocalEngine:
             return list(output)
         return [score_prompt(request, row_output) for request, row_output in zip(batch.requests, output)]
 
-    def _results(self, batch: StepBatch) -> list[StepResult]:
-        if not any(batch.num_draft_tokens):
-            results = self._several_plain_steps(batch)
-            if results is not None:
-                return results
-        return self._one_step(batch)
+    def _steps(self, batch: StepBatch) -> Iterator[_StepOfBatch]:
+        """One step, or several that the device takes in a row."""
+        if not batch.requests:
+            return
+        begun = self._pauses.begin(batch.seqs)
+        if any(batch.num_draft_tokens):
+            yield from self._draft_steps(batch, begun)
+            return
+        results: list[StepResult] | None = None
+        if all(self._is_plain(seq) for seq in batch.seqs):
+            if (plain := self._plain_loop(batch)) is not None:
+                yield from self._plain(batch, plain)
+                return
+            results = self._several_plain_steps(batch, begun)
+        yield _StepOfBatch(batch, self._one_step(batch, begun) if results is None else results)
 
-    def _one_step(self, batch: StepBatch) -> list[StepResult]:
-        seqs, one_off_works = batch.seqs, num_one_off_works()
+    def _draft_steps(self, batch: StepBatch, begun: StepBegun) -> Iterator[_StepOfBatch]:
+        if (loop := self._draft_loop(batch)) is not None:
+            yield from self._drafted(batch, loop)
+            return
         drafts = self._propose(batch)
-        started = time.perf_counter()
+        if not any(len(tree) for tree in drafts.trees) and (plain := self._watched_loop(batch)) is not None:
+            yield from self._plain(batch, plain, watched=True)
+            return
+        yield _StepOfBatch(batch, self._one_step(batch, begun, drafts))
+
+    def _one_step(self, batch: StepBatch, begun: StepBegun, drafts: _Drafts | None = None) -> list[StepResult]:
+        seqs, drafts = batch.seqs, drafts or self._propose(batch)
         output, trees = self._forward(seqs, drafts.trees)
-        verified = self._verifier.verify(seqs, trees, output)
-        seconds = time.perf_counter() - started
+        verified = self.parts.verifier.verify(seqs, trees, output)
+        seconds = time.perf_counter() - begun.at - drafts.seconds
+        self._pauses.end(seqs)
         results = [
             self._settle(seq, tree, output[index], result)
             for index, (seq, tree, result) in enumerate(zip(seqs, trees, verified))
@@ -197,12 +238,12 @@ class LocalEngine:
         self._drafter.observe(seqs, results)
         timing = StepTiming(
             drafts.seconds,
-            seconds,
+            begun.pause + seconds,
             sum(output.sizes),
             max((tree.num_draft_tokens for tree in trees), default=0),
             len(seqs),
             sum(tree.num_draft_tokens > 0 for tree in trees),
-            clean=num_one_off_works() == one_off_works,
+            clean=begun.is_clean,
         )
         self._draft_length.observe(seqs, results, timing)
         return results
@@ -238,33 +279,132 @@ class LocalEngine:
         result.add_to(seq.stats)
         return result
 
-    # --- several plain steps in a row ---------------------------------------------------------------------------------
+    # --- several steps in a row ---------------------------------------------------------------------------------------
 
-    def _several_plain_steps(self, batch: StepBatch) -> list[StepResult] | None:
+    def _draft_loop(self, batch: StepBatch) -> TimedLoop[LoopedStep] | None:
+        """Steps that the device takes without waiting for the host. None: not for this batch."""
+        seqs, ks = batch.seqs, batch.num_draft_tokens
+        most = PROBE_STEPS if self._draft_length.is_probing else LOOP_STEPS
+        steps = min(most, *(seq.remaining_tokens // (k + 1) + 1 for seq, k in zip(seqs, ks)))
+        if steps < 2 or not all(ks) or not all(map(_argmax_alone, seqs)):
+            return None
+        started, one_off_works = time.perf_counter(), num_one_off_works()
+        results = self._drafter.draft_loop(self._target, seqs, ks, steps)
+        return None if results is None else TimedLoop(results, started, one_off_works)
+
+    def _drafted(self, batch: StepBatch, loop: TimedLoop[LoopedStep]) -> Iterator[_StepOfBatch]:
+        """The steps of a loop one by one; a sequence that has ended takes part in no further one."""
+        for steps in loop.groups:
+            part = batch.unfinished()
+            trees = [_looped_tree(steps[place]) for place in part.places]
+            self._draft_length.cut(part.seqs, trees)  # noted; they were sent whole
+            results = [
+                self._settle_looped(seq, tree, steps[place].verified)
+                for seq, tree, place in zip(part.seqs, trees, part.places)
+            ]
+            sizes = [tree.num_draft_tokens for tree in trees]
+            self._pauses.end(part.seqs)
+            self._draft_length.observe(part.seqs, results, loop.timing(sizes))
+            yield _StepOfBatch(part, results)
+            if batch.has_finished:
+                return
+
+    def _settle_looped(self, seq: Sequence, tree: DraftTree, verified: VerifyResult) -> StepResult:
+        assert seq.seq_cache is not None
+        run = [*verified.tokens, verified.next_token]
+        emitted = seq.extend(run, len(verified.accepted))
+        if len(emitted) < len(run):
+            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
+        accepted = min(len(verified.accepted), len(emitted))
+        result = StepResult(tree, verified, NO_OUTPUT, emitted, accepted)
+        result.add_to(seq.stats)
+        return result
+
+    def _plain_loop(self, batch: StepBatch, *, watched: bool = False) -> TimedLoop[list[int]] | None:
+        """The same without draft tokens. A policy that may draft again is asked sooner.
+
+        watched: the loop ends when there is something to draft.
+        """
+        seqs, steps = batch.seqs, self._target.decode_steps
+        if watched or self._draft_length.stays_plain(seqs):
+            steps *= PLAIN_LOOP
+        steps = min(steps, max(seq.remaining_tokens for seq in seqs))
+        if steps < 2:
+            return None
+        started, one_off_works = time.perf_counter(), num_one_off_works()
+        inputs = [loop_input(seq) for seq in seqs]
+        groups = self._target.plain_loop(inputs, steps)
+        return None if groups is None else TimedLoop(groups, started, one_off_works)
+
+    def _watched_loop(self, batch: StepBatch) -> TimedLoop[list[int]] | None:
+        """Plain steps in a row although there might be draft tokens: lookups have found none, and go on looking."""
+        if self._target.decode_steps < 2 or not all(self._is_plain(seq) for seq in batch.seqs):
+            return None
+        if self._drafter.look_up(batch.seqs, [0] * len(batch.seqs)) is None:  # asked for nothing, it only says whether
+            return None
+        return self._plain_loop(batch, watched=True)
+
+    def _found(self, batch: StepBatch) -> bool:
+        """Whether lookups now have draft tokens that pay."""
+        seqs, value = batch.seqs, self._draft_length.draft_value()
+        limits = [min(k, max(0, seq.remaining_tokens - 1)) for seq, k in zip(seqs, batch.num_draft_tokens)]
+        trees = self._drafter.look_up(seqs, limits) or []
+        found = [(seq, tree) for seq, tree in zip(seqs, trees) if len(tree)]
+        return any(value is None or value.gain(seq, tree) > 0 for seq, tree in found)
+
+    def _plain(
+        self, batch: StepBatch, loop: TimedLoop[list[int]], *, watched: bool = False
+    ) -> Iterator[_StepOfBatch]:
+        found = False
+        while (rows := loop.next(last=found)) is not None:
+            part = batch.unfinished()
+            tokens = [rows[place] for place in part.places]
+            results = [self._settle_plain(seq, row) for seq, row in zip(part.seqs, tokens)]
+            timing = loop.timing([0] * len(tokens), len(tokens[0]))
+            self._pauses.end(part.seqs)
+            self._observe_plain(part.seqs, tokens, results, timing)
+            if watched:
+                self._drafter.observe(part.seqs, results)
+            yield _StepOfBatch(part, results)
+            if batch.has_finished:
+                return
+            found = watched and self._found(batch)
+
+    def _several_plain_steps(self, batch: StepBatch, begun: StepBegun) -> list[StepResult] | None:
         """Plain steps taken as one, where only the argmax is needed. None: not for this batch.
 
         The target goes on without waiting for the host; what it generates past the end of a sequence is dropped.
         """
         seqs = batch.seqs
         steps = min(self._target.decode_steps, max(seq.remaining_tokens for seq in seqs))
-        if steps < 2 or not all(self._is_plain(seq) for seq in seqs):
+        if steps < 2:
             return None
-        started, one_off_works = time.perf_counter(), num_one_off_works()
         tokens = self._target.decode([step_row(seq, empty()) for seq in seqs], steps)
         if tokens is None:
             return None
         rows = tokens.tolist()
-        seconds, clean = (time.perf_counter() - started) / steps, num_one_off_works() == one_off_works
-        timing = StepTiming(0.0, seconds, len(seqs), 0, len(seqs), clean=clean)
+        seconds = (time.perf_counter() - begun.at + begun.pause) / steps
+        self._pauses.end(seqs)
+        timing = StepTiming(0.0, seconds, len(seqs), 0, len(seqs), clean=begun.is_clean)
         results = [self._settle_plain(seq, row) for seq, row in zip(seqs, rows)]
-        for _ in range(steps):
-            self._draft_length.observe(seqs, results, timing)
+        self._observe_plain(seqs, rows, results, timing)
         return results
+
+    def _observe_plain(
+        self, seqs: list[Sequence], rows: list[list[int]], results: list[StepResult], timing: StepTiming
+    ) -> None:
+        """Plain steps that were taken as one, each for itself: a token a sequence. timing: of one of them."""
+        for place in range(len(rows[0])):
+            singles = [
+                StepResult(result.tree, VerifyResult([], row[place]), NO_OUTPUT, result.emitted[place : place + 1])
+                for row, result in zip(rows, results)
+            ]
+            self._draft_length.observe(seqs, singles, timing)
 
     def _is_plain(self, seq: Sequence) -> bool:
         """Whether nothing but the argmax is needed of the passes: a drafter that reads hidden states needs those."""
         drafts_later = seq.params.num_draft_tokens != 0 and Capability.HIDDEN_STATES in self._drafter.needs
-        return seq.is_greedy_argmax and seq.params.rule.lossless and not drafts_later
+        return _argmax_alone(seq) and not drafts_later
 
     def _settle_plain(self, seq: Sequence, tokens: list[int]) -> StepResult:
         assert seq.seq_cache is not None
@@ -274,6 +414,15 @@ class LocalEngine:
         result = StepResult(empty(), VerifyResult([], emitted[-1]), NO_OUTPUT, emitted)
         result.add_to(seq.stats)
         return result
+
+
+def _argmax_alone(seq: Sequence) -> bool:
+    """Whether the argmax decides, draft tokens included."""
+    return seq.is_greedy_argmax and seq.params.rule.lossless
+
+
+def _looped_tree(step: LoopedStep) -> DraftTree:
+    return replace(chain(step.draft_tokens), source=step.source)
 
 
 def _explained(error: Exception) -> PacelineError:

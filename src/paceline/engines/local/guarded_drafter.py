@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.core.draft_tree import DraftTree, empty
-from paceline.core.protocols import Drafter, HeadUpdate
+from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import RowOutput, StepResult
+from paceline.core.types import LoopedSteps, RowOutput, StepResult
 from paceline.errors import OutOfMemory
 
 Result = TypeVar("Result")
@@ -33,8 +33,18 @@ class GuardedDrafter(Drafter):
         self._try(lambda: self.drafter.begin(seq, prompt))
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        trees = self._try(lambda: self._checked_trees(seqs, num_draft_tokens))
+        trees = self._try(lambda: self._checked_trees(self.drafter.propose(seqs, num_draft_tokens), num_draft_tokens))
         return [empty() for _ in seqs] if trees is None else trees
+
+    def look_up(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree] | None:
+        trees = self._try(lambda: self.drafter.look_up(seqs, num_draft_tokens))
+        return None if trees is None else self._try(lambda: self._checked_trees(trees, num_draft_tokens))
+
+    def draft_loop(
+        self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        """A loop is the runners' own work: once it runs, what it raises is a pass that raised."""
+        return self._try(lambda: self.drafter.draft_loop(target, seqs, num_draft_tokens, num_steps))
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         self._try(lambda: self.drafter.observe(seqs, results))
@@ -45,11 +55,11 @@ class GuardedDrafter(Drafter):
     def head_update(self, folder: str) -> HeadUpdate | None:
         return self.drafter.head_update(folder)
 
-    def _checked_trees(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        trees = self.drafter.propose(seqs, num_draft_tokens)
-        if len(trees) != len(seqs):
-            self._log("wrong count", f"returned {len(trees)} trees for {len(seqs)} sequences")
-            return [empty() for _ in seqs]
+    def _checked_trees(self, trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
+        """num_draft_tokens: of every sequence."""
+        if len(trees) != len(num_draft_tokens):
+            self._log("wrong count", f"returned {len(trees)} trees for {len(num_draft_tokens)} sequences")
+            return [empty() for _ in num_draft_tokens]
         return [self._checked(tree, count) for tree, count in zip(trees, num_draft_tokens)]
 
     def _checked(self, tree: DraftTree, count: int) -> DraftTree:

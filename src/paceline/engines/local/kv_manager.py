@@ -62,8 +62,13 @@ class KVManager:
             self._keep(seq.ids[: seq_cache.length], seq_cache)
             return False
         self._running[seq.seq_id] = seq_cache
-        seq.start(seq_cache)
+        seq.start(seq_cache, self._kept_prompt(seq))
         return True
+
+    def _kept_prompt(self, seq: Sequence) -> int:
+        """Tokens of its prompt that later sequences can find: those of whole blocks."""
+        size = self.blocks.block_size
+        return seq.prompt_length // size * size if self.keeps_finished else 0
 
     def _has_room(self, tokens: int, match: PrefixMatch | None) -> bool:
         """Whether the free blocks and those of evictable entries are enough. A matched prefix is not evicted for it."""

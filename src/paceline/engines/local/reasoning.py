@@ -73,14 +73,19 @@ class ReasoningConstraint(Constraint):
         return torch.ones(self._vocab_size, dtype=torch.bool)
 
     def _before(self, progress: Progress) -> Tensor:
-        """Any start. Where the answer has a constraint, only a mark that is one token can begin the reasoning."""
+        """Any start. Where the answer has a constraint: its own tokens, and the next one of the mark."""
         if self._answer is None:
             return self._all()
-        mask = self._answer.allowed(progress.tokens)
-        if len(self._span.opening_tokens) == 1 and not progress.tokens:
-            mask = mask.clone()
-            mask[self._span.opening_tokens[0]] = True
+        tokens, opening = progress.tokens, list(self._span.opening_tokens)
+        mask = self._answer.allowed(tokens).clone() if self._begins_answer(tokens) else ~self._all()
+        if tokens == opening[: len(tokens)]:
+            mask[opening[len(tokens)]] = True
         return mask
+
+    def _begins_answer(self, tokens: list[int]) -> bool:
+        """Whether tokens that begin the mark could begin the answer too."""
+        answer = self._answer
+        return answer is None or all(answer.allowed(tokens[:place])[token] for place, token in enumerate(tokens))
 
     def _in_reasoning(self, progress: Progress) -> Tensor:
         """Any token, then those that close it. Where the answer has a constraint, the sequence cannot end here."""
@@ -113,10 +118,12 @@ class ReasoningConstraint(Constraint):
         return Progress(Phase.REASONING, progress.count + 1, tokens[-self._window :])
 
     def _step_before(self, tokens: list[int]) -> Progress:
-        if tokens == list(self._span.opening_tokens):
+        opening = list(self._span.opening_tokens)
+        if tokens == opening:
             return Progress(Phase.REASONING)
-        if self._answer is not None and len(self._span.opening_tokens) > 1:
-            return Progress(Phase.ANSWER, tokens=tokens)
+        if self._answer is not None:
+            is_mark = tokens == opening[: len(tokens)]
+            return Progress(Phase.BEFORE if is_mark else Phase.ANSWER, tokens=tokens)
         text = self._decode(tokens).lstrip()
         if text.startswith(self._span.begin):
             return Progress(Phase.REASONING)

@@ -22,8 +22,14 @@ from paceline.errors import PacelineError
 from paceline.kv.prefix_cache import TARGET, PrefixCache
 
 PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
-USUAL_KS = 8  # draft tokens: more of them are only rehearsed after the shortest prompt
+USUAL_KS = 8  # draft tokens: where the policy decides, more of them are only rehearsed after the shortest prompt
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
+
+
+def _at_the_end(plan: WarmupPlan) -> range:
+    """Of one number of draft tokens, the smaller ones that fit at the end of a sequence: draws are graphs of each."""
+    [k, *others] = plan.num_draft_tokens or (0,)
+    return range(1, 1 if others else min(k, USUAL_KS + 1))
 
 
 class RehearsedSteps(DraftLengthPolicy):
@@ -40,8 +46,11 @@ class RehearsedSteps(DraftLengthPolicy):
         return [within_room(seq, self.k) for seq in seqs]
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
-        """In the first step of a sequence a drafter reads its prompt."""
+        """In the first step of a sequence a drafter reads its prompt. What a drafter that is one of several takes in a
+        loop is not what a pass costs the others."""
         self.num_steps += 1
+        if timing.looped and any(result.tree.source for result in results):
+            return
         if self.measured and timing.clean and self.num_steps > 1 and timing.num_draft_tokens == self.k:
             self.timings.append(timing)
 
@@ -75,12 +84,14 @@ class Rehearsal:
         longest = min(plan.max_context, self._max_seq_len)
         pieces: list[Preparation] = []
         for k in (0, *plan.num_draft_tokens):
-            lengths = PROMPTS if k <= USUAL_KS else PROMPTS[:1]
+            is_usual = k <= USUAL_KS or len(plan.num_draft_tokens) == 1
+            lengths = PROMPTS if is_usual else PROMPTS[:1]
             fitting = [length for length in lengths if length + STEPS * (k + 1) < longest]
             pieces += [partial(self._run, k, length, STEPS if length == PROMPTS[0] else 2) for length in fitting]
             batches = [count for count in plan.num_seqs if count > 1 and fitting and k <= USUAL_KS]
             pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
             pieces += [partial(self._run, k, length, 2, temperature=1.0) for length in fitting[:1]]
+        pieces += [partial(self._run, k, PROMPTS[0], 1, temperature=1.0) for k in _at_the_end(plan)]
         return pieces
 
     def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1, temperature: float = 0.0) -> None:

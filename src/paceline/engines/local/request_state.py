@@ -65,4 +65,5 @@ class RequestState:
             seq.stop_reason if ended else None,
             min(seq.num_cached_tokens, seq.prompt_length) if ended else None,
             tuple(self.prompt_logprobs) if seq.params.prompt_logprobs is not None and not first else None,
+            seq.cache_use.written if ended else None,
         )

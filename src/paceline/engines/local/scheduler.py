@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from paceline.config import EngineConfig
 from paceline.core.draft_length import DraftLengthPolicy
@@ -33,14 +33,29 @@ MAX_LOGPROB_ROWS = 512  # prompt tokens a pass that have a row of logits each: a
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The running sequences of one step, and how many draft tokens each may have."""
+    """The running sequences of one step, and how many draft tokens each may have.
+
+    places: of a part of a batch, where its sequences are in the whole
+    """
 
     requests: list[RequestState]
     num_draft_tokens: list[int]
+    places: list[int] = field(default_factory=list)
 
     @property
     def seqs(self) -> list[Sequence]:
         return [request.seq for request in self.requests]
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether all its sequences are over."""
+        return all(request.seq.finished for request in self.requests)
+
+    def unfinished(self) -> StepBatch:
+        """The part whose sequences are not over."""
+        places = [place for place, request in enumerate(self.requests) if not request.seq.finished]
+        ks = [self.num_draft_tokens[place] for place in places]
+        return StepBatch([self.requests[place] for place in places], ks, places)
 
     def plain(self) -> StepBatch:
         """The same step without drafts."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.core.types import ModelInfo, StructuredOutput
 from paceline.engines.local.structural_tags import SPACING, structural_tag_grammar
 from paceline.errors import MissingExtra, OptionError
+from paceline.hub.resolved_tokenizer import ResolvedTokenizer
 
 if TYPE_CHECKING:
     import llguidance
@@ -34,12 +35,12 @@ class GrammarCompiler:
 
     def __init__(self, hf_tokenizer: Any, info: ModelInfo) -> None:
         try:
-            import llguidance.hf
+            import llguidance  # noqa: F401  # whether it is there
         except ImportError as error:
             raise MissingExtra("llguidance", "serve") from error
         self._info = info
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
-        self._tokens = llguidance.hf.from_tokenizer(hf_tokenizer, n_vocab=info.vocab_size, eos_token=eos)
+        self._tokens = _grammar_tokens(hf_tokenizer, info.vocab_size, eos)
         self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()  # at their start
 
     def compile(self, output: StructuredOutput) -> GrammarConstraint:
@@ -68,6 +69,17 @@ class GrammarCompiler:
         if matcher.is_error():
             raise OptionError(f"no output can match the {output.kind}")
         return matcher
+
+
+def _grammar_tokens(hf_tokenizer: Any, vocab_size: int, eos: list[int]) -> llguidance.LLTokenizer:
+    """The vocabulary as llguidance reads it."""
+    if isinstance(hf_tokenizer, ResolvedTokenizer):
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(hf_tokenizer.backend_json(), n_vocab=vocab_size, eos_token=eos)
+    from llguidance.hf import from_tokenizer  # imports transformers, which a tokenizer of its kind has done already
+
+    return from_tokenizer(hf_tokenizer, n_vocab=vocab_size, eos_token=eos)
 
 
 def _grammar(output: StructuredOutput) -> str:

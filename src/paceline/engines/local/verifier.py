@@ -17,6 +17,7 @@ from paceline.core.sampling import adjusted, distribution
 from paceline.core.sequence import ScoreProcessor, Sequence, group_by_sampling
 from paceline.core.types import ModelOutput, RowOutput, TokenLogprob, VerifyResult
 from paceline.core.verify import verify_greedy
+from paceline.device.argmax import argmax_rows
 from paceline.engines.local.verifier_graphs import GraphVerifier, can_verify_on_device
 
 
@@ -106,7 +107,7 @@ class Argmaxes:
     @classmethod
     def of(cls, trees: list[DraftTree], output: ModelOutput) -> Argmaxes:
         """One argmax, one copy to the host: draft tokens and argmaxes travel together."""
-        argmax = output.logits.argmax(dim=-1) if output.best is None else output.best
+        argmax = argmax_rows(output.logits) if output.best is None else output.best
         tokens = torch.cat([tree.tokens.to(argmax.device, non_blocking=True) for tree in trees])
         numbers = torch.cat([argmax, tokens]).tolist()
         first_nodes = list(accumulate(map(len, trees), initial=0))

@@ -12,6 +12,7 @@ import torch
 from paceline.core.cost_model import CostCurve, CostModel, draft_curve
 from paceline.core.protocols import Preparation, Runner
 from paceline.core.types import ModelInfo, Row, SequenceCache
+from paceline.device.argmax import argmax_rows
 from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 9, 16, 24)
@@ -102,7 +103,7 @@ def _one_pass(target: Runner, seq_caches: list[SequenceCache], context: int, tok
         target.truncate(seq_cache, context)
     started = time.perf_counter()
     output = target.forward([Row.chain(seq_cache, row) for seq_cache, row in zip(seq_caches, tokens)])
-    output.logits.argmax(dim=-1).tolist()  # as a step does: choose, and wait for the device
+    argmax_rows(output.logits).tolist()  # as a step does: choose, and wait for the device
     return time.perf_counter() - started
 
 
@@ -148,6 +149,22 @@ def _seconds_to_read(runner: Runner, size: int) -> float:
             runner.free(seq_cache)
         taken = time.perf_counter() - started
     return taken / size
+
+
+class LoadTimes:
+    """What loading takes, part by part."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._parts: dict[str, float] = {}
+
+    def took(self, part: str) -> None:
+        """All time since the part before."""
+        self._parts[part] = time.perf_counter() - self._began - sum(self._parts.values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._parts.items())
+        return f"{sum(self._parts.values()):.1f} s: {parts}"
 
 
 def run_preparations(preparations: list[Preparation], label: str) -> None:

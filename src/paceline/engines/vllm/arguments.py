@@ -22,6 +22,7 @@ CPU_KV_CACHE_GIB = 4.0  # vLLM itself would take nearly all memory of the machin
 MAX_LOGPROBS = 1024
 PASSED_ON = ("quantization", "enforce_eager", "kv_cache_dtype", "max_num_batched_tokens")
 OWN_PROCESS_ONLY = frozenset({"disable_log_stats", "use_tqdm_on_load"})  # arguments that say nothing to its own server
+NEWER = frozenset({"per_request_spec_decode_metrics"})  # earlier vLLMs run without: counts by sequence are then means
 DRAFT_OPTIONS = ("draft_tensor_parallel_size", "draft_sample_method")
 WORKER = "paceline.engines.vllm.worker.WorkerExtension"  # on a CPU: kernels of ours where vLLM's are wrong
 ADDITIONAL = "paceline"  # our key in vLLM's additional_config, which reaches the worker processes

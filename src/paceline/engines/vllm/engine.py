@@ -25,7 +25,7 @@ from paceline.core.protocols import NoEmbeddings
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
-from paceline.engines.vllm.arguments import VllmArguments, thread_binding, vllm_arguments
+from paceline.engines.vllm.arguments import NEWER, VllmArguments, thread_binding, vllm_arguments
 from paceline.engines.vllm.requests import RequestTranslator, VllmRequest
 from paceline.engines.vllm.speculation import num_draft_tokens
 from paceline.engines.vllm.steps import ABORT, SequenceReader, Step, StepRecorder, step_of
@@ -85,11 +85,13 @@ async def _start(chosen: VllmArguments, recorder: StepRecorder) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    unknown = sorted(set(chosen.arguments) - set(AsyncEngineArgs.__dataclass_fields__))
+    known = set(AsyncEngineArgs.__dataclass_fields__)
+    arguments = {name: value for name, value in chosen.arguments.items() if name in known or name not in NEWER}
+    unknown = sorted(set(arguments) - known)
     if unknown:
         raise OptionError(f"vLLM's AsyncEngineArgs has no {unknown[0]!r} (--engine-option engine_args=...)")
     try:
-        vllm_config = AsyncEngineArgs(**chosen.arguments).create_engine_config()
+        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
     except (ValueError, TypeError, AssertionError, NotImplementedError, ImportError) as error:
         raise OptionError(f"vLLM does not take this: {_first_line(error)}") from error
     if chosen.kv_cache_tokens is not None:

@@ -52,7 +52,7 @@ def step_of(completion: Any, num_logprobs: int | None) -> Step:
     if num_logprobs is not None:
         rows = completion.logprobs or []
         logprobs = tuple(_logprob(token, row, num_logprobs) for token, row in zip(tokens, rows))
-    return Step(tokens, logprobs, completion.finish_reason, completion.spec_decode_metrics)
+    return Step(tokens, logprobs, completion.finish_reason, getattr(completion, "spec_decode_metrics", None))
 
 
 def _logprob(token: int, row: Any, count: int) -> TokenLogprob:

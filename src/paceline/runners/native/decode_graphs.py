@@ -7,7 +7,6 @@ token twice writes the same numbers again) and then takes step after step withou
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,8 +39,9 @@ FEW_NODES = (1, 2, 6, 16, 24, 32, 48, MAX_NODES)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256)  # of context that graphs are captured for: at most half of them are empty
 MAX_ROWS = 512  # nodes of a pass, over all sequences
 MAX_FORWARD_GRAPHS = 512
-MAX_DRAFT_GRAPHS = 32
-OFTEN = 4  # a number of draft tokens that is asked for so often gets a graph of its own
+MAX_DRAFT_GRAPHS = 64
+QUICK_KS = (2, 4, 8)  # draft tokens that batches are prepared for where the policy decides: near ones run them too
+OFTEN = 4  # a number of draft tokens that is asked for so often in a row gets a graph of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ class DecodeGraphs:
             near=self._runs_draft,
             cost=lambda key: (key.num_tokens, key.size.rows, key.size.chunks),
         )
-        self._requests: Counter[tuple[int, bool]] = Counter()  # how often so many draft tokens were asked for
+        self._asked: tuple[int, bool] = (0, False)  # how many draft tokens, drawn or not, were asked for last
+        self._times_asked = 0  # in a row
         self._draft_probs = Scratch()
 
     # --- sizes --------------------------------------------------------------------------------------------------------
@@ -172,10 +173,8 @@ class DecodeGraphs:
         with self._kv.states.reading(rows, [own(row.seq_cache).recurrent for row in rows]) as spans:
             return self._read(rows, size, last_only, spans)
 
-    def _read(
-        self, rows: list[Row], size: PassSize, last_only: bool, spans: Sequence[StateSpan] = ()
-    ) -> ModelOutput:
-        graph = self._prepared(rows, size, spans)
+    def _read(self, rows: list[Row], size: PassSize, last_only: bool, spans: Sequence[StateSpan] = ()) -> ModelOutput:
+        graph = self.prepared(rows, size, spans)
         output = unpadded(graph.run(), [len(row.parents) for row in rows], graph.key.size.nodes, last_only)
         return output if self._options.adapter is None else self._adapted(output)
 
@@ -185,10 +184,10 @@ class DecodeGraphs:
         The device goes from pass to pass by itself. The host only queues them, so its own work costs nothing here.
         """
         if not self._model.config.recurrent_layers:
-            return self._decode(self._prepared(rows, size), num_steps)[: len(rows)]
+            return self._decode(self.prepared(rows, size), num_steps)[: len(rows)]
         states = [own(row.seq_cache).recurrent for row in rows]
         with self._kv.states.reading(rows, states) as spans:
-            written = self._decode(self._prepared(rows, size, spans), num_steps)[: len(rows)]
+            written = self._decode(self.prepared(rows, size, spans), num_steps)[: len(rows)]
         for state, tokens in zip(states, written):
             self._kv.states.read_further(state, tokens[:-1])
         return written
@@ -205,18 +204,22 @@ class DecodeGraphs:
 
     def draft(self, graph: DraftGraph, inputs: list[DraftInput], num_tokens: int) -> DraftOutput:
         """Draft tokens for these sequences; blocks for all tokens of the graph are reserved."""
-        buffers = graph.buffers
-        buffers.inputs.begin()
-        for index, draft in enumerate(inputs):
-            buffers.inputs.put_lead(index, draft.ids, self._kv.tables(draft.seq_cache))
-        buffers.inputs.send(len(inputs))
+        self.put_leads(graph, inputs)
         if graph.key.sampled:
-            buffers.put_sampling(inputs)
+            graph.buffers.put_sampling(inputs)
         output = graph.run()
         probs = None if output.probs is None else output.probs[: len(inputs), :num_tokens]
         return DraftOutput(output.tokens[: len(inputs), :num_tokens], probs)
 
-    def _prepared(self, rows: list[Row], size: PassSize, spans: Sequence[StateSpan] = ()) -> ForwardGraph:
+    def put_leads(self, graph: DraftGraph, inputs: list[DraftInput]) -> None:
+        """The last tokens of these sequences into the inputs of a drafting graph."""
+        buffers = graph.buffers.inputs
+        buffers.begin()
+        for index, draft in enumerate(inputs):
+            buffers.put_lead(index, draft.ids, self._kv.tables(draft.seq_cache))
+        buffers.send(len(inputs))
+
+    def prepared(self, rows: list[Row], size: PassSize, spans: Sequence[StateSpan] = ()) -> ForwardGraph:
         """The graph of this size with these rows in its inputs."""
         graph = self.forward_graph(size)
         graph.buffers.begin()
@@ -248,13 +251,15 @@ class DecodeGraphs:
     def draft_graph(self, size: PassSize, num_tokens: int, sampled: bool) -> DraftGraph:
         """The graph of so many draft tokens; captured if there is none.
 
-        A graph of a few more serves the end of a sequence, but every step costs time: a number that is asked for again
-        and again gets a graph of its own.
+        A graph of a few more serves the end of a sequence, where every step has room for fewer than the one before. But
+        each costs time: a number that is asked for again and again gets a graph of its own.
         """
         key = DraftKey(size, num_tokens, sampled)
         near = self._draft.nearest(key)
-        self._requests[num_tokens, sampled] += 1
-        if near is not None and (near.key.num_tokens == num_tokens or self._requests[num_tokens, sampled] < OFTEN):
+        asked = (num_tokens, sampled)
+        self._times_asked = self._times_asked + 1 if asked == self._asked else 1
+        self._asked = asked
+        if near is not None and (near.key.num_tokens == num_tokens or self._times_asked < OFTEN):
             return near
         return self._draft.get(key, lambda: self._draft_buffers(key), lambda buffers: self._draft_work(buffers, key))
 
@@ -298,7 +303,16 @@ class DecodeGraphs:
         drafts = [(count, k, tokens) for count in plan.num_seqs for k in plan.num_draft_tokens for tokens in contexts]
         pieces: list[Preparation] = [partial(self._prepare_forward, *size) for size in forward]
         pieces += [partial(self._prepare_draft, *size) for size in drafts]
-        return pieces
+        return pieces + self._quick_preparations(plan, widths)
+
+    def _quick_preparations(self, plan: WarmupPlan, widths: list[int]) -> list[Preparation]:
+        """Batches whose pass is one kernel: a graph of it is captured in no time, and one serves every context."""
+        batches = [count for count in plan.quick_batches if self.is_persistent(count)]
+        fitting = [(count, width) for count in batches for width in widths if self.is_persistent(count * width)]
+        ks = plan.num_draft_tokens if len(plan.num_draft_tokens) <= 1 else QUICK_KS
+        drafts = [(count, k) for count in batches for k in ks if self.is_persistent(count * LEAD_TOKENS)]
+        pieces: list[Preparation] = [partial(self._prepare_forward, *size, plan.max_context) for size in fitting]
+        return pieces + [partial(self._prepare_draft, *size, plan.max_context) for size in drafts]
 
     def _prepare_forward(self, num_seqs: int, width: int, tokens: int) -> None:
         size = self.fits(num_seqs, width, tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -11,12 +12,15 @@ from typing import Any
 
 import torch
 
+from paceline import models
 from paceline.core.types import ModelInfo
-from paceline.device.properties import default_dtype, supports_graphs
+from paceline.device.properties import default_dtype, supports_graphs, supports_persistent_kernels
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
 from paceline.hub.gguf_index import GgufSource, StoredTensor, has_index, read_index
+from paceline.hub.resolved import resolved_file
+from paceline.hub.resolved_config import ResolvedConfig, config_document, keep_config_file, read_config_file
 from paceline.models import registry
 from paceline.models.checkpoint import ModelCheckpoint, Safetensors
 from paceline.models.config import ArchConfig
@@ -30,6 +34,7 @@ LOG = logging.getLogger("paceline")
 DEFAULT_SEQS = 8
 EXACT_DTYPE = "float32"  # holds every number of a GGUF file, so that none is rounded on the way
 DEFAULT_SEQ_TOKENS = 8192
+OTHER_FILES = {"auto_map", "configuration_files"}  # keys of a config that lies in other files too
 MIN_HALF_HEAD = 16  # values of half a head that the attention kernel takes
 MAX_HALF_HEAD = 64  # heads of 256 fail the float64 test on a card (Triton 3.6); their passes are eager until it holds
 
@@ -49,6 +54,19 @@ def can_fuse(model: DecoderModel, device: torch.device) -> bool:
         return False
     half = model.config.head_dim // 2
     return MIN_HALF_HEAD <= half <= MAX_HALF_HEAD and half & (half - 1) == 0
+
+
+def is_one_kernel(config: Any, device: str) -> bool:
+    """Whether a pass of a model with this Hugging Face config is one kernel on this device, given plain weights.
+
+    Such a model is too small to wait for its bytes: in packed weights it is slower.
+    """
+    if not is_native(config) or not supports_persistent_kernels(torch.device(device)) or find_spec("triton") is None:
+        return False
+    from paceline.runners.native.persistent_pass import fits_shapes
+
+    architecture = registry.get(config.model_type)
+    return architecture is not None and fits_shapes(architecture.config_from_hf(config))
 
 
 def default_cache_tokens(config: ArchConfig) -> int:
@@ -129,18 +147,66 @@ def _load(checkpoint: ModelCheckpoint, config: Any) -> DecoderModel:
 def read_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:
     """The Hugging Face config of a directory, also of a registered architecture that transformers does not have.
 
+    A config that an earlier start read is taken from the cache: transformers takes seconds to import.
     Raises WeightsError.
     """
+    document = checked_config(folder, name)
+    kept = resolved_file("config", [folder / "config.json"]) if _can_be_kept(document) else None
+    resolved = None if kept is None else read_config_file(kept)
+    if resolved is not None:
+        return resolved
+    config = _read_by_transformers(folder, name, document, trust_remote_code=trust_remote_code)
+    if kept is not None:
+        _keep(config, kept)
+    return config
+
+
+def _read_by_transformers(folder: Path, name: str, document: dict[str, Any], *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        document = checked_config(folder, name)
         if document.get("model_type") in registry.model_types() and not _in_transformers(document["model_type"]):
             return _with_rope_parameters(PreTrainedConfig.from_dict(document), document)
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise WeightsError(f"{name} has no readable config.json: {reason}") from error
+
+
+def _can_be_kept(document: dict[str, Any]) -> bool:
+    """Whether config.json alone decides the config, and an architecture of models/ reads it."""
+    if OTHER_FILES & set(document) or not isinstance(document.get("model_type"), str):
+        return False
+    module = getattr(registry.get(document["model_type"]), "__name__", "")
+    return module.startswith(f"{models.__name__}.")
+
+
+def _keep(config: Any, path: Path) -> None:
+    """Keep a config for later starts where the architecture reads the same from what is kept."""
+    try:
+        document = config_document(config)
+        if _reading(ResolvedConfig(document)) == _reading(config):
+            keep_config_file(path, document)
+    except Exception as error:  # properties of a config raise anything; some ropes need transformers' own config
+        LOG.debug("the config is not kept: %s", error)
+
+
+def _reading(config: Any) -> list[Any]:
+    """All that loading reads from a config, in a form that can be compared."""
+    architecture = registry.get(config.model_type)
+    if architecture is None or architecture.unsupported(config) is not None:
+        raise ValueError("it does not run natively")
+    sizes = comparable(architecture.config_from_hf(config))
+    return [sizes, formats.quantization_of(config), getattr(config, "eos_token_id", None)]
+
+
+def comparable(value: Any) -> Any:
+    """A record with its tensors as lists, for those that do not compare by value."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if is_dataclass(value):
+        return [comparable(getattr(value, field.name)) for field in fields(value)]
+    return [comparable(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _in_transformers(model_type: str) -> bool:

@@ -19,6 +19,7 @@ from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
 from paceline.layers.attention_triton import TritonBatch
 from paceline.layers.decoder_layer import LayerWeights
+from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
 
@@ -129,7 +130,7 @@ class PersistentPass:
             return None
         if kv.keys.dtype != kv.dtype:  # rounded
             return None
-        rows, blocks = max_rows(model), multiprocessor_count(kv.device)
+        rows, blocks = max_rows(model.config), multiprocessor_count(kv.device)
         splits = -(-rope_cache.shape[0] // SPLIT)
         addresses = [layer.addresses() for layer in weights if layer is not None]
         table = torch.tensor(addresses, dtype=torch.int64, device=kv.device)
@@ -203,7 +204,7 @@ class PersistentPass:
 
     def _input_limit(self, rows: int) -> int:
         """Elements of a product's input that shared memory has room for."""
-        taken = SUMS_BYTES + slots(self.model, tiles_of(rows)) * SLOT_BYTES
+        taken = SUMS_BYTES + slots(self.model.config, tiles_of(rows)) * SLOT_BYTES
         return (MAX_SHARED_MEMORY - taken) // 2 - self.model.config.hidden_size
 
     def _table(self, layers: tuple[int, ...], features: Tensor | None) -> Tensor:
@@ -221,10 +222,7 @@ class PersistentPass:
 
 
 def fits(model: DecoderModel) -> bool:
-    """Whether the kernel's tiles fit this model's shapes."""
-    config = model.config
-    query = config.num_heads * config.head_dim
-    sizes = (config.hidden_size, query, config.intermediate_size)
+    """Whether the kernel runs this model."""
     return (
         model.embedding.dtype == torch.bfloat16
         and model.scale_embedding is None
@@ -233,17 +231,25 @@ def fits(model: DecoderModel) -> bool:
         and not model.final_norm.centers
         and model.final_norm.weight.dtype == torch.bfloat16
         and model.lm_head.matrix is not None
-        and config.hidden_size <= MAX_HIDDEN_SIZE
-        and config.head_dim in (64, 128)
-        and config.num_heads // config.num_kv_heads <= HEAD_ROWS
-        and all(size % 32 == 0 for size in sizes)
-        and max_rows(model) >= TILE
+        and fits_shapes(model.config)
     )
 
 
-def max_rows(model: DecoderModel) -> int:
+def fits_shapes(config: ArchConfig) -> bool:
+    """Whether the kernel's tiles fit these shapes."""
+    sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+    return (
+        config.hidden_size <= MAX_HIDDEN_SIZE
+        and config.head_dim in (64, 128)
+        and config.num_heads // config.num_kv_heads <= HEAD_ROWS
+        and all(size % 32 == 0 for size in sizes)
+        and max_rows(config) >= TILE
+    )
+
+
+def max_rows(config: ArchConfig) -> int:
     """Tokens of a pass: their hidden states lie in shared memory beside partial sums and a ring of weights."""
-    return max((TILE * tiles for tiles in TOKEN_TILES if slots(model, tiles) >= LEAST_SLOTS), default=0)
+    return max((TILE * tiles for tiles in TOKEN_TILES if slots(config, tiles) >= LEAST_SLOTS), default=0)
 
 
 def _is_plain(weights: LayerWeights | None) -> bool:
@@ -255,10 +261,10 @@ def tiles_of(rows: int) -> int:
     return next(tiles for tiles in TOKEN_TILES if tiles * TILE >= rows)
 
 
-def slots(model: DecoderModel, tiles: int) -> int:
+def slots(config: ArchConfig, tiles: int) -> int:
     """Slots of the ring of weights: what the input of `tiles` tiles leaves of shared memory, as far as it helps."""
-    size = model.config.hidden_size
-    widest = max(size, model.config.query_size)
+    size = config.hidden_size
+    widest = max(size, config.query_size)
     left = MAX_SHARED_MEMORY - SUMS_BYTES - 2 * (size + TILE * tiles * (widest + PAD))
     return min(left // SLOT_BYTES, MOST_SLOTS)
 
@@ -281,6 +287,6 @@ def definitions(model: DecoderModel, block_size: int, tiles: int, blocks: int) -
         "EPS": f"{config.rms_norm_eps!r}f",
         "SCALE": f"{config.head_dim**-0.5!r}f",
         "QK_NORM": int(head_norms is not None and head_norms.query_norm is not None),
-        "SLOTS": slots(model, tiles),
+        "SLOTS": slots(config, tiles),
     }
     return [f"-D{name}={value}" for name, value in values.items()]

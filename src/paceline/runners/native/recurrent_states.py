@@ -235,4 +235,4 @@ def num_slots(sizes: DeltaNetSizes, dtype: torch.dtype, cache_bytes: int) -> int
     wide = torch.promote_types(dtype, torch.float32).itemsize
     heads, value_dim, key_dim = sizes.state_shape
     layer_bytes = heads * value_dim * key_dim * wide + RING * sizes.input_size * dtype.itemsize
-    return min(max(MIN_SLOTS, cache_bytes // (sizes.num_layers * layer_bytes)), MAX_SLOTS)
+    return min(max(MIN_SLOTS, cache_bytes // max(1, sizes.num_layers * layer_bytes)), MAX_SLOTS)

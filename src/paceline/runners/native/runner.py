@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Adapter, Preparation
+from paceline.core.protocols import Adapter, LoopSource, Preparation
 from paceline.core.state_view import StateView, all_layers
-from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, RowOutput, WarmupPlan
+from paceline.core.types import (
+    Capability,
+    DraftInput,
+    DraftOutput,
+    LoopedSteps,
+    LoopInput,
+    ModelInfo,
+    ModelOutput,
+    PlainGroups,
+    Row,
+    RowOutput,
+    WarmupPlan,
+)
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
@@ -37,6 +49,7 @@ from paceline.runners.native.prefill_graphs import PrefillGraphs
 
 if TYPE_CHECKING:
     from paceline.runners.native.decode_graphs import DecodeGraphs
+    from paceline.runners.native.step_loops import StepLoops
 
 DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and no output waits long
 SHORT_DECODE_STEPS = 8  # the same where a pass is one kernel: it takes about a millisecond
@@ -281,6 +294,29 @@ class NativeRunner(PagedRunner):
             self._remember(row, tokens[:-1])
             _advance(row, num_steps)
         return written
+
+    def draft_loop(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
+        loops = self._step_loops()
+        return None if loops is None else loops.drafted(source, inputs, num_steps)
+
+    def plain_loop(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
+        loops = self._step_loops()
+        return None if loops is None else loops.plain(inputs, num_steps)
+
+    def loop_source(self) -> LoopSource | None:
+        loops = self._step_loops()
+        return None if loops is None else loops.source(self._catch_up)
+
+    def _step_loops(self) -> StepLoops | None:
+        """None: this model cannot go on without the host."""
+        config, options = self.model.config, self.options
+        # All that a pass writes must be keys and values of its own layers, which the next pass may write again.
+        plain = not config.recurrent_layers and self.kv.windowed is None and options.adapter is None
+        if self.decode_graphs is None or not plain or options.last_layer < config.num_layers:
+            return None
+        from paceline.runners.native.step_loops import StepLoops
+
+        return StepLoops(self.decode_graphs, self.kv, self.info.max_seq_len)
 
     def _restart(self, inputs: list[DraftInput]) -> None:
         """Sequences that lack a part of their window are read from the beginning."""

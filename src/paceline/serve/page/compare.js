@@ -41,6 +41,7 @@ export function describeSpeed(off, on) {
   if (!(off.speed > 0 && on.speed > 0)) return "The outputs are too short to be timed.";
   const speedup = on.speed / off.speed;
   const measured = `${speedup.toFixed(2)}× speed`;
+  if (!on.steps) return `${measured}; the engine does not report its steps.`;
   if (!on.drafted) return `${measured} without any draft token: the difference is noise.`;
   if (speedup > on.tokensPerStep) {
     return `${measured} measured, more than ${on.tokensPerStep.toFixed(2)} tokens per step can give: the excess is noise.`;

@@ -66,24 +66,29 @@ export class Gauges {
     elements.speed.textContent = this.liveSpeed ? this.liveSpeed.toFixed(1) : "–";
     elements.acceptance.textContent = this.acceptance === null ? "–" : `${Math.round(100 * this.acceptance)} %`;
     elements.tau.textContent = this.tokensPerStep ? this.tokensPerStep.toFixed(2) : "–";
-    const k = this.recentDraftLengths.reduce((sum, length) => sum + length, 0) / (this.recentDraftLengths.length || 1);
-    elements.k.textContent = Number.isInteger(k) ? String(k) : k.toFixed(1);
+    const k = this.recentDraftLengths.reduce((sum, length) => sum + length, 0) / this.recentDraftLengths.length;
+    elements.k.textContent = Number.isNaN(k) ? "–" : Number.isInteger(k) ? String(k) : k.toFixed(1);
   }
 
   /* The speed of the whole answer replaces the live speed. */
-  finish() {
-    if (this.tokens) elements.speed.textContent = this.speed.toFixed(1);
+  showTotals() {
+    if (!this.tokens) return;
+    this.show();
+    elements.speed.textContent = this.speed.toFixed(1);
   }
 
   get summary() {
     return this.describe(this.speed);
   }
 
-  /* speed: of this answer, or of several runs of it. */
+  /* speed: of this answer, or of several runs of it. Some engines do not report their steps. */
   describe(speed) {
-    const percent = Math.round(100 * this.acceptance);
-    const accepted = this.acceptance === null ? "no draft tokens" : `${percent} % of draft tokens accepted`;
-    const perStep = `${this.tokensPerStep.toFixed(2)} tokens per step`;
-    return `${this.tokens} tokens, ${speed.toFixed(1)} tokens/s, ${accepted}, ${perStep}`;
+    const parts = [`${this.tokens} tokens`, `${speed.toFixed(1)} tokens/s`];
+    if (this.steps) {
+      const percent = Math.round(100 * this.acceptance);
+      parts.push(this.drafted ? `${percent} % of draft tokens accepted` : "no draft tokens");
+      parts.push(`${this.tokensPerStep.toFixed(2)} tokens per step`);
+    } else if (this.accepted) parts.push(`${this.accepted} of them from the draft`);
+    return parts.join(", ");
   }
 }

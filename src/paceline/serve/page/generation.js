@@ -39,6 +39,6 @@ export async function generate(params, signal, answer, onChunk = () => {}) {
     onChunk(answer, gauges);
   }
   signal.throwIfAborted();
-  gauges.finish();
+  gauges.showTotals();
   return { answer, gauges };
 }

@@ -7,6 +7,7 @@ import { race } from "./race.js";
 import { addTokenListeners } from "./tokens.js";
 
 const byId = (id) => document.getElementById(id);
+const CHAT_ONLY = ["speculation", "clear", "temperature", "tools"]; // a race is greedy, and has no tools
 let conversation = []; // "New chat" replaces it: a request that still runs keeps the old one
 let abortController = null; // of the running request
 let view = "chat";
@@ -50,8 +51,13 @@ function scrollToEnd() {
 /* What the tools have returned goes back once every call has a result. */
 function askForResults(messages, calls) {
   const submit = () => {
+    if (messages !== conversation || abortController) return;
     const results = calls.map((call) => call.result.value);
-    if (messages !== conversation || abortController || results.some((text) => !text.trim())) return;
+    const missing = results.findIndex((text) => !text.trim());
+    if (missing >= 0) {
+      calls[missing].result.focus();
+      return;
+    }
     const documents = calls.map((call, index) => ({ role: "tool", tool_call_id: call.id, content: results[index] }));
     for (const call of calls) call.showResult();
     run((signal) => respond(documents, signal));
@@ -121,7 +127,7 @@ function showView(name) {
     byId(`tab-${other}`).tabIndex = other === name ? 0 : -1;
   }
   byId("send").textContent = name === "chat" ? "Send" : "Race";
-  for (const element of [byId("speculation").closest("label"), byId("clear")]) element.hidden = name === "race";
+  for (const id of CHAT_ONLY) (byId(id).closest("label") ?? byId(id)).hidden = name === "race";
 }
 
 function fillSelect(select, values, selected) {

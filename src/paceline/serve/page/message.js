@@ -13,9 +13,8 @@ function findRun(tokens, fits) {
   return null;
 }
 
-function folded(className, title) {
+function folded(title) {
   const details = document.createElement("details");
-  details.className = `part ${className}`;
   const summary = document.createElement("summary");
   summary.textContent = title;
   details.append(summary);
@@ -31,21 +30,27 @@ function readable(text) {
   }
 }
 
+/* A call stays folded: its line holds the beginning of its arguments, and the field for its result stands under it. */
 class ToolCall {
   constructor(id, name) {
     this.id = id;
     this.name = name;
     this.arguments = "";
     this.result = null; // the field for what the tool returned
-    const { details, summary } = folded("call", `Tool call: ${name}`);
+    this.element = document.createElement("div");
+    this.element.className = "part call";
+    const { details, summary } = folded(`Tool call: ${name}`);
     this.details = details;
-    this.summary = summary;
+    this.preview = document.createElement("code");
     this.pre = document.createElement("pre");
+    summary.append(" ", this.preview);
     details.append(this.pre);
+    this.element.append(details);
   }
 
   add(text) {
     this.arguments += text;
+    this.preview.textContent = this.arguments;
     this.pre.textContent = readable(this.arguments);
   }
 
@@ -62,15 +67,18 @@ class ToolCall {
       event.preventDefault();
       onSubmit();
     });
-    this.details.append(form);
-    this.details.open = true;
+    this.element.append(form);
   }
 
   /* Folds the call: what it returned stands under its arguments. */
   showResult() {
+    const title = document.createElement("p");
+    title.className = "quiet";
+    title.textContent = "Result";
     const pre = document.createElement("pre");
-    pre.textContent = this.result.value;
-    this.result.closest("form").replaceWith(pre);
+    pre.textContent = readable(this.result.value);
+    this.result.closest("form").remove();
+    this.details.append(title, pre);
     this.details.open = false;
   }
 
@@ -116,7 +124,8 @@ export class Message {
 
   #reasoningPart() {
     if (!this.reasoning) {
-      const { details } = folded("reasoning", "Reasoning");
+      const { details } = folded("Reasoning");
+      details.className = "part reasoning";
       const element = document.createElement("div");
       element.className = "answer";
       element.tabIndex = 0;
@@ -141,7 +150,7 @@ export class Message {
     if (delta.id) {
       const call = new ToolCall(delta.id, delta.function.name);
       this.calls.push(call);
-      this.container.append(call.details);
+      this.container.append(call.element);
     }
     this.calls[delta.index]?.add(delta.function?.arguments ?? "");
   }

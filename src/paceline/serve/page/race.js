@@ -75,5 +75,6 @@ export async function race(model, prompt, rounding, signal) {
     byId(`lane-${name}-bar`).value = 1;
     byId(`lane-${name}-summary`).textContent = runs[name][0].gauges.describe(lanes[name].speed);
   }
+  runs.on.at(-1).gauges.showTotals(); // the last run was one without speculation
   byId("result").textContent = describeRace(lanes.off, lanes.on, comparison, rounding);
 }

@@ -1,0 +1,142 @@
+"""Trained heads in a loop of steps: what plain decoding writes, and what steps one by one accept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from paceline.core.cost_model import StepTiming
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.core.types import StepResult
+from paceline.device.graphs import EagerPool
+from paceline.drafting.dflash import DFlash
+from paceline.drafting.eagle import Eagle
+from paceline.drafting.eagle_graph import EagleGraphs
+from paceline.engines.local.engine import LocalEngine
+from paceline.heads.eagle import EagleHead
+from paceline.heads.eagle1 import Eagle1Config, Eagle1Head
+from paceline.heads.eagle3 import Eagle3Config, Eagle3Head
+from paceline.runners.native import NativeRunner
+from tests.runners.native.fused import TorchGraphs
+from tests.support.build import finish, sequence, toy_engine
+from tests.support.dflash import tiny_head
+from tests.support.tiny import tiny_llama
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model has no fused kernels")
+SMALL = {"vocab_size": 6, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # a random head is right at times
+PROMPTS = [[5, 1, 2, 4, 3, 0], [2, 3], [place % 6 for place in range(70)]]
+NEW_TOKENS = 40
+EAGLES = ("eagle1", "eagle3")
+VARIANTS = ("dflash", "dflash2", *EAGLES)
+
+
+class Recording(FixedDraftLength):
+    """Keeps the draft tokens of every step, by sequence."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.drafts: dict[int, list[list[int]]] = {}
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
+        for seq, result in zip(seqs, results):
+            self.drafts.setdefault(seq.prompt_length, []).append(result.tree.tokens.tolist())
+
+
+def runner() -> NativeRunner:
+    built = NativeRunner.of_model(tiny_llama(**SMALL), "tiny", kv_cache_tokens=2048)
+    built.decode_graphs = TorchGraphs(built)
+    return built
+
+
+def dflash(variant: str, target: NativeRunner, **more: Any) -> DFlash:
+    drafter = DFlash(tiny_head(variant, vocab_size=6, draft_vocab_size=6, mask_token_id=5, **more), target)
+    drafter.graphs = drafter._block_graphs(EagerPool())
+    return drafter
+
+
+def eagle(variant: str, target: NativeRunner) -> Eagle:
+    size = target.info.hidden_size
+    head: EagleHead
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        if variant == "eagle1":
+            head = Eagle1Head(Eagle1Config(size, 48, 2, 1, 16, 6, 6, size))
+        else:
+            head = Eagle3Head(Eagle3Config(size, 48, 2, 1, 16, 6, 5, size, feature_layers=(0, 1)))
+            head.choose_vocabulary(torch.tensor([0, 2, 3, 4, 5]))
+    drafter = Eagle(head.eval().requires_grad_(False), target)
+    drafter.graphs = EagleGraphs(drafter._head, drafter._buffers, 6, EagerPool())
+    return drafter
+
+
+def head_engine(variant: str, *, loops: bool = True, k: int = 4, **more: Any) -> LocalEngine:
+    target = runner()
+    drafter = eagle(variant, target) if variant in EAGLES else dflash(variant, target, **more)
+    target.decode_graphs = TorchGraphs(target)
+    if not loops:
+        target.draft_loop = lambda *_: None  # type: ignore[method-assign]
+    return toy_engine(target, drafter, Recording(k), max_num_seqs=3, prefix_cache_tokens=1024)
+
+
+def drafts_of(engine: LocalEngine) -> dict[int, list[list[int]]]:
+    policy = engine.parts.draft_length
+    assert isinstance(policy, Recording)
+    return policy.drafts
+
+
+def generated(engine: LocalEngine, prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS, **params: Any) -> Any:
+    return engine.run([sequence(prompt, max_new_tokens, **params) for prompt in prompts])
+
+
+def plain(prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    target = runner()
+    target.decode_steps = 1
+    engine = toy_engine(target, draft_length=FixedDraftLength(0), max_num_seqs=3)
+    return [seq.generated for seq in generated(engine, prompts, max_new_tokens)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafts_in_a_loop_are_those_of_steps_one_by_one(variant: str) -> None:
+    more = {"selector_top_k": 3} if variant == "dflash2" else {}
+    engines = [head_engine(variant, loops=loops, **more) for loops in (True, False)]
+    looped, single = (generated(engine, PROMPTS) for engine in engines)
+    assert [seq.generated for seq in looped] == [seq.generated for seq in single] == plain(PROMPTS)
+    for one, other in zip(looped, single):  # the last token may be a draft token there and the target's own here
+        assert 0 <= one.stats.accepted - other.stats.accepted <= 1 and one.stats.steps == other.stats.steps
+    assert sum(seq.stats.accepted for seq in looped) > 5
+    ours, theirs = (drafts_of(engine) for engine in engines)
+    for length, drafts in ours.items():  # near its end a step alone drafts no more than fits
+        assert drafts[:-4] == theirs[length][: len(drafts) - 4] and len(drafts) == len(theirs[length])
+
+
+@pytest.mark.parametrize("variant", ["dflash2", "eagle3"])
+def test_a_loop_takes_several_steps_and_its_states_serve_the_next_turn(variant: str) -> None:
+    engine, single = head_engine(variant), head_engine(variant, loops=False)
+    [first] = generated(engine, PROMPTS[2:])
+    steps = first.stats.steps
+    generated(single, PROMPTS[2:])
+    turn = [*first.ids, 3, 4]
+    engine.add(sequence(turn, NEW_TOKENS))
+    assert finish(engine) < steps / 2, "a call of the engine is several steps"
+    again, other = (generated(each, [turn])[0] for each in (engine, single))
+    assert [again.generated] == [other.generated] == plain([turn])
+    assert 0 <= again.stats.accepted - other.stats.accepted <= 1
+
+
+@pytest.mark.parametrize("variant", ["dflash", "eagle3"])
+@pytest.mark.parametrize("place", [6, 7, 8, 9])
+def test_a_sequence_that_ends_inside_a_loop_leaves_the_others_alone(place: int, variant: str) -> None:
+    texts = plain(PROMPTS)
+    end = texts[0][place]
+    engine = head_engine(variant)
+    stopped = sequence(PROMPTS[0], 0, stopping=StopRules(NEW_TOKENS, frozenset({end})))
+    others = [sequence(prompt, NEW_TOKENS) for prompt in PROMPTS[1:]]
+    engine.run([stopped, *others])
+    assert stopped.generated == texts[0][: texts[0].index(end) + 1]
+    assert [seq.generated for seq in others] == texts[1:]

@@ -1,0 +1,265 @@
+"""Several steps in a row, with draft tokens and without: the same tokens, counts and caches as step by step.
+
+Without a GPU what graphs would do is done by torch. On one they are CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
+from paceline.core.protocols import LoopSource
+from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
+from paceline.core.types import LoopInput, Row, WarmupPlan
+from paceline.drafting.auto import AutoDrafter
+from paceline.drafting.draft_model import DraftModel
+from paceline.drafting.router import DrafterRouter
+from paceline.drafting.suffix import Suffix
+from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
+from paceline.runners.native import NativeRunner
+from paceline.runners.native.step_loops import PLAIN_GROUP, num_accepted
+from tests.runners.native.fused import TorchGraphs
+from tests.runners.native.models import tiny
+from tests.support.build import add, finish, sequence, toy_engine
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+PROMPTS = [[5, 9, 3, 7, 11, 2, 8], list(range(20, 70)), [44, 45]]
+NEW_TOKENS = 40
+
+
+def runner(noise: float = 0.0, kv_cache_tokens: int = 2048) -> NativeRunner:
+    """The tiny target, or with noise on its weights a draft model that is right now and then."""
+    model = tiny("llama")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn(weight.shape, generator=generator)
+    built = NativeRunner.of_model(model.to(DEVICE), "llama", kv_cache_tokens=kv_cache_tokens)
+    if not CUDA:
+        built.decode_graphs = TorchGraphs(built)
+    return built
+
+
+@dataclass
+class Loops:
+    """An engine, and how many loops it has run."""
+
+    engine: LocalEngine
+    count: int = 0
+
+
+def looping(k: int = 3, *, loops: bool = True, noise: float = 0.02, max_num_seqs: int = 3) -> Loops:
+    """An engine with a draft model. loops: False takes every step alone."""
+    target, draft = runner(), runner(noise)
+    drafter = DraftModel(draft, target.info.vocab_size)
+    made = Loops(toy_engine(target, drafter, FixedDraftLength(k), max_num_seqs=max_num_seqs, prefix_cache_tokens=1024))
+    own = target.draft_loop
+
+    def counted(source: LoopSource, inputs: list[LoopInput], num_steps: int) -> object:
+        steps = own(source, inputs, num_steps) if loops else None
+        made.count += steps is not None
+        return steps
+
+    target.draft_loop = counted  # type: ignore[method-assign,assignment]
+    return made
+
+
+def plain(prompts: list[list[int]], max_new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Token by token, one pass each."""
+    target = runner()
+    target.decode_steps = 1
+    engine = toy_engine(target, draft_length=FixedDraftLength(0), max_num_seqs=3)
+    return [seq.generated for seq in engine.run([sequence(prompt, max_new_tokens) for prompt in prompts])]
+
+
+def counts_of(seq: Sequence) -> tuple[int, int, list[int]]:
+    """Not the draft tokens: a loop has as many in its last step, past the end, as before."""
+    return seq.stats.steps, seq.stats.accepted, seq.stats.accepted_at
+
+
+def test_accepted_are_draft_tokens_up_to_the_first_wrong_one_and_within_the_limit() -> None:
+    best = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
+    drafted = torch.tensor([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3]])
+    assert num_accepted(drafted, best, torch.tensor([3, 3, 3, 2])).tolist() == [3, 0, 1, 2]
+
+
+def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:
+    looped, single = looping(), looping(loops=False)
+    seqs, others = (made.engine.run([sequence(prompt, NEW_TOKENS) for prompt in PROMPTS]) for made in (looped, single))
+    assert looped.count > 2 and single.count == 0
+    assert [seq.generated for seq in seqs] == plain(PROMPTS)
+    assert list(map(counts_of, seqs)) == list(map(counts_of, others))
+    accepted = [seq.stats.accepted for seq in seqs]
+    assert all(0 < count < seq.stats.drafted for seq, count in zip(seqs, accepted)), "some are right, some wrong"
+
+
+def test_every_step_of_a_loop_is_handed_out_by_itself_and_the_caches_fit_the_sequence() -> None:
+    made = looping()
+    request = add(made.engine, sequence(PROMPTS[0], NEW_TOKENS))
+    sizes: list[int] = []
+    while made.engine.has_work:
+        before = len(request.outputs)
+        made.engine.step()
+        sizes.append(len(request.outputs) - before)
+        seq = request.state.seq
+        if seq.seq_cache is not None and not seq.finished:
+            assert seq.seq_cache.length == len(seq.ids) - 1
+    assert max(sizes) > 2 and request.tokens == request.state.seq.generated == plain(PROMPTS[:1])[0]
+
+
+@pytest.mark.parametrize("place", [9, 10, 11, 12, 13])
+def test_a_sequence_ends_inside_a_loop_and_the_others_go_on(place: int) -> None:
+    texts = plain(PROMPTS)
+    end = texts[0][place]
+    made = looping()
+    stopping = StopRules(NEW_TOKENS, frozenset({end}))
+    seqs = [sequence(PROMPTS[0], 0, stopping=stopping), *(sequence(prompt, NEW_TOKENS) for prompt in PROMPTS[1:])]
+    made.engine.run(seqs)
+    assert seqs[0].generated == texts[0][: texts[0].index(end) + 1] and seqs[0].finish_reason == "stop"
+    assert [seq.generated for seq in seqs[1:]] == texts[1:] and made.count
+
+
+def test_the_next_turn_goes_on_from_caches_that_a_loop_has_left() -> None:
+    made = looping()
+    [first] = made.engine.run([sequence(PROMPTS[1], 50)])
+    turn = [*first.ids, 7, 8, 9]
+    [second] = made.engine.run([sequence(turn, NEW_TOKENS)])
+    assert second.num_cached_tokens > len(PROMPTS[1])
+    assert [second.generated] == plain([turn])
+
+
+def test_each_sequence_keeps_to_its_own_number_of_draft_tokens() -> None:
+    made = looping()
+    seqs = [sequence(prompt, NEW_TOKENS, num_draft_tokens=k) for prompt, k in zip(PROMPTS, (1, 3, 6))]
+    made.engine.run(seqs)
+    assert made.count and [seq.generated for seq in seqs] == plain(PROMPTS)
+    assert [max(len(seq.stats.offered_at), 0) for seq in seqs] == [1, 3, 6]
+
+
+def test_a_sampled_neighbour_keeps_the_batch_step_by_step() -> None:
+    made = looping()
+    sampled = sequence(PROMPTS[1], 80, SamplingParams(temperature=1.0, seed=1))
+    greedy = sequence(PROMPTS[0], 16)
+    made.engine.run([greedy, sampled])
+    assert not made.count and [greedy.generated] == plain(PROMPTS[:1], 16)
+
+
+def test_without_free_blocks_there_is_no_loop_and_nothing_changes() -> None:
+    target, draft = runner(), runner(0.02)
+    prompt = list(range(1, 64))
+    caches = [model.new_cache() for model in (target, draft)]
+    for model, cache in zip((target, draft), caches):
+        model.forward([Row.chain(cache, prompt[:-1])], last_only=True)
+    while target.blocks.free:
+        target.blocks.grow(object(), 64)
+    held = [len(model.blocks.table(cache)) for model, cache in zip((target, draft), caches)]
+    loop = LoopInput(caches[0], prompt, lambda: False, 4, caches[1])
+    source = draft.loop_source()
+    assert source is not None and target.draft_loop(source, [loop], LOOP_STEPS) is None
+    assert [cache.length for cache in caches] == [62, 62]
+    assert [len(model.blocks.table(cache)) for model, cache in zip((target, draft), caches)] == held
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_auto_writes_what_plain_decoding_writes_in_loops_and_between_them(noise: float) -> None:
+    """Which steps are taken in loops is a matter of time; the texts are not."""
+    target, draft = runner(), runner(noise)
+    drafter = AutoDrafter({"suffix": Suffix()}, {"draft_model": DraftModel(draft, target.info.vocab_size)})
+    policy = AdaptiveDraftLength(max_draft_tokens=6)
+    drafter.use_value(policy.draft_value())
+    engine = toy_engine(target, drafter, policy, max_num_seqs=3)
+    for _ in range(2):
+        seqs = engine.run([sequence(prompt, NEW_TOKENS) for prompt in PROMPTS])
+        assert [seq.generated for seq in seqs] == plain(PROMPTS)
+
+
+def test_requests_that_choose_the_draft_model_loop_too() -> None:
+    target, draft = runner(), runner(0.02)
+    router = DrafterRouter({"draft_model": DraftModel(draft, target.info.vocab_size)}, "draft_model")
+    engine = toy_engine(target, router, FixedDraftLength(4), methods=("draft_model",))
+    request = add(engine, sequence(PROMPTS[0], NEW_TOKENS, method="draft_model"))
+    assert finish(engine) < request.state.seq.stats.steps, "fewer calls of the engine than steps"
+    assert [request.tokens] == plain(PROMPTS[:1])
+
+
+@pytest.mark.parametrize("kind", ["drafted", "plain"])
+def test_a_loop_that_is_told_to_end_still_hands_out_what_was_begun(kind: str) -> None:
+    target, draft = runner(), runner(0.02)
+    caches = [model.new_cache() for model in (target, draft)]
+    target.forward([Row.chain(caches[0], PROMPTS[0][:-1])], last_only=True)
+    loop = LoopInput(caches[0], PROMPTS[0], lambda: False, 3 if kind == "drafted" else 0, caches[1])
+    source = draft.loop_source()
+    assert source is not None
+    steps = target.draft_loop(source, [loop], 8) if kind == "drafted" else target.plain_loop([loop], 16)
+    assert steps is not None
+    next(steps)
+    steps.send(True)
+    with pytest.raises(StopIteration):
+        next(steps)
+    assert caches[0].length >= len(PROMPTS[0]) - 1 + 2
+
+
+def plain_engine(max_num_seqs: int = 3) -> LocalEngine:
+    target = runner()
+    target.decode_steps = 8
+    return toy_engine(target, draft_length=FixedDraftLength(0), max_num_seqs=max_num_seqs)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 7, NEW_TOKENS])
+def test_plain_steps_in_a_row_write_what_single_ones_write(new_tokens: int) -> None:
+    engine = plain_engine()
+    requests = [add(engine, sequence(prompt, new_tokens)) for prompt in PROMPTS]
+    calls = finish(engine)
+    assert [request.tokens for request in requests] == plain(PROMPTS, new_tokens)
+    assert all(request.state.seq.stats.steps == new_tokens for request in requests)
+    assert new_tokens < 8 or calls < new_tokens // 4
+    largest = max(len(output.token_ids) for request in requests for output in request.outputs)
+    assert largest <= PLAIN_GROUP, "a reader waits for a few tokens only"
+
+
+@pytest.mark.parametrize("place", [4, 5, 6])
+def test_a_plain_sequence_ends_inside_a_loop_and_its_prefix_is_right(place: int) -> None:
+    texts = plain(PROMPTS)
+    end = texts[1][place]
+    engine = plain_engine()
+    stopping = StopRules(NEW_TOKENS, frozenset({end}))
+    seqs = [sequence(PROMPTS[0], NEW_TOKENS), sequence(PROMPTS[1], 0, stopping=stopping)]
+    engine.run(seqs)
+    assert [seqs[0].generated, seqs[1].generated] == [texts[0], texts[1][: texts[1].index(end) + 1]]
+    turn = [*seqs[1].ids, 3, 4]
+    [second] = engine.run([sequence(turn, 20)])
+    assert [second.generated] == plain([turn], 20)
+
+
+def test_a_model_that_drafts_no_more_is_asked_again_after_a_few_plain_steps() -> None:
+    """A policy decides step by step; only sequences that never draft take many plain steps at once."""
+    made = looping(0)
+    assert made.engine._draft_length.stays_plain([sequence(PROMPTS[0], 1)])
+    made = looping(3)
+    assert not made.engine._draft_length.stays_plain([sequence(PROMPTS[0], 1)])
+    assert made.engine._draft_length.stays_plain([sequence(PROMPTS[0], 1, num_draft_tokens=0)])
+
+
+def test_a_loop_drafts_no_more_than_graphs_are_ready_for_unless_a_request_asks_for_it() -> None:
+    made = looping(8)
+    drafter = made.engine.parts.drafter
+    drafter.preparations(WarmupPlan((1,), (1, 2, 3), 256))
+    held, chosen = sequence(PROMPTS[0], NEW_TOKENS), sequence(PROMPTS[0], NEW_TOKENS, num_draft_tokens=5)
+    for seq in (held, chosen):
+        made.engine.run([seq])
+    assert made.count and [len(seq.stats.offered_at) for seq in (held, chosen)] == [3, 5]
+
+
+@pytest.mark.gpu
+def test_on_the_card_a_loop_writes_what_plain_decoding_writes() -> None:
+    made = looping()
+    seqs = made.engine.run([sequence(prompt, 120) for prompt in PROMPTS])
+    assert made.count > 3 and [seq.generated for seq in seqs] == plain(PROMPTS, 120)

@@ -1,6 +1,6 @@
 """Learning from traffic, simulated: a server meets a language that the shipped head never saw.
 
-    PYTHONPATH=src python3 benchmarks/learning.py --out OUT                       2,000 requests, about 15 minutes
+    PYTHONPATH=src python3 benchmarks/learning.py --out OUT                       2,000 requests, about 20 minutes
     PYTHONPATH=src python3 benchmarks/learning.py --out OUT --requests 60 --round 20 --kills 1
 
 Two servers run side by side, `paceline serve` without and with --learn. Traffic comes in rounds: the same requests go
@@ -79,10 +79,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--draft-tokens", type=int, default=3)
-    parser.add_argument("--rest", type=float, default=6.0, help="seconds without requests after each round")
-    parser.add_argument("--learn-steps", type=int, default=24)
+    parser.add_argument("--rest", type=float, default=10.0, help="seconds without requests after each round")
+    parser.add_argument("--learn-steps", type=int, default=16)
     parser.add_argument("--kills", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=14.0, help="begin no round after this long")
+    parser.add_argument("--minutes", type=float, default=40.0, help="begin no round after this long")
     return parser.parse_args(argv)
 
 

@@ -77,3 +77,11 @@ def test_processes_share_an_epoch_and_too_few_sequences_are_refused() -> None:
 def test_the_reduced_vocabulary_holds_the_most_frequent_tokens_and_the_end_of_sequence() -> None:
     small = Corpus.of([TrainingSequence([7, 7, 7, 9, 9, 3], 1)])
     assert frequent_tokens(small, 20, 3, frozenset({15})).tolist() == [7, 9, 15]
+
+
+def test_small_batches_have_little_padding_and_large_ones_few_shapes() -> None:
+    corpus = Corpus.of([TrainingSequence([1] * length, 1) for length in range(60, 80)])
+    small = [batch.tokens.shape for batch in BatchSampler(corpus, 1024, 0).once()]
+    large = [batch.tokens.shape for batch in BatchSampler(corpus, 16384, 0).once()]
+    assert all(width % 8 == 0 and rows * width <= 1024 for rows, width in small) and max(small)[1] <= 80
+    assert {width for _, width in large} == {128}

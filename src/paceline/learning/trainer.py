@@ -2,7 +2,7 @@
 
 Again and again it takes the latest sequences of the ring, trains the head in use on them, and compares both heads on
 held-out sequences. A better one is proposed to the server. Killed at any time, it goes on from its last checkpoint.
-It has one thread and the lowest priority, and the server stops it while requests are under way.
+It has the lowest priority, and the server stops it while requests are under way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ MAX_TRAIN_TOKENS, MAX_HELD_OUT_TOKENS = 1 << 20, 1 << 15
 MAX_HELD_OUT, MAX_MEASURED = 128, 16
 MOST_STEPS = 16  # times the steps of the first attempt
 LEARNING_RATE = 5e-4
+MAX_STATES_BYTES = 512 << 20  # of the target, kept between the steps of an attempt: half of a step would compute them
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +231,14 @@ def main(path: str) -> None:
 def open_training_target(options: LearnerOptions) -> TrainingTarget:
     import torch
 
+    from paceline.train.placement import on_gpu
+    from paceline.train.remembering_teacher import RememberingTeacher
     from paceline.train.run import TrainOptions, open_target
 
-    torch.set_num_threads(1)
-    return open_target(TrainOptions.of(options.method, "", {"model": options.model}), options.device)
+    if on_gpu(options.device):  # on a CPU it may take every core: it runs only while no request does
+        torch.set_num_threads(1)
+    target = open_target(TrainOptions.of(options.method, "", {"model": options.model}), options.device)
+    return replace(target, teacher=RememberingTeacher(target.model, MAX_STATES_BYTES))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class TrainerProcess:
     def _start(self) -> None:
         source = str(Path(paceline.__file__).parent.parent)
         paths = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        environment = {**os.environ, "PYTHONPATH": paths}
         with (self._folder / LOG_FILE).open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.learning.trainer", str(self._folder), str(os.getpid())],

@@ -156,7 +156,7 @@ class LearnConfig:
     learn_device: str | None = option(
         None, "--learn-device", "D", "where --learn trains; default: the model's device, while no request runs"
     )
-    learn_steps: int = option(64, "--learn-steps", "N", "training steps before a new head is first compared")
+    learn_steps: int = option(16, "--learn-steps", "N", "training steps before a new head is first compared")
 
     def __post_init__(self) -> None:
         if self.learn is not None and not self.learn_consent:

@@ -21,7 +21,8 @@ SHARD = "sequences-{:03d}.safetensors"
 GREEDY = 128  # added to a sequence's domain where its answer is greedy
 HELD_OUT_SHARE = 0.02
 FEWEST_HELD_OUT, MOST_HELD_OUT = 8, 512
-PADDED_MULTIPLE = 64  # batches are padded to multiples of this: few shapes, little padding
+PADDED_MULTIPLES = (8, 64)  # batches are padded to multiples: of the first where they are small, for little padding,
+TOKENS_OF_LARGE_BATCH = 8192  # of the second from this size on, for few shapes
 WINDOW_BATCHES = 32  # batches that are filled together from sequences sorted by length
 
 
@@ -186,6 +187,10 @@ class BatchSampler:
     def __init__(self, corpus: Corpus, size: int, seed: int) -> None:
         self._corpus, self._size, self._seed = corpus, size, seed
         self._offsets = corpus.offsets
+        self._multiple = PADDED_MULTIPLES[size >= TOKENS_OF_LARGE_BATCH]
+
+    def _padded(self, length: int) -> int:
+        return -(-length // self._multiple) * self._multiple
 
     def epoch(self, number: int) -> list[np.ndarray]:
         """The batches of one pass over the corpus, as indices of sequences."""
@@ -203,7 +208,7 @@ class BatchSampler:
         """Cut sequences sorted by length into batches whose padded size stays within the limit."""
         out, first = [], 0
         for index in range(len(part)):
-            padded = _padded_length(int(self._corpus.lengths[part[index]]))
+            padded = self._padded(int(self._corpus.lengths[part[index]]))
             if index > first and (index + 1 - first) * padded > self._size:
                 out.append(part[first:index])
                 first = index
@@ -212,7 +217,7 @@ class BatchSampler:
 
     def batch(self, indices: np.ndarray) -> TrainingBatch:
         lengths = self._corpus.lengths[indices]
-        tokens = np.zeros((len(indices), _padded_length(int(lengths.max()))), dtype=np.int64)
+        tokens = np.zeros((len(indices), self._padded(int(lengths.max()))), dtype=np.int64)
         for row, index in enumerate(indices):
             tokens[row, : lengths[row]] = self._corpus.tokens[self._offsets[index] : self._offsets[index + 1]]
         starts = torch.from_numpy(self._corpus.starts[indices].astype(np.int64))
@@ -235,10 +240,6 @@ class BatchSampler:
     def once(self) -> Iterator[TrainingBatch]:
         """Every sequence exactly once."""
         return (self.batch(indices) for indices in self.epoch(0))
-
-
-def _padded_length(length: int) -> int:
-    return -(-length // PADDED_MULTIPLE) * PADDED_MULTIPLE
 
 
 def frequent_tokens(corpus: Corpus, vocab_size: int, count: int, always: frozenset[int] = frozenset()) -> Tensor:

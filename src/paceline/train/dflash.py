@@ -23,7 +23,7 @@ from paceline.train.block_loss import BlockLoss, TrainedRows, drafts_of, positio
 from paceline.train.corpus import CorpusSplit, TrainingBatch
 from paceline.train.options import setting
 from paceline.train.task import Positions, TrainerSpec, TrainingTarget
-from paceline.train.teacher import TargetStates, Teacher, draft_ids_of, rounded_teacher
+from paceline.train.teacher import BatchStates, Teacher, draft_ids_of, rounded_teacher
 
 BLOCK_ATTENTION = ("bidirectional", "causal")
 INITIAL_SPREAD = 0.02
@@ -181,22 +181,25 @@ class DFlashTask:
 
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
-        features = self.teacher.states(sample.tokens).features(self.head.config.feature_layers)
+        features = self._read(self.teacher, sample).features
         inside = sample.inside(0)
         inside[:, 0] = False
         usual = features[inside].float().square().mean(dim=0).sqrt()
         self.module.scale.copy_(1.0 / usual.clamp(min=1e-3))
 
-    def _states(self, batch: TrainingBatch, states: TargetStates, blocks: AnchorBlocks) -> Tensor:
+    def _read(self, teacher: Teacher, batch: TrainingBatch) -> BatchStates:
+        return teacher.batch_states(batch, self.head.config.feature_layers)
+
+    def _states(self, batch: TrainingBatch, states: BatchStates, blocks: AnchorBlocks) -> Tensor:
         """Of the drafting rows: [chunks, blocks, block_size - 1, hidden_size]."""
-        scaled = states.features(self.head.config.feature_layers).float() * self.module.scale
+        scaled = states.features.float() * self.module.scale
         return block_states(self.head, scaled, batch.tokens, blocks)[:, :, 1:]
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Row j of a block is trained on what the target predicts of the token j places after the anchor."""
         size, options = self.head.config.block_size, self.options
         blocks = AnchorBlocks.of(random_order(batch), possible_anchors(batch), options.anchors, size)
-        states = self.teacher_of(batch).states(batch.tokens)
+        states = self._read(self.teacher_of(batch), batch)
         answers = Positions.of(batch, 0)
         targets = self.teacher.targets(answers.pick(states.final), self._draft_ids)
         rows = self._rows(batch, blocks, answers, self._states(batch, states, blocks))
@@ -226,7 +229,7 @@ class DFlashTask:
         order = -torch.arange(length, device=batch.tokens.device).expand(batch.tokens.shape).float()
         drafts = torch.zeros(*batch.tokens.shape, size - 1, dtype=torch.int64, device=batch.tokens.device)
         blocks = AnchorBlocks.of(order, possible_anchors(batch), length, size)
-        states = self._states(batch, self.teacher.states(batch.tokens), blocks)
+        states = self._states(batch, self._read(self.teacher, batch), blocks)
         for first in range(0, len(blocks.seq), CHUNKS_AT_A_TIME):
             part = slice(first, first + CHUNKS_AT_A_TIME)
             seq, anchors, valid = blocks.seq[part, None], blocks.anchors[part], blocks.valid[part]

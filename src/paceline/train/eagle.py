@@ -19,7 +19,7 @@ from paceline.train.corpus import CorpusSplit, TrainingBatch, adapted_tokens
 from paceline.train.losses import blend, soft_loss
 from paceline.train.options import setting
 from paceline.train.task import HeadAdaptation, Positions, TrainerSpec, TrainingTarget, in_parts
-from paceline.train.teacher import Teacher, draft_ids_of
+from paceline.train.teacher import BatchStates, Teacher, draft_ids_of
 from paceline.train.training_time_test import unroll
 
 
@@ -108,9 +108,8 @@ class EagleTask:
     def head(self) -> Eagle3Head:
         return self.module.head
 
-    @property
-    def _feature_layers(self) -> tuple[int, ...]:
-        return self.head.feature_layers(self.teacher.num_layers)
+    def _states(self, batch: TrainingBatch) -> BatchStates:
+        return self.teacher.batch_states(batch, self.head.feature_layers(self.teacher.num_layers))
 
     @torch.no_grad()
     def start(self, sample: TrainingBatch) -> None:
@@ -155,7 +154,7 @@ class EagleTask:
 
     def measure_scale(self, sample: TrainingBatch) -> None:
         """One over the usual size of each feature dimension. The first token's states are outliers and left out."""
-        features = self.teacher.states(sample.tokens).features(self._feature_layers)
+        features = self._states(sample).features
         inside = torch.arange(sample.tokens.shape[1], device=features.device)[None] < sample.lengths[:, None]
         inside[:, 0] = False
         usual = features[inside].float().square().mean(dim=0).sqrt()
@@ -167,11 +166,11 @@ class EagleTask:
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Step j at position u - j is trained on what the target predicts at u."""
-        states = self.teacher.states(batch.tokens)
+        states = self._states(batch)
         positions = Positions.of(batch, self.options.ttt_steps)
         targets = self.teacher.targets(positions.pick(states.final), self._draft_ids)
         labels = blend(targets, self.options.greedy_weight)
-        features = states.features(self._feature_layers)
+        features = states.features
         del states
         total, weight = torch.zeros((), device=batch.tokens.device), 0.0
         for step, hidden in enumerate(self._unrolled(batch, features), start=1):
@@ -183,7 +182,7 @@ class EagleTask:
 
     @torch.no_grad()
     def draft_tokens(self, batch: TrainingBatch) -> Tensor:
-        features = self.teacher.states(batch.tokens).features(self._feature_layers)
+        features = self._states(batch).features
         drafts = []
         for hidden in self._unrolled(batch, features):
             best = torch.cat([self.head.logits(part).argmax(dim=-1) for part in in_parts(hidden)])

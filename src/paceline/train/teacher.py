@@ -13,6 +13,7 @@ from paceline.hub.model_config import decoder_sizes
 from paceline.quantization.int4 import GROUP_SIZE
 from paceline.quantization.packed import round_weight
 from paceline.quantization.packed_layout import Kind
+from paceline.train.corpus import TrainingBatch
 from paceline.train.losses import TeacherTargets
 
 ROWS_AT_A_TIME = 8192  # full-vocabulary logits are computed for this many rows at once
@@ -34,6 +35,18 @@ class TargetStates:
         return torch.cat([self.inputs[layer] for layer in layers], dim=-1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchStates:
+    """What a head in training reads of the target for a batch; of padding it may be anything.
+
+    final     [batch, length, hidden_size]: after the final norm
+    features  [batch, length, layers * hidden_size]: the states that enter the layers asked for, from low to high
+    """
+
+    final: Tensor
+    features: Tensor
+
+
 class Teacher:
     """Runs the target without gradients. The model is never changed."""
 
@@ -49,6 +62,10 @@ class Teacher:
         """Sequences are padded on the right, which no earlier token attends to: causal attention needs no mask."""
         output = self.model.base_model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return TargetStates(output.last_hidden_state, output.hidden_states)
+
+    def batch_states(self, batch: TrainingBatch, layers: tuple[int, ...]) -> BatchStates:
+        states = self.states(batch.tokens)
+        return BatchStates(states.final, states.features(layers))
 
     @torch.no_grad()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength, within_room
@@ -88,3 +90,46 @@ def test_what_a_drafter_has_not_read_is_counted_while_it_does_not_draft() -> Non
 def test_impossible_k_is_refused(k: object) -> None:
     with pytest.raises(OptionError, match="0 to 128"):
         FixedDraftLength(k)  # type: ignore[arg-type]
+
+
+def with_costs(step: float) -> AdaptiveDraftLength:
+    costs = CostModel(verify=CostCurve({1: 1.0, 2: 1.0 + step, 9: 1.0 + 9 * step}))
+    costs.draft.add(1, 0.05)
+    return AdaptiveDraftLength(costs, max_draft_tokens=8)
+
+
+@given(
+    step=st.floats(0.0, 0.5),
+    outcomes=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=12),
+    room=st.integers(2, 12),
+)
+def test_one_sequence_alone_is_planned_as_in_a_batch(step: float, outcomes: list[tuple[int, int]], room: int) -> None:
+    policy, one = with_costs(step), seq(room)
+    policy.plan([one])
+    state = policy._state(one)
+    for reach, accepted in outcomes:
+        for rates in (state.rates, policy._rates_of(state.kind)):
+            rates.observe(reach, min(reach, accepted))
+    limits = [within_room(one, 8)]
+    alone, together = policy._best_alone(state, limits[0]), policy._best_together([state], limits)
+    assert alone.ks == together.ks and alone.rate == pytest.approx(together.rate)
+
+
+def verified(policy: AdaptiveDraftLength, one: Sequence, accepted: int, k: int) -> None:
+    result = VerifyResult(list(range(accepted)), 9)
+    step = StepResult(chain(torch.arange(k)), result, RowOutput(torch.zeros(1, 1)), [1] * (accepted + 1))
+    policy.observe([one], [step], StepTiming(0.05, 1.0 + 0.1 * k, k + 1, k, 1, int(k > 0)))
+
+
+def test_a_choice_stands_while_no_draft_token_is_verified_and_no_longer() -> None:
+    policy, one = with_costs(0.01), seq(1000)
+    [first] = policy.plan([one])
+    kept = policy._kept
+    verified(policy, one, 0, 0)  # the drafter had nothing
+    assert policy.plan([one]) == [first] and policy._kept is kept
+    verified(policy, one, 0, first)
+    assert policy._kept is None, "what was verified counts at once"
+    for _ in range(40):
+        policy.plan([one])
+        verified(policy, one, 0, 0)
+    assert policy._kept is not None and policy._kept.uses < 40, "costs are looked at again after a few steps"

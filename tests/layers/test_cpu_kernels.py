@@ -21,6 +21,7 @@ from paceline.layers.cpu_kernels import (
     compile_kernels,
     float_blocks,
     joined,
+    norm_rows,
     pack_blocks,
     repack_blocks,
     unpack_blocks,
@@ -35,6 +36,16 @@ def _threads_as_before() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("size", [16, 576])
+def test_a_norm_is_that_of_float64_and_the_same_bits_beside_other_rows(size: int) -> None:
+    x, weight = 30 * torch.randn(7, size), torch.rand(size)
+    normed = norm_rows(x, weight, 1e-5)
+    exact = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), exact, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(norm_rows(row[None], weight, 1e-5)[0], normed[place]) for place, row in enumerate(x))
+    assert torch.equal(norm_rows(x.t().contiguous().t(), weight, 1e-5), normed)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(8, 0.01), (4, 0.12)])

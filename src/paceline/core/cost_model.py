@@ -292,6 +292,8 @@ class CostModel:
 
     def plain_pass(self, num_seqs: int) -> float:
         """A plain pass of a batch; of a size without samples, that of the nearest and the difference in width."""
+        if num_seqs == 1:
+            return self.width(1)
         nearest = min((1, *self.plain.sizes), key=lambda size: abs(size - num_seqs))
         seconds = self.width(1) if nearest == 1 else self.plain.at(nearest)
         return seconds + self.width(num_seqs) - self.width(nearest)

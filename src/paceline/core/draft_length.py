@@ -14,7 +14,8 @@ adaptive   the k that has paid best lately, from acceptance by position and the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from operator import is_
+from typing import ClassVar, Protocol
 
 from paceline.config import checked_k
 from paceline.core.acceptance import PositionRates, expected_tokens
@@ -120,6 +121,23 @@ class _Choice:
         return self.tokens / self.seconds
 
 
+@dataclass(slots=True)
+class _KeptChoice:
+    """The best choice of an earlier plan, which stands while no draft token is verified: only costs change a little."""
+
+    choice: _Choice
+    states: list[_SequenceState]
+    limits: list[int]
+    uses: int = 0
+
+    MAX_USES: ClassVar[int] = 8
+
+    def take(self, states: list[_SequenceState], limits: list[int]) -> _Choice | None:
+        self.uses += 1
+        same = len(states) == len(self.states) and all(map(is_, states, self.states)) and limits == self.limits
+        return self.choice if same and self.uses <= self.MAX_USES else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Gain:
     """Tokens that one more draft token promises to a sequence."""
@@ -170,6 +188,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         self._schedule = ProbeSchedule()
         self._is_probe = False  # the step that is under way
         self._steps_since_plain = 0
+        self._kept: _KeptChoice | None = None
         self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays while no probe is due
 
     # --- before a step ------------------------------------------------------------------------------------------------
@@ -212,6 +231,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return ks
         self._steps_since_plain = 0
         if not pays:
+            self._kept = None  # a probe is timed by what is known now
             self._probe_or_rest(seqs, best, candidates, ks)
         return ks
 
@@ -280,6 +300,13 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             ks[probe] = 1
 
     def _best(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
+        kept = None if self._kept is None else self._kept.take(states, limits)
+        if kept is None:
+            kept = self._best_alone(states[0], limits[0]) if len(states) == 1 else self._best_together(states, limits)
+            self._kept = _KeptChoice(kept, states, limits)
+        return kept
+
+    def _best_together(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
         """Add the draft token that promises most, one by one; the best batch with draft tokens on the way."""
         ks, tokens, longest, drafting, probes = [0] * len(states), float(len(states)), 0, 0, 0.0
         costs = self.costs.of(len(states))
@@ -295,26 +322,40 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 best = _Choice(list(ks), tokens, seconds)
         return best
 
+    def _best_alone(self, state: _SequenceState, limit: int) -> _Choice:
+        """The same for one sequence, whose draft tokens come in one order. Planned before every step: it is quick."""
+        rates = state.rates.rates(limit, self._rates_of(state.kind).rates(limit))
+        costs, probes = self.costs.of(1), 1 + round(self._probe_nodes)
+        best_k, best_tokens, best_seconds, tokens = 0, 0.0, 1.0, 1.0
+        for k, gain in enumerate(self._gains_of(rates), start=1):
+            tokens += gain
+            seconds = max(costs.step(k + probes, k, 1), self.MIN_SECONDS)
+            if tokens * best_seconds > best_tokens * seconds:
+                best_k, best_tokens, best_seconds = k, tokens, seconds
+        return _Choice([best_k], best_tokens, best_seconds)
+
     def _gains(self, states: list[_SequenceState], limits: list[int]) -> list[_Gain]:
         """What each further draft token for each sequence promises, most first. Those of one sequence only fall."""
         longest = max(limits)
         overall = {kind: self._rates_of(kind).rates(longest) for kind in {state.kind for state in states}}
         gains: list[_Gain] = []
         for index, (state, limit) in enumerate(zip(states, limits)):
-            gains += self._gains_of(index, state.rates.rates(limit, overall[state.kind]))
+            rates = state.rates.rates(limit, overall[state.kind])
+            gains += [_Gain(tokens, index) for tokens in self._gains_of(rates)]
         gains.sort(key=lambda gain: -gain.tokens)  # stable: of equals, the earlier sequence and the earlier draft token
         return gains
 
-    def _gains_of(self, index: int, rates: list[float]) -> list[_Gain]:
+    def _gains_of(self, rates: list[float]) -> list[float]:
+        """Tokens that each further draft token promises, by the rates of their depths."""
         share, reach, depth = self._depth_share, 1.0, -1
-        gains: list[_Gain] = []
+        gains: list[float] = []
         for node in range(len(rates)):
             if int(node * share + 0.5) > depth:
                 depth += 1
                 reach *= rates[depth]
             if reach * share < self.MIN_GAIN and node:
                 break
-            gains.append(_Gain(reach * share, index))
+            gains.append(reach * share)
         return gains
 
     # --- after a step -------------------------------------------------------------------------------------------------
@@ -353,6 +394,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         count = result.tree.num_draft_tokens
         if not count or self._selective.covers(seq):
             return
+        self._kept = None
         self._probe_nodes += (result.tree.probes - self._probe_nodes) * (0.1 if self._probe_nodes else 1.0)
         reach = max(depths(result.tree.parents[:count])) + 1
         self._depth_share += 0.1 * (reach / count - self._depth_share)

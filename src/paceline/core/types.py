@@ -99,7 +99,7 @@ class Row:
         if self.lead is None:
             return self.tokens
         first = torch.tensor([self.lead], dtype=torch.int64, device=self.tokens.device)
-        return torch.cat([first, self.tokens])
+        return torch.cat([first, self.tokens]) if len(self.parents) > 1 else first
 
     @classmethod
     def chain(cls, seq_cache: SequenceCache, tokens: Tensor | list[int]) -> Row:

@@ -139,7 +139,7 @@ def compile_kernels(machine: Machine) -> ctypes.CDLL:
     )  # fmt: skip
     source = "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
     loaded = compiled_library(source, machine.options)
-    loaded.paceline_pack.restype = None
+    loaded.paceline_pack.restype = loaded.paceline_norm.restype = None
     return loaded
 
 
@@ -215,6 +215,16 @@ def blocks_product(x: Tensor, linear: CLinear, bias: Tensor | None) -> Tensor:
     nodes, threads = x.numel() // columns, torch.get_num_threads()
     parts = (ctypes.byref(linear), _address(x), nodes, _address(bias), _address(out), threads)
     check(_loaded().paceline_product(*parts))
+    return out
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Every row of x divided by its root mean square, times weight. Both float32; rows are a multiple of LANES."""
+    x, size = x.contiguous(), x.shape[-1]
+    assert size % LANES == 0 and x.dtype == weight.dtype == torch.float32
+    out = torch.empty_like(x)
+    rows = ctypes.c_int64(x.numel() // size)
+    _loaded().paceline_norm(_address(x), _address(weight), rows, size, ctypes.c_float(eps), _address(out))
     return out
 
 

@@ -451,3 +451,9 @@ int paceline_run_layers(const Model *model, const Batch *batch, float *hidden, i
     release_work(&job.work);
     return fits ? 0 : -1;
 }
+
+/* x [rows, size], each row through a root-mean-square norm. size is a multiple of 16. */
+void paceline_norm(const float *x, const float *gain, int64_t rows, int32_t size, float eps, float *out) {
+    memcpy(out, x, rows * size * sizeof(float));
+    for (int64_t row = 0; row < rows; row++) norm_head(out + row * size, gain, size, eps);
+}

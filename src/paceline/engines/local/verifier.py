@@ -108,8 +108,8 @@ class Argmaxes:
     def of(cls, trees: list[DraftTree], output: ModelOutput) -> Argmaxes:
         """One argmax, one copy to the host: draft tokens and argmaxes travel together."""
         argmax = argmax_rows(output.logits) if output.best is None else output.best
-        tokens = torch.cat([tree.tokens.to(argmax.device, non_blocking=True) for tree in trees])
-        numbers = torch.cat([argmax, tokens]).tolist()
+        drafted = [tree.tokens.to(argmax.device, non_blocking=True) for tree in trees if len(tree)]
+        numbers = (torch.cat([argmax, *drafted]) if drafted else argmax).tolist()
         first_nodes = list(accumulate(map(len, trees), initial=0))
         first_rows = list(accumulate(output.sizes, initial=0))
         return cls(trees, numbers[: argmax.shape[0]], numbers[argmax.shape[0] :], first_rows, first_nodes)

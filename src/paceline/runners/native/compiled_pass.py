@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Row
-from paceline.layers.cpu_kernels import LANES, CBatch, CLayer, CModel, joined, run_layers
+from paceline.layers.cpu_kernels import LANES, CBatch, CLayer, CModel, joined, norm_rows, run_layers
 from paceline.layers.decoder_layer import LayerWeights
+from paceline.layers.norm import Norm
+from paceline.layers.ops import EagerOps
 from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.runners.native.kv_cache import KVCache, own
 
@@ -70,6 +72,16 @@ class CompiledLayers:
         parents = rows[0].parents if len(rows) == 1 else [parent for row in rows for parent in row.parents]
         parts = (lengths, counts, skips, parents, tables)
         return CBatch(*map(_integers, parts), len(rows), sum(counts) - sum(skips))
+
+
+class CompiledOps(EagerOps):
+    """Of the operations around compiled layers, the norm: through torch it takes as long as half a layer."""
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight = norm.rms_weight
+        if weight is None or weight.dtype != torch.float32 or x.dtype != torch.float32 or x.shape[-1] % LANES:
+            return super().norm(x, norm)
+        return norm_rows(x, weight, self._eps)
 
 
 def _integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int32]:

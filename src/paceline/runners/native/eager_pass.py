@@ -14,7 +14,7 @@ from paceline.layers.lora import LoraRows
 from paceline.layers.ops import EagerOps
 from paceline.models.decoder import DecoderModel, LayerOutput
 from paceline.runners.native.attention_metadata import BatchBuilder
-from paceline.runners.native.compiled_pass import CompiledLayers, LayerSpan
+from paceline.runners.native.compiled_pass import CompiledLayers, CompiledOps, LayerSpan
 from paceline.runners.native.early_exit import EarlyExitState, common_layer, merged
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, model_output
@@ -42,9 +42,10 @@ class EagerPasses:
         self._model, self._options, self._device = model, options, kv.device
         by_node = model.quantizes_input
         attention = EagerAttention(attention_sizes(model, kv), kv.caches, node_by_node=by_node)
-        self.ops = EagerOps(attention, model.config.rms_norm_eps)
         self._builder = BatchBuilder(kv, attention, rope_caches, model.config.windows)
         self._compiled = CompiledLayers.of(model, kv, rope_caches[0])
+        ops = EagerOps if self._compiled is None else CompiledOps
+        self.ops = ops(attention, model.config.rms_norm_eps)
 
     def forward(self, rows: list[Row], last_only: bool) -> ModelOutput:
         """Read all rows, packed, in one pass."""
@@ -94,8 +95,8 @@ class EagerPasses:
             )
 
     def _tokens(self, rows: list[Row]) -> Tensor:
-        tokens = torch.cat([row.ids().to(self._device) for row in rows]) if len(rows) > 1 else rows[0].ids()
-        return tokens.to(self._device)
+        ids = [row.ids() if row.tokens.device == self._device else row.ids().to(self._device) for row in rows]
+        return torch.cat(ids) if len(ids) > 1 else ids[0]
 
     def _keep_exit_states(self, rows: list[Row], tokens: Tensor, hidden_states: Tensor) -> None:
         """An exit keeps its states for verification; every other pass makes earlier ones worthless."""

@@ -106,13 +106,13 @@ def asked(value: DraftValue, seq: Sequence, sent: int, slope: float, rounds: int
     for _ in range(rounds):
         length = value.useful_length(seq, 15)
         record.draft.add(length, 0.3 + slope * length)
-        record.sent(length, min(length, sent))
+        record.depths.observe(length, min(length, sent), 0.5 * min(length, sent))
     return value.useful_length(seq, 15)
 
 
-def test_a_source_is_asked_for_what_is_sent_and_a_little_more_where_length_takes_time() -> None:
+def test_a_source_is_asked_for_what_is_sent_where_length_takes_time() -> None:
     seq = sequence([1], 1000)
-    assert asked(value_of(0.1), seq, sent=3, slope=0.05) in (5, 6)
+    assert asked(value_of(0.1), seq, sent=3, slope=0.05) in (3, 4)
     assert asked(value_of(0.1), seq, sent=3, slope=0.0) == 15, "one pass, whatever its length"
     assert asked(value_of(0.1), seq, sent=15, slope=0.05) == 15, "all of it is sent"
 
@@ -125,8 +125,8 @@ def test_a_source_that_makes_fewer_than_there_is_room_for_is_asked_for_what_is_s
         lengths.append(value.useful_length(seq, 16))
         made = min(lengths[-1], 15)
         record.draft.add(made, 0.3 + 0.05 * made)
-        record.sent(made, min(made, 3))
-    assert lengths[0] == 16 and lengths[-1] in (5, 6)
+        record.depths.observe(made, min(made, 3), 0.5 * min(made, 3))
+    assert lengths[0] == 16 and lengths[-1] in (3, 4)
 
 
 def test_a_source_that_was_asked_for_little_is_asked_for_more_when_all_of_it_is_sent() -> None:

@@ -10,13 +10,13 @@ drafter states before it draws, and never on those after it. That keeps the outp
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import PositionRates
 from paceline.core.confidence import ConfidenceTable
 from paceline.core.cost_model import BatchCostModel, CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
 from paceline.core.draft_tree import ROOT, DraftTree, depths, select
+from paceline.core.sent_depths import SentDepths
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
@@ -26,8 +26,6 @@ DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
 MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
 MAX_SPEEDUP = 32.0
-MORE = 2  # draft tokens beyond those that were sent lately: what is not made cannot be found to pay
-REACH_WEIGHT = 0.2  # of one draft in how many are sent
 WORTH_SAVING = 0.02  # of a plain pass: a drafter that is no quicker with fewer draft tokens makes all it may
 LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
 
@@ -46,7 +44,7 @@ class SourceRecord:
     draft  seconds of making a draft, by its draft tokens
     tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
     states_confidence  its drafts do
-    reach  draft tokens that are worth making: those that were sent lately, and a few more
+    depths  how many of its draft tokens are worth making
     """
 
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
@@ -56,15 +54,7 @@ class SourceRecord:
     cost: float = 0.0
     num_drafts: int = 0
     states_confidence: bool = False
-    reach: float = math.inf
-
-    def sent(self, made: int, count: int) -> None:
-        """So many of the draft tokens of a draft were sent."""
-        if count >= made:
-            self.reach = max(self.reach, made + MORE)
-        else:
-            self.reach = min(self.reach, made)
-            self.reach += REACH_WEIGHT * (count + MORE - self.reach)
+    depths: SentDepths = field(default_factory=SentDepths)
 
     def drafted(self, tokens: float, cost: float) -> None:
         """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
@@ -173,10 +163,11 @@ class DraftValue:
         That fewer take less time must have been seen: a block takes one pass whatever its length.
         """
         record = self.record(seq, source)
-        length = max(1, math.ceil(min(record.reach, limit)))
         longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
-        if length >= longest:
+        if longest < 2:
             return limit
+        made = record.draft.at(longest) - record.draft.at(1)
+        length = record.depths.length(longest, made / (longest - 1))
         saved = record.draft.at(longest) - record.draft.at(length)
         return length if saved > WORTH_SAVING * self.costs.plain_pass(1) else limit
 

@@ -3,8 +3,9 @@ after it was made.
 
 So the drafter is asked for as much as may pay, since a block takes one pass whatever its length and a lookup takes
 none, and what does not pay stays out of the target's pass. Where longer drafts take longer, as on a CPU, it is asked
-for what was sent lately and a little more. Whether to ask at all follows from what asking has gained lately, less the
-time that making drafts took. Where it loses, probes within a small share of the time go on.
+for as many as are sent often enough to earn their making (sent_depths.py). Whether to ask at all follows from what
+asking has gained lately, less the time that making drafts took. Where it loses, probes within a small share of the
+time go on.
 """
 
 from __future__ import annotations
@@ -99,7 +100,9 @@ class SelectiveDrafts:
             own = self._asked.get(seq.seq_id)
             if own is not None:
                 self.value.learn(seq, own.tree, result)
-                self.value.record(seq, own.tree.source).sent(own.tree.num_draft_tokens, result.tree.num_draft_tokens)
+                won = own.tokens * self.value.token_seconds(timing.num_seqs) - own.added
+                counts = (own.tree.num_draft_tokens, result.tree.num_draft_tokens)
+                self.value.record(seq, own.tree.source).depths.observe(*counts, won)
                 known = share if timing.clean and not caught_up else None
                 drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()

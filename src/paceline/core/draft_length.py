@@ -133,6 +133,7 @@ class _KeptChoice:
     MAX_USES: ClassVar[int] = 8
 
     def take(self, states: list[_SequenceState], limits: list[int]) -> _Choice | None:
+        """None: it was made for others, or too many steps ago."""
         self.uses += 1
         same = len(states) == len(self.states) and all(map(is_, states, self.states)) and limits == self.limits
         return self.choice if same and self.uses <= self.MAX_USES else None
@@ -300,11 +301,12 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             ks[probe] = 1
 
     def _best(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
-        kept = None if self._kept is None else self._kept.take(states, limits)
-        if kept is None:
-            kept = self._best_alone(states[0], limits[0]) if len(states) == 1 else self._best_together(states, limits)
-            self._kept = _KeptChoice(kept, states, limits)
-        return kept
+        """The choice with draft tokens that promises the most tokens a second."""
+        best = None if self._kept is None else self._kept.take(states, limits)
+        if best is None:
+            best = self._best_alone(states[0], limits[0]) if len(states) == 1 else self._best_together(states, limits)
+            self._kept = _KeptChoice(best, states, limits)
+        return best
 
     def _best_together(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
         """Add the draft token that promises most, one by one; the best batch with draft tokens on the way."""

@@ -166,8 +166,8 @@ class DraftValue:
         longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
         if longest < 2:
             return limit
-        made = record.draft.at(longest) - record.draft.at(1)
-        length = record.depths.length(longest, made / (longest - 1))
+        each = (record.draft.at(longest) - record.draft.at(1)) / (longest - 1)  # neighbours alone would be noise
+        length = record.depths.length(longest, each)
         saved = record.draft.at(longest) - record.draft.at(length)
         return length if saved > WORTH_SAVING * self.costs.plain_pass(1) else limit
 

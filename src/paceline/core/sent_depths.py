@@ -21,7 +21,7 @@ class SentDepths:
     _num_sent: int = 0  # drafts of which something was sent
 
     def observe(self, made: int, count: int, won: float) -> None:
-        """Of `made` draft tokens of a chain the first `count` were sent, which won so many seconds."""
+        """Of `made` draft tokens `count` were sent, which won so many seconds. A tree counts like a chain as long."""
         while len(self._shares) < made:
             self._shares.append(0.0)
             self._counts.append(0)

@@ -24,6 +24,22 @@ from paceline.heads.eagle import EagleHead
 from paceline.heads.registry import load_head
 
 LARGE = {"hidden_size": 4224, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 22}
+# A pair of 1.5B and 0.5B with a vocabulary of 152,000, as Qwen's. Heads keep the small model's 64 entries, so there are
+# twice as many of half the size; fewer layers or groups than the small model's there cannot be.
+QWEN_VOCABULARY = 151936
+QWEN_LARGE = {
+    "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 30, "num_key_value_heads": 4,
+    "num_attention_heads": 24, "vocab_size": QWEN_VOCABULARY,
+}  # fmt: skip
+QWEN_SMALL = {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 30, "num_key_value_heads": 4,
+    "num_attention_heads": 16, "vocab_size": QWEN_VOCABULARY,
+}  # fmt: skip
+# Of the target, and of the draft where it is not the small model itself.
+SHAPES: dict[str, tuple[dict[str, int], dict[str, int] | None]] = {
+    "large": (LARGE, None),
+    "small": (QWEN_LARGE, QWEN_SMALL),
+}
 GROUP = 64  # weights that share a scale in the low-bit copy
 DTYPE = torch.bfloat16
 State = dict[str, Tensor]
@@ -37,7 +53,7 @@ def doubled_sizes(small: Any) -> dict[str, int]:
 def large_config(small: Any, sizes: dict[str, int]) -> Any:
     large = AutoConfig.for_model(**small.to_dict())
     heads = sizes["num_key_value_heads"] * (small.num_attention_heads // small.num_key_value_heads)
-    for name, value in (sizes | {"num_attention_heads": heads, "head_dim": small.head_dim}).items():
+    for name, value in ({"num_attention_heads": heads} | sizes | {"head_dim": small.head_dim}).items():
         setattr(large, name, value)
     large.rms_norm_eps = small.rms_norm_eps * small.hidden_size / large.hidden_size
     return large
@@ -54,7 +70,19 @@ def inflated(state: State, small: Any, large: Any, device: str) -> State:
     if large.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     shrink = math.sqrt(small.hidden_size / large.hidden_size)
-    return {name: _inflated_weight(name, shape, state.get(name), shrink, device) for name, shape in shapes.items()}
+    old = {name: _regrouped(name, weight, small, large) for name, weight in state.items()}
+    return {name: _inflated_weight(name, shape, old.get(name), shrink, device) for name, shape in shapes.items()}
+
+
+def _regrouped(name: str, weight: Tensor, small: Any, large: Any) -> Tensor:
+    """Heads that share a key stay together: zeros stand for those that a larger group has more."""
+    axis = {"q_proj": 0, "o_proj": 1}.get(name.split(".")[-2])
+    old, new = (config.num_attention_heads // config.num_key_value_heads for config in (small, large))
+    if axis is None or old == new:
+        return weight
+    heads = weight.unflatten(axis, (small.num_key_value_heads, old, -1))
+    after = heads.ndim - axis - 2  # dimensions behind the heads of a group
+    return functional.pad(heads, [0, 0] * after + [0, new - old]).flatten(axis, axis + 2)
 
 
 def _inflated_weight(name: str, shape: torch.Size, old: Tensor | None, shrink: float, device: str) -> Tensor:
@@ -95,6 +123,7 @@ def inflated_block_head(folder: str | Path, embedding: Tensor, hidden_size: int,
     """The same of a block drafter, with the small model's embeddings and its rows of them as the output head."""
     head = load_head(folder, DFlashHead, dtype=DTYPE, device=device)
     config = replace(head.config, target_hidden_size=hidden_size, own_embeddings=True, own_lm_head=True)
+    embedding = embedding[: config.vocab_size, : config.hidden_size]  # of an inflated draft model: the small one's
     wide = DFlashHead(config).to(device, DTYPE)
     wide.load_state_dict(_wide_state(head, embedding, hidden_size) | {"lm_head.weight": embedding[head.target_ids]})
     return wide.eval().requires_grad_(False)
@@ -151,14 +180,18 @@ class Pair:
     device: str
 
 
-def build_pair(folder: str, device: str, *, dry_run: bool) -> Pair:
-    """dry_run: inflate to twice the small model only."""
+def build_pair(folder: str, device: str, *, dry_run: bool, shape: str = "large") -> Pair:
+    """dry_run: inflate to twice the small model only. shape: one of SHAPES."""
     small = AutoConfig.from_pretrained(folder)
     files = sorted(Path(folder).glob("*.safetensors"))
     state = {name: weight.to(device, DTYPE) for file in files for name, weight in load_file(file).items()}
-    config = large_config(small, doubled_sizes(small) if dry_run else LARGE)
+    target_sizes, draft_sizes = (doubled_sizes(small), None) if dry_run else SHAPES[shape]
+    config, draft, draft_config = large_config(small, target_sizes), rounded(state, 4), small
+    if draft_sizes is not None:
+        draft_config = large_config(small, draft_sizes)
+        draft = inflated(draft, small, draft_config, device)
     large = inflated(state, small, config, device)
-    return Pair(large, config, rounded(state, 4), small, AutoTokenizer.from_pretrained(folder), device)
+    return Pair(large, config, draft, draft_config, AutoTokenizer.from_pretrained(folder), device)
 
 
 def read_prompts(folder: Path, tokenizer: Any, count: int) -> list[list[int]]:

@@ -1,13 +1,15 @@
 """All that is measured on a card through the user's door, in one run that can be cut off and gone on with.
 
     python benchmarks/card.py --write-rig SMALL FOLDER [--head FOLDER]     the rig: target, draft, a block head
+    python benchmarks/card.py --write-rig SMALL FOLDER --shape small       one with the sizes of the Qwen pair
     python benchmarks/card.py --pair TARGET DRAFT --rig FOLDER --gguf TARGET.gguf DRAFT.gguf \\
         --prompts code.jsonl chat.jsonl --limit-prompts 6 --seconds 560 --out card.json
 
 Every row is a fresh process of benchmarks/fresh.py that meets its prompts for the first time. Rows come in the order of
 SECTIONS, those that decide most first; none begins that would hardly end within --seconds, and a row that is in --out
 already is not measured again. With --python vllm=PATH rows of vLLM stand beside ours, same models, same flags.
-Prints one table a section.
+--only "rig; rig, int4: plain, draft:auto" measures a whole section and two rows of another; a row that the section does
+not have is added to it. Prints one table a section, with the rows of it that were measured before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +54,28 @@ SECTIONS = (
     Section("pair, vLLM", "pair", "vllm/plain,vllm/draft:3"),
     Section("pair, 8 at a time", "pair", "plain,draft:3", batch=8),
     Section("rig, block head", "rig", "plain,dflash:7,dflash:15,dflash:auto", draft=RIG_HEAD),
-    Section("rig, int4", "rig", "plain,draft:5", dtype="int4"),
+    Section("rig, int4", "rig", "plain,draft:5,draft:auto", dtype="int4"),
     Section("pair, GGUF", "gguf", "plain,draft:3", dtype=None),
     Section("rig, fp8", "rig", "plain,draft:5", dtype="fp8"),
-    Section("rig, block head, 8 at a time", "rig", "plain,dflash:7", batch=8, draft=RIG_HEAD),
+    Section("rig, block head, 8 at a time", "rig", "plain,dflash:7,dflash:auto", batch=8, draft=RIG_HEAD),
     Section("pair, further", "pair", "plain,ngram:5,draft:7"),
     Section("rig, further", "rig", "plain,ngram:5,auto"),
     Section("pair, 8 at a time, further", "pair", "plain,draft:auto,draft:5", batch=8),
     Section("pair, vLLM, 8 at a time", "pair", "vllm/plain,vllm/draft:3", batch=8),
 )
+
+
+def chosen_sections(only: str) -> Iterator[tuple[Section, set[str]]]:
+    """Sections to show, each with the rows to measure. only: `NAME; NAME: ROW, ROW`; empty: all."""
+    named = {name.strip(): rows for name, _, rows in (part.partition(":") for part in only.split(";")) if name.strip()}
+    if unknown := named.keys() - {section.name for section in SECTIONS}:
+        sys.exit(f"card.py: no section is called {' or '.join(sorted(unknown))}")
+    for section in SECTIONS:
+        if not named or section.name in named:
+            own = section.rows.split(",")
+            rows = [row.strip() for row in named.get(section.name, "").split(",") if row.strip()]
+            further = [row for row in rows if row not in own]
+            yield replace(section, rows=",".join(own + further)), set(rows or own)
 
 
 def models_of(section: Section, args: argparse.Namespace) -> tuple[str, str] | None:
@@ -136,12 +151,15 @@ class Clock:
         return time.monotonic() + self.usual < self.end
 
 
-def run_section(section: Section, jobs: list[Job], records: Records, clock: Clock) -> list[fresh.ComparedRow]:
-    """Rows that are measured, now or before, each beside the section's plain row, or the engine's first."""
+def run_section(
+    section: Section, jobs: list[Job], wanted: set[str], records: Records, clock: Clock
+) -> list[fresh.ComparedRow]:
+    """Rows that are measured, now if they are wanted or before, each beside the section's plain row, or the engine's
+    first."""
     rows: list[fresh.ComparedRow] = []
     for job in jobs:
         result = records.get(section, job)
-        if result is None and clock.allows_another():
+        if result is None and job.name in wanted and clock.allows_another():
             began = time.monotonic()
             result = in_fresh_process(job)
             clock.usual = time.monotonic() - began
@@ -151,12 +169,12 @@ def run_section(section: Section, jobs: list[Job], records: Records, clock: Cloc
     return rows
 
 
-def write_rig(small: str, folder: Path, head: str | None, device: str, *, dry_run: bool) -> None:
+def write_rig(small: str, folder: Path, head: str | None, device: str, *, dry_run: bool, shape: str) -> None:
     """The rig as directories that the command line takes."""
     from benchmarks import rig_models
     from paceline.heads.registry import save_head
 
-    pair = rig_models.build_pair(small, device, dry_run=dry_run)
+    pair = rig_models.build_pair(small, device, dry_run=dry_run, shape=shape)
     rig_models.write_model(folder / RIG_TARGET, pair.large, pair.large_config, pair.tokenizer)
     rig_models.write_model(folder / RIG_DRAFT, pair.small, pair.small_config, pair.tokenizer)
     if head is not None:
@@ -169,11 +187,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write-rig", nargs=2, metavar=("SMALL", "FOLDER"))
     parser.add_argument("--head", metavar="FOLDER", help="a DFlash head of the small model, for --write-rig")
+    parser.add_argument("--shape", choices=("large", "small"), default="large", help="of the rig: a 7.5B, or a 1.5B")
     parser.add_argument("--dry-run", action="store_true", help="a rig of twice the small model's sizes")
     parser.add_argument("--pair", nargs=2, metavar=("TARGET", "DRAFT"))
     parser.add_argument("--gguf", nargs=2, metavar=("TARGET", "DRAFT"))
     parser.add_argument("--rig", metavar="FOLDER")
-    parser.add_argument("--only", default="", metavar="NAME;…", help="of the sections")
+    parser.add_argument("--only", default="", metavar="NAME[: ROW,…];…", help="of the sections")
     parser.add_argument("--prompts", nargs="+", default=["builtin:code,chat"], metavar="FILE")
     parser.add_argument("--limit-prompts", type=int, metavar="N", help="of each file")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
@@ -189,14 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.write_rig:
         small, folder = args.write_rig
-        write_rig(small, Path(folder), args.head, args.device, dry_run=args.dry_run)
+        write_rig(small, Path(folder), args.head, args.device, dry_run=args.dry_run, shape=args.shape)
     clock, records = Clock(time.monotonic() + args.seconds), Records(Path(args.out))
-    only = [name.strip() for name in args.only.split(";") if name.strip()]
-    for section in SECTIONS:
-        if only and section.name not in only:
-            continue
+    for section, wanted in chosen_sections(args.only):
         prompts = prompts_of(section, args)
-        rows = run_section(section, list(jobs_of(section, args, prompts)), records, clock)
+        rows = run_section(section, list(jobs_of(section, args, prompts)), wanted, records, clock)
         if rows:
             print(f"\n{section.name}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens, greedy")
             print(fresh.table(rows), flush=True)

@@ -63,3 +63,17 @@ def test_rows_of_vllm_run_in_the_python_that_has_it(measured: list[Job], tmp_pat
     rows = [job for job in measured if job.engine == "vllm"]
     assert [job.name for job in rows] == ["vllm/plain", "vllm/draft:3"]
     assert all(job.python == "/opt/python" and job.model == "big" for job in rows)
+
+
+def test_single_rows_of_a_section_can_be_named(
+    measured: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--pair", "big", "small", "--limit-prompts", "1", "--out", str(tmp_path / "card.json"), "--only"]
+    card.main([*run, "pair: plain"])
+    card.main([*run, "pair: draft:auto, ngram:5; pair, 8 at a time: draft:3"])
+    names = [(job.name, job.batch) for job in measured]
+    assert names == [("plain", 1), ("draft:auto", 1), ("ngram:5", 1), ("draft:3", 8)]
+    table = capsys.readouterr().out
+    assert "| draft:auto | 1 | 20.0 | 20.0 | 1.00 | noise (2.00) |" in table, "compared with what was measured before"
+    with pytest.raises(SystemExit, match="no section is called pears"):
+        card.main([*run, "pears"])

@@ -154,8 +154,7 @@ class Clock:
 def run_section(
     section: Section, jobs: list[Job], wanted: set[str], records: Records, clock: Clock
 ) -> list[fresh.ComparedRow]:
-    """Rows that are measured, now if they are wanted or before, each beside the section's plain row, or the engine's
-    first."""
+    """Rows that are measured, now if they are wanted or before, each beside the section's plain row, or an engine's."""
     rows: list[fresh.ComparedRow] = []
     for job in jobs:
         result = records.get(section, job)
@@ -165,7 +164,8 @@ def run_section(
             clock.usual = time.monotonic() - began
             records.put(section, result)
         if result is not None:
-            rows.append(fresh.ComparedRow(result, rows[0].result if rows else result))
+            plain = rows[0].result if rows and rows[0].result.job.name.endswith(PLAIN) else result
+            rows.append(fresh.ComparedRow(result, plain))
     return rows
 
 

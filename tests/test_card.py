@@ -75,5 +75,6 @@ def test_single_rows_of_a_section_can_be_named(
     assert names == [("plain", 1), ("draft:auto", 1), ("ngram:5", 1), ("draft:3", 8)]
     table = capsys.readouterr().out
     assert "| draft:auto | 1 | 20.0 | 20.0 | 1.00 | noise (2.00) |" in table, "compared with what was measured before"
+    assert "| draft:3 | 8 | 40.0 | 40.0 | 1.00 | - |" in table, "without plain decoding there is no gain"
     with pytest.raises(SystemExit, match="no section is called pears"):
         card.main([*run, "pears"])

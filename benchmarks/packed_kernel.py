@@ -32,7 +32,7 @@ from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_types import Epilogue, Linear
 from paceline.layers.linear import UnquantizedLinear
 from paceline.quantization.packed import PackedLinear
-from paceline.quantization.packed_layout import STEP, Kind
+from paceline.quantization.packed_layout import STEP, TILE, Kind, groups_of_span, tiled
 from paceline.quantization.packed_triton import PackedTiling, launch_packed, packed_tiling
 
 BANDWIDTH = 4.3e12  # bytes a second that this GPU copies at
@@ -93,15 +93,17 @@ class Measurement:
 def packed(shape: Shape, name: str) -> PackedLinear:
     """A random weight in a format."""
     kind, group, dtype, has_zeros = FORMATS[name]
-    steps, rows = -(-shape.in_features // STEP), shape.out_features
-    words = torch.randint(-(2**31), 2**31 - 1, (steps, rows, kind.words), dtype=torch.int32, device=DEVICE)
+    steps, rows, tiles = -(-shape.in_features // STEP), shape.out_features, -(-shape.out_features // TILE)
+    words = torch.randint(-(2**31), 2**31 - 1, (tiles, steps, TILE, kind.words), dtype=torch.int32, device=DEVICE)
     if kind is Kind.FP8:
         words &= 0x3F3F3F3F  # no code that stands for no number
-    groups = shape.in_features // group if group else 1
-    scales = (torch.rand(groups, rows, device=DEVICE) * 0.01 + 0.01).to(dtype)
-    zeros = torch.randint(0, 16, (groups, rows), device=DEVICE).to(torch.bfloat16) if has_zeros else None
+    group = group or shape.in_features
+    groups, width = shape.in_features // group, groups_of_span(group, shape.in_features)
+    scales = tiled((torch.rand(rows, groups, device=DEVICE) * 0.01 + 0.01).to(dtype), width)
+    zeros = torch.randint(0, 16, (rows, groups), device=DEVICE).to(torch.bfloat16) if has_zeros else None
+    zeros = None if zeros is None else tiled(zeros, width)
     table = torch.linspace(-1, 1, 16, device=DEVICE) if kind is Kind.LUT4 else None
-    return PackedLinear(words, scales, kind, group or shape.in_features, shape.in_features, zeros, None, table)
+    return PackedLinear(words, scales, kind, group, shape.in_features, rows, zeros, None, table)
 
 
 def unquantized(shape: Shape) -> UnquantizedLinear:
@@ -194,7 +196,7 @@ def sweep(gemm: GemmLauncher, shape_name: str, name: str, rows: list[int]) -> It
     """The same with other tiles; the fastest first."""
     shape = SHAPES[shape_name]
     linears = copies(lambda: packed(shape, name))
-    steps = linears[0].words.shape[0]
+    steps = linears[0].words.shape[1]
     for count in rows:
         x, epilogue = torch.randn(count, shape.in_features, device=DEVICE).bfloat16(), epilogue_of(shape, count)
         results = []

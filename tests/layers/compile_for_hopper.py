@@ -26,7 +26,7 @@ from paceline.layers.moe_kernels import (
 from paceline.layers.moe_tiling import FEW_EXPERTS, MANY_EXPERTS, PROMPT
 from paceline.layers.norm_triton import norm_kernel
 from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
-from paceline.quantization.packed_layout import Kind
+from paceline.quantization.packed_layout import Kind, groups_of_span
 from paceline.quantization.packed_triton import FAST_KINDS, packed_tiling
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
@@ -80,10 +80,11 @@ def packed(
     signature |= {"high": "*i16" if kind is Kind.INT6 else "*u8", "minimums": "*u8"}
     signature |= {"outer_scales": "*fp16", "outer_minimums": "*fp16"} | ({"scales": "*i8"} if outer else {})
     signature |= {"partial_sums": FLOAT, "programs_done": INT} | _outputs(flags)
-    signature |= dict.fromkeys(("rows", "columns", "in_features", "out_features"), "i32")
-    signature |= dict.fromkeys(("steps", "steps_per_split", "groups", "out_stride"), "i32")
+    signature |= dict.fromkeys(("rows", "columns", "in_features", "out_stride"), "i32")
+    signature |= dict.fromkeys(("steps", "steps_per_split", "spans", "outer_spans"), "i32")
     constants = {"USE_PDL": True, "KIND": int(kind), "FAST": kind in FAST_KINDS, "ZEROS": zeros, "GROUP": group}
     constants |= {"HIGH": kind.high_bits > 0, "MINIMUMS": minimums, "OUTER": outer}
+    constants |= {"GROUPS": groups_of_span(group, 4096) if group else 1}
     columns = packed_tiling(4096, 32, rows, gate=flags["GATE"]).columns
     tile = {"ROWS": rows, "COLUMNS": columns, "WORDS": kind.words, "CODES": kind.codes}
     return signature, flags | constants | tile | {"EVEN": True, "SPLITS": splits, "PREFETCH": 2}
@@ -93,9 +94,10 @@ def unpacking() -> Arguments:
     """Rows of an embedding in Q6_K."""
     pointers = {"weight": INT, "high": "*i16", "scales": "*i8", "zeros": HALF, "minimums": "*u8", "table": FLOAT}
     pointers |= {"outer_scales": "*fp16", "outer_minimums": "*fp16", "order": LONG, "places": LONG, "out": HALF}
-    signature = pointers | dict.fromkeys(("rows", "in_features", "out_features", "groups"), "i32")
+    signature = pointers | dict.fromkeys(("rows", "in_features", "steps", "spans", "outer_spans"), "i32")
     constants = {"KIND": int(Kind.INT6), "HIGH": True, "ZEROS": False, "MINIMUMS": False, "OUTER": True, "ORDER": False}
-    constants |= {"SOME": True, "GROUP": 16, "ROUNDING": tl.float32, "ROWS": 32, "WORDS": 16, "CODES": 8}
+    constants |= {"SOME": True, "GROUP": 16, "GROUPS": 8, "ROUNDING": tl.float32}
+    constants |= {"ROWS": 32, "WORDS": 16, "CODES": 8}
     return signature, constants
 
 

@@ -14,7 +14,7 @@ from paceline import SpeculativeDecoder
 from paceline.cli import main
 from paceline.layers import cpu_kernels
 from paceline.quantization import converted, int4, int8, registry
-from paceline.quantization.converted import ConvertedWeights
+from paceline.quantization.converted import ConvertedWeights, converted_weights
 from paceline.quantization.int4 import pack_int4
 from tests.support.tiny import write_tiny_model
 
@@ -150,7 +150,7 @@ def test_small_models_are_not_kept(
 def test_packed_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
     """As a GPU has them."""
     path = tmp_path / "weights.safetensors"
-    linear, codes = pack_int4(torch.randn(48, 256)), pack_int4(torch.randn(8, 96))
+    linear, codes = pack_int4(torch.randn(48, 256)), pack_int4(torch.randn(8, 96))  # the second no whole tile
     weights = ConvertedWeights(path, "cpu")
     assert weights.get("q+k") is None
     weights.add("q+k", linear)
@@ -161,6 +161,13 @@ def test_packed_weights_come_back_bit_for_bit(tmp_path: Path) -> None:
         read = again.get(key)
         assert read is not None and torch.equal(read.dequantize(torch.float32), expected.dequantize(torch.float32))
     assert again.get("v") is None
+
+
+def test_files_of_an_older_layout_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = converted_weights(folder, "int4", torch.bfloat16, "cuda")
+    assert converted_weights(folder, "int4", torch.bfloat16, "cuda")._path == now._path
+    monkeypatch.setattr(converted, "LAYOUT", converted.LAYOUT - 1)
+    assert converted_weights(folder, "int4", torch.bfloat16, "cuda")._path != now._path
 
 
 @pytest.mark.gpu

@@ -17,15 +17,17 @@ from paceline.errors import OptionError
 from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_types import Epilogue
 from paceline.layers.linear_triton import argmax
+from paceline.layers.weight_pieces import PieceFormat
 from paceline.quantization import fp8, registry
 from paceline.quantization.int4 import pack_int4
 from paceline.quantization.packed import PackedLinear, fits_kernel, pack_weight, round_weight
 from paceline.quantization.packed_layout import Kind, decode, pack_high, pack_words, unpack_words
 from paceline.quantization.packed_triton import MAX_SPLITS, packed_tiling, unpack
-from paceline.quantization.quantized_weight import QuantizedWeight
+from paceline.quantization.quantized_weight import BlockScales, QuantizedWeight
 from paceline.runners.native import NativeRunner
 from tests.runners.native.fused import eager_graphs
 from tests.runners.native.models import tiny
+from tests.support.packed import random_packed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TABLE = torch.linspace(-1.0, 1.0, 16) ** 3
@@ -71,7 +73,74 @@ def moved(weight: QuantizedWeight) -> QuantizedWeight:
 def test_every_code_of_a_word_comes_back(kind: Kind) -> None:
     codes = torch.randint(0, 1 << kind.bits, (5, 300)).to(torch.uint8)
     words, high = pack_words(codes, kind), pack_high(codes, kind)
-    assert words.shape == (3, 5, kind.words) and torch.equal(unpack_words(words, kind, 300, high), codes)
+    assert words.shape == (1, 3, 16, kind.words) and torch.equal(unpack_words(words, kind, (5, 300), high), codes)
+
+
+# input features that share a scale, spans of 300 of them, groups of a span
+GROUPINGS = ((16, 3, 8), (32, 3, 4), (64, 3, 2), (128, 3, 1), (256, 2, 1), (300, 1, 1))
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("group_size", "spans", "width"), GROUPINGS)
+def test_a_weight_of_no_whole_tiles_and_steps_comes_back(kind: Kind, group_size: int, spans: int, width: int) -> None:
+    groups = -(-300 // group_size)
+    codes = torch.randint(0, 1 << kind.bits, (37, 300)).to(torch.uint8)
+    scales, zeros, minimums = torch.randn(37, groups), torch.randint(0, 16, (37, groups)), torch.randn(37, groups)
+    block = BlockScales(minimums, *(None if groups == 1 else torch.randn(37, 2) for _ in range(2)))
+    packed = pack_weight(QuantizedWeight(kind, codes, scales, group_size, zeros, block=block))
+    assert (packed.out_features, packed.in_features, packed.groups) == (37, 300, groups)
+    assert packed.words.shape == (3, 3, 16, kind.words) and packed.scales.shape == (3, spans, 16, width)
+    read = packed._unpacked()
+    assert (read.kind, read.group_size) == (kind, group_size) and torch.equal(read.codes, codes)
+    assert read.zeros is not None and torch.equal(read.scales, scales) and torch.equal(read.zeros.long(), zeros)
+    for name in ("minimums", "outer_scales", "outer_minimums"):
+        part, expected = getattr(read.block, name), getattr(block, name)
+        assert part is expected is None or torch.equal(part, expected)
+    places = torch.tensor([36, 0, 17, 16, 15, 17])
+    taken = packed._taken(places)
+    assert taken.out_features == 6 and torch.equal(taken._unpacked().codes, codes[places])
+    assert torch.equal(taken._unpacked().scales, scales[places])
+
+
+# kind, columns, input features that share a scale, the column of the code in row 18, and where in memory its word, its
+# scale and the scale around that are: row 18 is the third of the second tile
+ADDRESSES = {
+    # step 1 of 2, feature 42 of it: word 10; the second of four groups of the step
+    "small groups": (Kind.INT4, 200, 32, 170, (16 * 2 + 1 * 16 + 2) * 16 + 10, (16 * 2 + 1 * 16 + 2) * 4 + 1, None),
+    # step 2 of 5, feature 44: word 12; the second of three groups
+    "large groups": (Kind.FP8, 600, 256, 300, (16 * 5 + 2 * 16 + 2) * 32 + 12, 16 * 3 + 1 * 16 + 2, None),
+    # step 2 of 4, feature 44: word 12; the third of eight groups of the step, in the second block of two
+    "blocks": (Kind.INT6, 512, 16, 300, (16 * 4 + 2 * 16 + 2) * 16 + 12, (16 * 4 + 2 * 16 + 2) * 8 + 2, 16 * 2 + 18),
+    # step 2 of 3, feature 43: word 11
+    "one group": (Kind.INT8, 300, 300, 299, (16 * 3 + 2 * 16 + 2) * 32 + 11, 16 + 2, None),
+}
+
+
+@pytest.mark.parametrize("case", ADDRESSES)
+def test_every_number_is_where_a_kernel_that_takes_16_rows_reads_it(case: str) -> None:
+    """By hand: of all numbers only those of one code are not zero, and so are those of the padding."""
+    kind, columns, group_size, column, word, scale, outer = ADDRESSES[case]
+    codes, code = torch.zeros(20, columns, dtype=torch.uint8), (1 << kind.bits) - 1
+    scales, outer_scales = torch.zeros(20, -(-columns // group_size)), torch.zeros(20, -(-columns // 256))
+    codes[18, column], scales[18, column // group_size], outer_scales[18, column // 256] = code, 2.0, 3.0
+    block = None if outer is None else BlockScales(outer_scales=outer_scales)
+    linear = pack_weight(QuantizedWeight(kind, codes, scales, group_size, block=block))
+    assert linear.words.is_contiguous() and linear.words.flatten().nonzero().tolist() == [[word]]
+    index = column % 128 // kind.words
+    assert linear.words.flatten()[word] == ((1 << kind.word_bits) - 1) << (kind.word_bits * index)
+    assert linear.scales.is_contiguous() and linear.scales.flatten().nonzero().tolist() == [[scale]]
+    if linear.high is not None:
+        assert linear.high.flatten().nonzero().tolist() == [[word]]
+        assert linear.high.flatten()[word] == 3 << (2 * index)
+    if linear.block is not None and linear.block.outer_scales is not None:
+        assert linear.block.outer_scales.flatten().nonzero().tolist() == [[outer]]
+
+
+@pytest.mark.parametrize("form", [PieceFormat.INT4, PieceFormat.Q4_K, PieceFormat.Q6_K, PieceFormat.FP8])
+def test_the_kernel_of_a_whole_pass_takes_whole_tiles(form: PieceFormat) -> None:
+    assert random_packed(form, 32, 256, "cpu").pass_pieces is not None
+    odd = random_packed(form, 24, 256, "cpu")
+    assert odd.pass_pieces is None and odd.dequantize(torch.float32).shape == (24, 256)
 
 
 def test_small_floats_stand_for_what_their_bits_say() -> None:

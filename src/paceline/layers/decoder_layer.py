@@ -16,6 +16,7 @@ from paceline.layers.gemm_types import Linear
 from paceline.layers.norm import Norm
 from paceline.layers.ops import Ops
 from paceline.layers.residual import PLAIN_ADD, ResidualAdd
+from paceline.layers.weight_pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,7 @@ class LayerWeights:
     output_blocks: tuple[WeightBlocks, ...] | None = None
     gate_up_blocks: tuple[WeightBlocks, ...] | None = None
     down_blocks: tuple[WeightBlocks, ...] | None = None
+    pieces: tuple[Pieces | None, ...] = ()  # of qkv, output, gate and up, down
 
     @property
     def is_plain(self) -> bool:
@@ -116,6 +118,7 @@ class DecoderLayer:
             attention_norm, self.qkv.matrix, self.qkv_bias, self.output.matrix, self.output_bias, mlp_norm,
             mlp.gate_up.matrix, mlp.down.matrix, norms.query, norms.key,
             self.qkv.blocks, self.output.blocks, mlp.gate_up.blocks, mlp.down.blocks,
+            tuple(linear.pass_pieces for linear in (self.qkv, self.output, mlp.gate_up, mlp.down)),
         )  # fmt: skip
 
     @property

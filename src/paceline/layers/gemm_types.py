@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks
+from paceline.layers.weight_pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +126,11 @@ class Linear(Protocol):
     @property
     def blocks(self) -> tuple[WeightBlocks, ...] | None:
         """The weight, where the compiled CPU kernels multiply by it: pieces, joined by rows."""
+        return None
+
+    @property
+    def pass_pieces(self) -> Pieces | None:
+        """The weight, where the kernel of a whole pass multiplies by it."""
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks, float_blocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, SavedWeight, StoredEmbedding
+from paceline.layers.weight_pieces import PieceFormat, Pieces, WeightPiece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,12 @@ class UnquantizedLinear:
     def blocks(self) -> tuple[WeightBlocks, ...] | None:
         whole = float_blocks(self.weight)
         return None if whole is None else (whole,)
+
+    @property
+    def pass_pieces(self) -> Pieces | None:
+        if self.weight.dtype != torch.bfloat16 or not self.weight.is_contiguous():
+            return None
+        return (WeightPiece(PieceFormat.PLAIN, self.out_features, self.in_features, self.weight),)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight, bias)

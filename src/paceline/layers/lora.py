@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight, StoredEmbedding
+from paceline.layers.weight_pieces import Pieces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +86,10 @@ class LoraLinear:
 
     @property
     def blocks(self) -> tuple[WeightBlocks, ...] | None:
+        return None
+
+    @property
+    def pass_pieces(self) -> Pieces | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

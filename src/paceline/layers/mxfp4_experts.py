@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, SavedWeight, StoredEmbedding
+from paceline.layers.weight_pieces import Pieces
 
 GROUP_SIZE = 32  # numbers that share an exponent
 EXPONENT_BIAS = 127
@@ -75,6 +76,10 @@ class Mxfp4Linear:
 
     @property
     def blocks(self) -> tuple[WeightBlocks, ...] | None:
+        return None
+
+    @property
+    def pass_pieces(self) -> Pieces | None:
         return None
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

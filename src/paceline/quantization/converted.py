@@ -35,7 +35,7 @@ from paceline.quantization.blocked import BlockedLinear
 from paceline.quantization.packed import PackedLinear
 
 LOG = logging.getLogger("paceline")
-LAYOUT = 1  # part of the key: files of an older layout are not read again
+LAYOUT = 2  # part of the key: files of an older layout are not read again
 FOLDER = "quantized"
 MIN_BYTES = 16 << 20  # smaller models are converted as fast as they are read
 MAX_BYTES = 64 << 30

@@ -2,9 +2,9 @@
 
 A program takes some columns of the output and a part of the input features. Per step it reads 128 input features of its
 columns as 32-bit words, decodes one code of every word at a time and multiplies by the features of that code: words are
-stored so that these are neighbours (quantization/packed.py). Scales multiply the sum of their group, in float32, so the
-codes themselves enter the product without rounding. The order of every sum depends on the weight alone, never on the
-number of rows: a token's numbers are the same bits alone and among draft tokens.
+stored so that these are neighbours (packed_layout.py). Scales multiply the sum of their group, in float32, so the codes
+themselves enter the product without rounding. The order of every sum depends on the weight alone, never on the number
+of rows: a token's numbers are the same bits alone and among draft tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.quantization.packed_asm import (
     UINT4_ASM,
     UINT5_ASM,
 )
-from paceline.quantization.packed_layout import Kind
+from paceline.quantization.packed_layout import TILE, Kind
 from paceline.quantization.quantized_weight import OUTER_GROUP
 
 INT4_KIND: tl.constexpr = tl.constexpr(int(Kind.INT4))
@@ -36,6 +36,7 @@ LUT4_KIND: tl.constexpr = tl.constexpr(int(Kind.LUT4))
 INT5_KIND: tl.constexpr = tl.constexpr(int(Kind.INT5))
 INT6_KIND: tl.constexpr = tl.constexpr(int(Kind.INT6))
 OUTER_FEATURES: tl.constexpr = tl.constexpr(OUTER_GROUP)
+TILE_COLUMNS: tl.constexpr = tl.constexpr(TILE)
 UINT4_CODE: tl.constexpr = tl.constexpr(UINT4_ASM)
 INT5_CODE: tl.constexpr = tl.constexpr(INT5_ASM)
 UINT5_CODE: tl.constexpr = tl.constexpr(UINT5_ASM)
@@ -134,6 +135,12 @@ def _decoded(
 
 
 @triton.jit
+def _in_tiles(column, spans, WIDTH: tl.constexpr):
+    """Where columns begin in [tiles, spans, 16, WIDTH]. 32 bits are enough for scales, words may need columns in 64."""
+    return column // TILE_COLUMNS * (spans * (TILE_COLUMNS * WIDTH)) + column % TILE_COLUMNS * WIDTH
+
+
+@triton.jit
 def _of_group(numbers, outer, at, outer_at, OUTER: tl.constexpr):
     """Scales or minimums of a group of columns as float32, times those of the block around it."""
     group = tl.load(numbers + at).to(tl.float32)
@@ -192,21 +199,21 @@ def _store_tile(
 def packed_kernel(
     x, weight, high, scales, zeros, minimums, outer_scales, outer_minimums, table, bias, residual, out, best_value,
     best_index, partial_sums, programs_done,
-    rows, columns, out_stride, in_features, out_features, steps, steps_per_split, groups,
+    rows, columns, out_stride, in_features, steps, steps_per_split, spans, outer_spans,
     USE_PDL: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
     KIND: tl.constexpr, FAST: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
-    OUTER: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
+    OUTER: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     SPLITS: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
     CODES: tl.constexpr,
 ):
     """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the argmax.
 
-    weight        words [steps, out_features, WORDS] of CODES codes each; GATE: rows of gate, then rows of up
+    weight        words [tiles, steps, 16, WORDS] of CODES codes each; GATE: rows of gate, then rows of up
     high          upper bits of 5-bit and 6-bit codes, one element for every word
-    scales        [groups, out_features]; GROUP: input features that share one, 0 for all
+    scales        [tiles, spans, 16, GROUPS] (packed_layout.py); GROUP: input features that share one, 0 for all
     minimums      the same, added to code times scale: times the sum of the inputs, which the tensor cores make too,
                   since their order of sums does not depend on the number of rows
-    outer_scales  [in_features / 256, out_features]: what the scales of so many features are multiplied by
+    outer_scales  [tiles, outer_spans, 16, 1]: what the scales of 256 input features are multiplied by
     out_stride    columns from one row of out and residual to the next
     SPLITS        programs that share the sums of a tile; the last to end adds them, first to last
     PREFETCH      steps whose words are fetched into the cache while the kernel before this one ends
@@ -223,11 +230,18 @@ def packed_kernel(
     weight_column = tl.where(column_ok, column, 0)  # clamped instead of masked: the loads stay plain
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, steps)
-    step_words = tl.cast(out_features, tl.int64) * WORDS
-    weight_at = weight + first * step_words + weight_column[:, None] * WORDS + word[None, :]
-    up_at = weight_at + tl.cast(columns, tl.int64) * WORDS
-    high_at = high + first * step_words + weight_column[:, None] * WORDS + word[None, :]
-    high_up_at = high_at + tl.cast(columns, tl.int64) * WORDS
+    up_column = weight_column + columns  # not always at the same place of a tile
+    step_words: tl.constexpr = TILE_COLUMNS * WORDS
+    words_at = _in_tiles(weight_column.to(tl.int64), steps, WORDS)
+    up_words_at = _in_tiles(up_column.to(tl.int64), steps, WORDS)
+    weight_at = weight + first * step_words + words_at[:, None] + word[None, :]
+    up_at = weight + first * step_words + up_words_at[:, None] + word[None, :]
+    high_at = high + first * step_words + words_at[:, None] + word[None, :]
+    high_up_at = high + first * step_words + up_words_at[:, None] + word[None, :]
+    scales_at = _in_tiles(weight_column, spans, GROUPS)
+    up_scales_at = _in_tiles(up_column, spans, GROUPS)
+    outer_scales_at = _in_tiles(weight_column, outer_spans, 1)
+    up_outer_scales_at = _in_tiles(up_column, outer_spans, 1)
     x_at = x + row[:, None] * in_features + first * STEP + word[None, :]
     total = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -236,10 +250,10 @@ def packed_kernel(
     x_sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     ones = tl.full((COLUMNS, WORDS), 1.0, dtype=dtype)
     for ahead in tl.static_range(PREFETCH):
-        row_at = weight + tl.minimum(first + ahead, last - 1) * step_words + weight_column * WORDS
-        _prefetch(row_at)
+        step_at = weight + tl.minimum(first + ahead, last - 1) * step_words
+        _prefetch(step_at + words_at)
         if GATE:
-            _prefetch(row_at + tl.cast(columns, tl.int64) * WORDS)
+            _prefetch(step_at + up_words_at)
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -253,16 +267,15 @@ def packed_kernel(
         part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         for index in tl.static_range(CODES):
             if GROUP > 0 and (index * WORDS) % (GROUP if GROUP < STEP else STEP) == 0:
-                group = (step * STEP + index * WORDS) // GROUP
-                group = group if EVEN else tl.minimum(group, groups - 1)
-                scale_at = group.to(tl.int64) * out_features + weight_column
-                outer_at = scale_at
-                if OUTER:
-                    outer_at = (group // (OUTER_FEATURES // GROUP)).to(tl.int64) * out_features + weight_column
+                span = step if GROUP < STEP else step * STEP // GROUP
+                group = span * (TILE_COLUMNS * GROUPS) + index * WORDS // GROUP % GROUPS
+                scale_at = scales_at + group
+                outer_step = step * STEP // OUTER_FEATURES * TILE_COLUMNS
+                outer_at = outer_scales_at + outer_step
                 scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)[:, None]
                 if GATE:
-                    up_scale_at = scale_at + columns
-                    up_outer_at = outer_at + columns
+                    up_scale_at = up_scales_at + group
+                    up_outer_at = up_outer_scales_at + outer_step
                     scale_up = _of_group(scales, outer_scales, up_scale_at, up_outer_at, OUTER)[:, None]
                 if MINIMUMS:
                     minimum = _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER)[:, None]
@@ -271,7 +284,7 @@ def packed_kernel(
                 if ZEROS:
                     zero = tl.load(zeros + scale_at).to(tl.float32)
                     if GATE:
-                        zero_up = tl.load(zeros + columns + scale_at).to(tl.float32)
+                        zero_up = tl.load(zeros + up_scale_at).to(tl.float32)
             feature = step * STEP + index * WORDS + word
             x_ok = row_ok if EVEN else row_ok & (feature < in_features)[None, :]
             x_tile = tl.trans(tl.load(x_at + index * WORDS, mask=x_ok, other=0.0))
@@ -307,9 +320,9 @@ def packed_kernel(
         high_up_at += step_words
         x_at += STEP
     if GROUP == 0:
-        total *= tl.load(scales + weight_column).to(tl.float32)[:, None]
+        total *= tl.load(scales + scales_at).to(tl.float32)[:, None]
         if GATE:
-            total_up *= tl.load(scales + columns + weight_column).to(tl.float32)[:, None]
+            total_up *= tl.load(scales + up_scales_at).to(tl.float32)[:, None]
     if SPLITS == 1:
         _store_tile(
             total, total_up, bias, residual, out, best_value, best_index, row, column, rows, columns, out_stride,
@@ -342,9 +355,9 @@ def packed_kernel(
 @triton.jit
 def unpack_kernel(
     weight, high, scales, zeros, minimums, outer_scales, outer_minimums, table, order, places, out,
-    rows, in_features, out_features, groups,
+    rows, in_features, steps, spans, outer_spans,
     KIND: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, OUTER: tl.constexpr,
-    ORDER: tl.constexpr, SOME: tl.constexpr, GROUP: tl.constexpr, ROUNDING: tl.constexpr,
+    ORDER: tl.constexpr, SOME: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROUNDING: tl.constexpr,
     ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
 ):
     """out [rows, in_features]: the numbers that the words of a packed weight stand for. SOME: of the rows at places."""
@@ -355,14 +368,16 @@ def unpack_kernel(
     source = tl.where(row_ok, row, 0)  # clamped instead of masked: loads stay plain
     if SOME:
         source = tl.load(places + source)
-    word_at = (step.to(tl.int64) * out_features + source[:, None]) * WORDS + word[None, :]
+    word_at = _in_tiles(source.to(tl.int64), steps, WORDS)[:, None] + step * (TILE_COLUMNS * WORDS) + word[None, :]
     words = tl.load(weight + word_at)
     high_words = _high_bits(high + word_at, words, HIGH)
-    outer_at = (step * CODES * WORDS // OUTER_FEATURES).to(tl.int64) * out_features + source
+    scales_at = _in_tiles(source, spans, GROUPS)
+    outer_at = _in_tiles(source, outer_spans, 1) + step * CODES * WORDS // OUTER_FEATURES * TILE_COLUMNS
     zero = tl.zeros((ROWS,), dtype=tl.float32)
     for index in tl.static_range(CODES):
         first = (step * CODES + index) * WORDS
-        scale_at = tl.minimum(first // GROUP, groups - 1).to(tl.int64) * out_features + source
+        group = tl.minimum(first // GROUP, spans * GROUPS - 1)
+        scale_at = scales_at + (group // GROUPS * (TILE_COLUMNS * GROUPS) + group % GROUPS)
         scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)
         if ZEROS:
             zero = tl.load(zeros + scale_at).to(tl.float32)

@@ -7,7 +7,14 @@ A word holds codes of input features that are a fixed distance apart, and words 
     5, 6     the lower four bits as above; element w of a second tensor, of 8 or 16 bits, holds the upper bits of the
              same eight features, the first in the lowest bits
 
-A step is 128 input features. All output features of a step come before those of the next, so a tile is read in one run.
+A step is 128 input features, a tile 16 output features. Words of a tile lie one step after the other, and within a step
+one output feature after the other, so a kernel that takes 16 output features reads one run of memory. What groups of
+input features have beside the codes (scales, zero points, minimums) lies in the same tiles:
+
+    words    [tiles, steps, 16, words of a step], and so do the upper bits
+    numbers  [tiles, spans, 16, groups of a span]; a span is a step or a group, whichever has more input features
+
+Output features beyond the last and groups beyond the last are zero.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from torch import Tensor
 from paceline.layers.mxfp4_experts import FP4_VALUES
 
 STEP = 128  # input features
+TILE = 16  # output features
 
 
 class Kind(IntEnum):
@@ -65,14 +73,33 @@ class Kind(IntEnum):
         return STEP // self.codes
 
 
+def tiled(rows: Tensor, width: int) -> Tensor:
+    """Numbers [out_features, spans · width] in tiles, [tiles, spans, 16, width], padded with zeros.
+
+    width: numbers of one row that stay neighbours.
+    """
+    padded = F.pad(rows, (0, -rows.shape[1] % width, 0, -rows.shape[0] % TILE))
+    return padded.view(-1, TILE, padded.shape[1] // width, width).transpose(1, 2).contiguous()
+
+
+def untiled(tiles: Tensor, out_features: int) -> Tensor:
+    """What `tiled` was made of, [out_features, spans · width]; columns that it has added are still there."""
+    return tiles.transpose(1, 2).flatten(0, 1)[:out_features].flatten(1)
+
+
+def groups_of_span(group_size: int, in_features: int) -> int:
+    """Groups whose scales are neighbours in a tile: those of a step, or one."""
+    return 1 if group_size >= in_features else max(1, STEP // group_size)
+
+
 def pack_words(codes: Tensor, kind: Kind) -> Tensor:
-    """Codes uint8 [out_features, in_features] as words int32 [steps, out_features, words of a step]."""
+    """Codes uint8 [out_features, in_features] as words int32 [tiles, steps, 16, words of a step]."""
     low = codes & ((1 << kind.word_bits) - 1) if kind.high_bits else codes
     return _packed(low, kind, kind.word_bits)
 
 
 def pack_high(codes: Tensor, kind: Kind) -> Tensor | None:
-    """The upper bits of codes, [steps, out_features, words of a step]; None: all bits are in the words."""
+    """The upper bits of codes, [tiles, steps, 16, words of a step]; None: all bits are in the words."""
     if not kind.high_bits:
         return None
     high = _packed(codes >> kind.word_bits, kind, kind.high_bits)
@@ -86,22 +113,22 @@ def _packed(codes: Tensor, kind: Kind, bits: int) -> Tensor:
     words = steps[:, :, 0].to(torch.int32)
     for index in range(1, kind.codes):
         words |= steps[:, :, index].to(torch.int32) << (bits * index)
-    return words.transpose(0, 1).contiguous()
+    return tiled(words.flatten(1), kind.words)
 
 
-def unpack_words(words: Tensor, kind: Kind, in_features: int, high: Tensor | None = None) -> Tensor:
-    """Words, and what `pack_high` has made, as codes: uint8 [out_features, in_features]."""
-    codes = _unpacked(words, kind, kind.word_bits, in_features)
+def unpack_words(words: Tensor, kind: Kind, shape: tuple[int, int], high: Tensor | None = None) -> Tensor:
+    """Words, and what `pack_high` has made, as codes: uint8 of that shape, [out_features, in_features]."""
+    codes = _unpacked(words, kind, kind.word_bits, shape)
     if high is None:
         return codes
-    return codes | _unpacked(high, kind, kind.high_bits, in_features) << kind.word_bits
+    return codes | _unpacked(high, kind, kind.high_bits, shape) << kind.word_bits
 
 
-def _unpacked(words: Tensor, kind: Kind, bits: int, in_features: int) -> Tensor:
-    mask = (1 << bits) - 1
-    codes = [((words >> (bits * index)) & mask).to(torch.uint8) for index in range(kind.codes)]
-    stacked = torch.stack(codes, dim=2).transpose(0, 1)  # [out_features, steps, codes, words]
-    return stacked.reshape(words.shape[1], -1)[:, :in_features]
+def _unpacked(words: Tensor, kind: Kind, bits: int, shape: tuple[int, int]) -> Tensor:
+    out_features, in_features = shape
+    steps, mask = untiled(words, out_features).unflatten(1, (-1, kind.words)), (1 << bits) - 1
+    codes = [((steps >> (bits * index)) & mask).to(torch.uint8) for index in range(kind.codes)]
+    return torch.stack(codes, dim=2).flatten(1)[:, :in_features]  # of [out_features, steps, codes, words]
 
 
 def decode(codes: Tensor, kind: Kind, table: Tensor | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.weight_pieces import Pieces
 from paceline.quantization.packed import KERNEL_ROWS, PackedLinear
 
 
@@ -37,6 +38,13 @@ class PackedPieces(Linear):
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def pass_pieces(self) -> Pieces | None:
+        parts = [piece.pass_pieces for piece in self.pieces]
+        if any(part is None for part in parts):
+            return None
+        return tuple(piece for part in parts if part is not None for piece in part)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)

@@ -72,6 +72,9 @@ class PackedWeights(Protocol):
     @property
     def group_size(self) -> int: ...
 
+    @property
+    def groups(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class PackedTiling:
@@ -120,7 +123,7 @@ def launch_packed(
     tile  another than the usual one
     out   where the product goes, which may be some columns of a larger one; a residual is then as wide as that
     """
-    columns, rows, steps = columns_of(linear.out_features, epilogue), x.shape[0], linear.words.shape[0]
+    columns, rows, steps = columns_of(linear.out_features, epilogue), x.shape[0], linear.words.shape[1]
     blocks = linear.block is not None
     tile = tile or packed_tiling(linear.out_features, steps, rows, gate=epilogue.gate, blocks=blocks)
     output = gemm.buffers(x, columns, tile.columns, epilogue) if out is None else GemmOutput(out, gemm.none, gemm.none)
@@ -131,9 +134,9 @@ def launch_packed(
         gemm.or_none(block.minimums), gemm.or_none(block.outer_scales), gemm.or_none(block.outer_minimums),
         gemm.or_none(linear.table), gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
         output.out, output.best_value, output.best_index, sums, _programs_done(x.device) if shared else gemm.none,
-        rows, columns, output.out.stride(0), linear.in_features, linear.out_features, steps, tile.steps_per_split,
-        linear.scales.shape[0],
-        FAST=fast, GROUP=0 if linear.scales.shape[0] == 1 and linear.block is None else linear.group_size,
+        rows, columns, output.out.stride(0), linear.in_features, steps, tile.steps_per_split,
+        *_spans(linear, block),
+        FAST=fast, GROUP=0 if linear.groups == 1 and linear.block is None else linear.group_size,
         EVEN=linear.in_features % STEP == 0, **_constants(linear, block),
         SPLITS=tile.splits, PREFETCH=tile.prefetch if fast else 0, ROWS=tile.rows, COLUMNS=tile.columns,
         num_warps=tile.warps, num_stages=tile.stages, **gemm.flags(epilogue),
@@ -155,9 +158,15 @@ def _constants(linear: PackedWeights, block: BlockScales) -> dict[str, int | boo
         "ZEROS": linear.zeros is not None,
         "MINIMUMS": block.minimums is not None,
         "OUTER": block.outer_scales is not None,
+        "GROUPS": linear.scales.shape[-1],
         "WORDS": linear.kind.words,
         "CODES": linear.kind.codes,
     }
+
+
+def _spans(linear: PackedWeights, block: BlockScales) -> tuple[int, int]:
+    """Of the scales, and of those around them."""
+    return linear.scales.shape[1], 1 if block.outer_scales is None else block.outer_scales.shape[1]
 
 
 def unpack(linear: PackedWeights, dtype: torch.dtype, places: Tensor | None = None) -> Tensor:
@@ -167,10 +176,11 @@ def unpack(linear: PackedWeights, dtype: torch.dtype, places: Tensor | None = No
     """
     rows, block = linear.out_features if places is None else places.shape[0], linear.block or NO_BLOCK
     out = torch.empty(rows, linear.in_features, dtype=dtype, device=linear.words.device)
-    unpack_kernel[(triton.cdiv(rows, UNPACK_ROWS), linear.words.shape[0])](
+    steps = linear.words.shape[1]
+    unpack_kernel[(triton.cdiv(rows, UNPACK_ROWS), steps)](
         linear.words, _or(linear.high, out), linear.scales, _or(linear.zeros, out), _or(block.minimums, out),
         _or(block.outer_scales, out), _or(block.outer_minimums, out), _or(linear.table, out), _or(linear.order, out),
-        _or(places, out), out, rows, linear.in_features, linear.out_features, linear.scales.shape[0],
+        _or(places, out), out, rows, linear.in_features, steps, *_spans(linear, block),
         ORDER=linear.order is not None, SOME=places is not None, GROUP=linear.group_size,
         ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype], ROWS=UNPACK_ROWS, **_constants(linear, block),
     )

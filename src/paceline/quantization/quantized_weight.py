@@ -15,7 +15,7 @@ OUTER_GROUP = 256  # input features of a block of GGUF's K formats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockScales:
-    """What the blocks of GGUF files have beside codes and scales. Tensors are [out_features, groups], or transposed.
+    """What the blocks of GGUF files have beside codes and scales. Tensors are [out_features, groups], or in tiles.
 
     minimums        added to code · scale; codes have no offset then
     outer_scales    of 256 input features, what their scales are multiplied by

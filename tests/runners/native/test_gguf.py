@@ -86,7 +86,7 @@ class RoundedInputs:
         self._weight = linear.dequantize(torch.float32)
 
     def __getattr__(self, name: str) -> Any:
-        return {"quantizes_input": True, "matrix": None, "blocks": None}[name]
+        return {"quantizes_input": True, "matrix": None, "blocks": None, "pass_pieces": None}[name]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         groups = x.view(x.shape[0], -1, 32)

@@ -11,7 +11,8 @@ import torch
 from paceline.core.types import DraftInput, Row
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.loading import load_from_model
-from paceline.runners.native.persistent_pass import MOST_SLOTS, definitions, fits, max_rows, slots, tiles_of
+from paceline.runners.native.pass_weights import PLAIN_SLOTS, PLAIN_WEIGHTS
+from paceline.runners.native.persistent_pass import definitions, fits, fits_shapes, max_rows, slots, tiles_of
 from tests.runners.native.models import tiny
 
 SMALL: dict[str, Any] = {
@@ -33,7 +34,8 @@ def loaded(kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, **changes: 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 def test_small_models_of_every_architecture_fit(kind: str) -> None:
-    assert fits(loaded(kind))
+    model = loaded(kind)
+    assert fits(model) and fits_shapes(model.config)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_small_models_of_every_architecture_fit(kind: str) -> None:
     ids=["a small head", "odd columns", "a large model", "many queries a key head"],
 )
 def test_models_of_other_shapes_run_in_another_way(changes: dict[str, int]) -> None:
-    assert not fits(loaded(**changes))
+    assert not fits_shapes(loaded(**changes).config)
 
 
 def test_other_precisions_run_in_another_way() -> None:
@@ -52,16 +54,16 @@ def test_other_precisions_run_in_another_way() -> None:
 @pytest.mark.slow
 def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
     small, larger = loaded(), loaded(hidden_size=2048)
-    assert slots(small.config, 1) == MOST_SLOTS
+    assert slots(small.config, 1) == PLAIN_SLOTS
     assert slots(larger.config, 4) < slots(larger.config, 1)
     assert max_rows(small.config) == 32
     assert [tiles_of(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 4]
 
 
 def test_the_kernel_is_told_the_shapes_of_the_model() -> None:
-    constants = definitions(loaded("qwen3"), 64, 2, 132)
+    constants = definitions(loaded("qwen3"), PLAIN_WEIGHTS, 64, 2, 132)
     sizes = {"-DHIDDEN=256", "-DGROUP=2", "-DVOCAB=1003", "-DBLOCKS=132"}
-    assert sizes | {"-DQK_NORM=1", "-DTOKEN_TILES=2"} <= set(constants)
+    assert sizes | {"-DQK_NORM=1", "-DTOKEN_TILES=2", "-DPACKED=0"} <= set(constants)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS.
+// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS; PACKED, and which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K,
+// WITH_Q6_K, WITH_FP8.
 //
 // The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
 // readers ask for the words until they have that number, so a hand-over costs one trip to L2 and not a store, a fence, a flag
@@ -16,6 +17,7 @@
 // is read alone, among draft tokens, in a tree or among other sequences.
 
 typedef unsigned int u32;
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -33,14 +35,31 @@ constexpr int SPLIT = 512;                         // tokens of context that one
 constexpr int CHUNK = SPLIT / WARPS;               // tokens of context of one warp
 constexpr int HEAD_ROWS = 16;                      // (node, query head) pairs of one block
 constexpr int NODES_PER_TILE = HEAD_ROWS / GROUP;
-constexpr int SLOT_BYTES = 2 * THREADS * 16;       // of the ring of weights: a unit of every warp
+constexpr int PART_BYTES = 2 * THREADS * 16;       // 16 bytes of a row of the tile and 16 of its partner for every thread
+#if PACKED
+constexpr int STEP = 128;                          // columns of a unit of packed weights
+constexpr int HIGH_AT = (WITH_FP8 ? 2 : 1) * PART_BYTES;           // in a slot: upper bits of codes
+constexpr int BESIDE_AT = HIGH_AT + (WITH_Q6_K ? PART_BYTES / 2 : 0);  // scales and minimums
+constexpr int BESIDE_BYTES = 192;                  // of a warp
+constexpr int SLOT_BYTES = BESIDE_AT + WARPS * BESIDE_BYTES;
+constexpr int X_STRIDE_PAD = 16;                   // elements: four rows of x share a row of banks
+constexpr int SUMMED = WITH_Q4_K ? 32 : STEP;      // inputs of a sum of x
+constexpr int SUMS_STRIDE = (HIDDEN > INTER ? (HIDDEN > QUERY ? HIDDEN : QUERY) : (INTER > QUERY ? INTER : QUERY)) / SUMMED + 4;  // of a token
+#else
+constexpr int SLOT_BYTES = PART_BYTES;             // of the ring of weights: a unit of every warp
 constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
+#endif
 constexpr int PAUSE = 200;                         // ns between two questions whether attention has finished
-constexpr int LAYER_FIELDS = 11;
+constexpr int PIECE_FIELDS = 9;                    // of a piece of a packed weight
+constexpr int PIECES = 2;                          // of a weight at most
+constexpr int LAYER_FIELDS = 11 + (PACKED ? 4 * PIECES * PIECE_FIELDS : 0);
 #define NEGATIVE __int_as_float(0xff800000)
 
 enum Field { ATTENTION_NORM, QKV_WEIGHT, QKV_BIAS, OUTPUT_WEIGHT, OUTPUT_BIAS, MLP_NORM, GATE_UP, DOWN, QUERY_NORM, KEY_NORM,
-             FEATURES };
+             FEATURES, WEIGHTS };  // WEIGHTS: pieces of the four products
+enum Piece { PIECE_FORMAT, PIECE_ROWS, PIECE_CODES, PIECE_HIGH, PIECE_SCALES, PIECE_MINIMUMS, PIECE_OUTER_SCALES, PIECE_OUTER_MINIMUMS,
+             PIECE_SHARED };  // 2^this units share a scale
+enum Format { PLAIN, INT4, Q4_K, Q6_K, FP8 };
 
 struct AttentionArgs {
   const i64* blocks;
@@ -95,8 +114,11 @@ __device__ __forceinline__ int load_int(const int* at) {
 }
 // Sixteen bytes of weights into shared memory, beside everything else; zeros beyond `bytes`. Loads into registers
 // cannot run as far ahead: the compiler waits for the youngest of them whenever it waits for the oldest.
-__device__ __forceinline__ void copy_weights(u32 to, const u16* from, int bytes) {
+__device__ __forceinline__ void copy_weights(u32 to, const u8* from, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_weights(u32 to, const u8* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -196,59 +218,77 @@ __host__ __device__ constexpr int divided_up(int value, int by) { return (value 
 __host__ __device__ constexpr int balanced(int rows) {
   // Rows of a tile, such that blocks get equal shares: rounds of all blocks times rows of a tile is least. Tiles that are not
   // a multiple of four rows are read at half the speed.
+#if PACKED  // a tile of eight rows takes as long as one of sixteen
+  return divided_up(rows, 8) <= BLOCKS ? 8 : 16;
+#else
   int best = 16;
   for (int size = 12; size >= 8; size -= 4)
     if (divided_up(divided_up(rows, size), BLOCKS) * size < divided_up(divided_up(rows, best), BLOCKS) * best) best = size;
   return best;
+#endif
 }
 
 constexpr int GATE_OUTPUTS = 8;
 enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
 
 // A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 32 at
-// a time. The tile of a gate is up to 8 rows of gate and as many of up. Sizes are variables and not
+// a time, or of 128 where a weight has few bits. The tile of a gate is up to 8 rows of gate and as many of up. Sizes are variables and not
 // constants, because one copy of the code must serve all products: code that does not fit the instruction cache is fetched
 // again every layer.
 struct Product {
-  const u16 *weight, *bias;
+  const u8* weight;
+  const u16* bias;
+  const i64* pieces;                          // of a packed model
   int columns, rows, outputs;                 // outputs: rows of a tile
-  int units;                                  // of 32 columns
+  int unit_columns, units;
   int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
-  int to_partner;                             // elements from a row of the tile's first half to the same row of the second
+  int to_partner;                             // rows from a row of the tile's first half to the same row of the second
   int paired;                                 // both halves have as many rows: gate and up
 
-  __device__ void set(int kind, const i64* layer, const u16* lm_head) volatile {
+  // lm_head: the weight, or in a packed model its pieces.
+  __device__ void set(int kind, const i64* layer, const void* lm_head) volatile {
     const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
-    weight = kind == LM_HEAD ? lm_head : (const u16*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
+#if PACKED
+    pieces = kind == LM_HEAD ? (const i64*)lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS;
+    weight = (const u8*)pieces[PIECE_CODES];
+    unit_columns = pieces[PIECE_FORMAT] == PLAIN ? 32 : STEP;
+#else
+    weight = kind == LM_HEAD ? (const u8*)lm_head : (const u8*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
+    unit_columns = 32;
+#endif
     bias = kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
     paired = kind == GATE_PRODUCT;
     columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
     rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : VOCAB;
     outputs = kind == QKV_PRODUCT ? balanced(QKV) : is_hidden ? balanced(HIDDEN) : paired ? GATE_OUTPUTS : 16;
-    units = columns / 32;
+    units = columns / unit_columns;
     int all = divided_up(rows, outputs);
     tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
-    to_partner = (paired ? INTER : 8) * columns;
+    to_partner = paired ? INTER : 8;
   }
 };
 
 __device__ __forceinline__ int kind_of(int step, int num_layers) { return step == 4 * num_layers ? (int)LM_HEAD : step % 4; }
 
+static_assert(!PACKED || (BLOCKS % 2 == 0 && INTER % 16 == 0 && VOCAB % 16 == 0), "tiles of a block lie alike in their sixteen rows");
+__host__ __device__ constexpr int units_of_warp(int units, int warp) { return (units - warp + WARPS - 1) / WARPS; }
+
+#if PACKED
+#include "packed_units.cuh"
+#else
 // Streams the weights of a product through a ring in shared memory. Each thread copies what it multiplies itself, and
 // waits for no other: a slot has 16 bytes of a row of the tile and 16 of its partner for every thread. What changes from unit
 // to unit lies in registers: asking for a unit must cost few instructions, for it is done between waiting and multiplying.
 struct Stream {
-  const u16* at;
-  i64 to_partner, to_next_tile;               // elements
-  u32 ring, slot;                             // addresses of this thread's part
+  const u8* at;
+  i64 to_partner, to_next_tile;               // bytes
   int units, unit, tiles;                     // units of this warp in a tile; tiles that are left
   int row, group, step, outputs, rows;        // step: rows from a tile of this block to its next one
   int low_bytes, high_bytes, partner;
 
-  __device__ __forceinline__ Stream(const volatile Product& product, u32 ring_) {
+  __device__ __forceinline__ Stream(const volatile Product& product) {
     const int thread = this_thread(), warp = thread >> 5;
     group = (thread & 31) >> 2;
-    ring = slot = ring_ + thread * 16;
     units = units_of_warp(product.units, warp);
     unit = 0;
     tiles = units ? product.tiles : 0;
@@ -257,23 +297,22 @@ struct Stream {
     row = (int)blockIdx.x * outputs;
     step = BLOCKS * outputs;
     partner = product.paired ? group : group + 8;
-    to_partner = product.to_partner;
-    const i64 columns = product.columns;
-    at = product.weight + (row + group) * columns + warp * 32 + (thread & 3) * 8;
-    to_next_tile = step * columns - units * (WARPS * 32);
+    const i64 row_bytes = product.columns * 2;
+    to_partner = product.to_partner * row_bytes;
+    at = product.weight + (row + group) * row_bytes + warp * 64 + (thread & 3) * 16;
+    to_next_tile = step * row_bytes - units * (WARPS * 64);
     choose();
   }
-  static __device__ __forceinline__ int units_of_warp(int units, int warp) { return (units - warp + WARPS - 1) / WARPS; }
   __device__ __forceinline__ void choose() {  // the rows of this tile that are read
     low_bytes = group < outputs && row + group < rows ? 16 : 0;
     high_bytes = partner < outputs && row + partner < rows ? 16 : 0;
   }
   // Ask for the next unit of this warp. At the end of the product a group is empty.
-  __device__ __forceinline__ void next() {
+  __device__ __forceinline__ void ask(u32 slot) {
     if (tiles) {
       copy_weights(slot, at, low_bytes);
       copy_weights(slot + THREADS * 16, at + to_partner, high_bytes);
-      at += WARPS * 32;
+      at += WARPS * 64;
       if (++unit == units) {
         unit = 0;
         --tiles;
@@ -283,7 +322,6 @@ struct Stream {
       }
     }
     end_group();
-    slot = slot == ring + (SLOTS - 1) * SLOT_BYTES ? ring : slot + SLOT_BYTES;
   }
 };
 
@@ -303,6 +341,7 @@ __device__ __forceinline__ void add_unit(u32 slot, const u16* x, int stride, int
     multiply(sums[tile], low.z, high.z, low.w, high.w, v.z, v.w);
   }
 }
+#endif
 
 // Which output the sum is that a thread joins: of `count` tiles from `tile` on.
 struct Target {
@@ -326,10 +365,22 @@ __device__ __forceinline__ void fetch_gain(u16* gain, const u16* from) {
   for (int at = threadIdx.x * 8; at < HIDDEN; at += THREADS * 8) copy_async(gain + at, from + at);
 }
 
+// Where the sums of inputs go that the minimums of packed weights are multiplied by. VALUES: inputs that a thread has.
+template <int VALUES>
+__device__ __forceinline__ void keep_sum(float* x_sums, float sum, int row, int column, bool valid) {
+#if PACKED && (WITH_Q4_K || WITH_INT4)
+#pragma unroll
+  for (int step = 1; step < SUMMED / VALUES; step <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (valid && column % SUMMED == 0) x_sums[row * SUMS_STRIDE + column / SUMMED] = sum;
+#endif
+}
+__device__ __forceinline__ float sum_of(u32 pair) { return wide_low(pair) + wide_high(pair); }
+__device__ __forceinline__ float sum_of(uint4 v) { return (sum_of(v.x) + sum_of(v.y)) + (sum_of(v.z) + sum_of(v.w)); }
+
 // Rows through the root-mean-square norm into shared memory, rounded as transformers rounds them. A warp a row. The rows are
 // those of other blocks, or of the embedding.
 __device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, const u64* hidden, u32 tag,
-                                             const u16* embedding, const int* row_tokens) {
+                                             const u16* embedding, const int* row_tokens, float* x_sums) {
   constexpr int STEPS = (HIDDEN + 255) / 256;
   const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
 #pragma unroll 1
@@ -373,13 +424,15 @@ __device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, 
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
       int column = (i * 32 + lane) * 8;
-      if (column >= HIDDEN) continue;
-      uint4 g = *reinterpret_cast<const uint4*>(gain + column);
+      const bool inside = column < HIDDEN;
+      uint4 g = *reinterpret_cast<const uint4*>(gain + (inside ? column : 0));
       const u32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w}, gains[4] = {g.x, g.y, g.z, g.w};
       u32 out[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) out[j] = times(narrow2(wide_low(pairs[j]) * scale, wide_high(pairs[j]) * scale), gains[j]);
       uint4 packed = make_uint4(out[0], out[1], out[2], out[3]);
+      keep_sum<8>(x_sums, sum_of(packed), row, column, inside);
+      if (!inside) continue;
       *reinterpret_cast<uint4*>(x + row * (HIDDEN + X_STRIDE_PAD) + column) = packed;
       if (copy && blockIdx.x == 0) *reinterpret_cast<uint4*>(copy + (i64)row * HIDDEN + column) = values[i];
       if (normed && blockIdx.x == 0) *reinterpret_cast<uint4*>(normed + (i64)row * HIDDEN + column) = packed;
@@ -388,8 +441,80 @@ __device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, 
   __syncthreads();
 }
 
+// The same where a row is too long for the registers of a warp: four warps a row, which leave it in shared memory until its
+// length is known.
+__device__ __forceinline__ void stage_long_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, const u64* hidden, u32 tag,
+                                                  const u16* embedding, const int* row_tokens, float* x_sums) {
+  constexpr int PARTS = 4, COLUMNS = (HIDDEN / PARTS + 127) / 128 * 128, STEPS = (COLUMNS + 255) / 256;
+  __shared__ float part_squares[MAX_ROWS][PARTS];
+  const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
+#pragma unroll 1
+  for (int item = warp; item < rows * PARTS; item += WARPS) {
+    const int row = item / PARTS, end = min((item % PARTS + 1) * COLUMNS, HIDDEN), first = item % PARTS * COLUMNS + lane * 8;
+    const u16* token = embedding ? embedding + (i64)row_tokens[row] * HIDDEN : nullptr;
+    const u64* from = hidden + (i64)row * (HIDDEN / 2);
+    uint4 values[STEPS];
+    bool ready;
+    do {
+      ready = true;
+#pragma unroll
+      for (int i = 0; i < STEPS; ++i) {
+        const int column = first + i * 256 < end ? first + i * 256 : 0;
+        if (embedding) {
+          values[i] = *reinterpret_cast<const uint4*>(token + column);
+        } else {
+          Tagged low, high;
+          low.load(from + column / 2);
+          high.load(from + column / 2 + 2);
+          ready &= low.has(tag) && high.has(tag);
+          values[i] = make_uint4((u32)low.first, (u32)low.second, (u32)high.first, (u32)high.second);
+        }
+      }
+    } while (!ready);
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const int column = first + i * 256;
+      if (column >= end) continue;
+      const u32 pairs[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) squares += wide_low(pairs[j]) * wide_low(pairs[j]) + wide_high(pairs[j]) * wide_high(pairs[j]);
+      *reinterpret_cast<uint4*>(x + row * (HIDDEN + X_STRIDE_PAD) + column) = values[i];
+      if (copy && blockIdx.x == 0) *reinterpret_cast<uint4*>(copy + (i64)row * HIDDEN + column) = values[i];
+    }
+    squares = warp_sum(squares);
+    if (lane == 0) part_squares[row][item % PARTS] = squares;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int item = warp; item < rows * PARTS; item += WARPS) {
+    const int row = item / PARTS, end = min((item % PARTS + 1) * COLUMNS, HIDDEN), first = item % PARTS * COLUMNS + lane * 8;
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) squares += part_squares[row][i];
+    const float scale = rsqrtf(squares * (1.f / HIDDEN) + EPS);
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const int column = first + i * 256;
+      const bool inside = column < end;
+      uint4* at = reinterpret_cast<uint4*>(x + row * (HIDDEN + X_STRIDE_PAD) + (inside ? column : 0));
+      const uint4 v = inside ? *at : make_uint4(0, 0, 0, 0), g = *reinterpret_cast<const uint4*>(gain + (inside ? column : 0));
+      const u32 pairs[4] = {v.x, v.y, v.z, v.w}, gains[4] = {g.x, g.y, g.z, g.w};
+      u32 out[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[j] = times(narrow2(wide_low(pairs[j]) * scale, wide_high(pairs[j]) * scale), gains[j]);
+      const uint4 packed = make_uint4(out[0], out[1], out[2], out[3]);
+      keep_sum<8>(x_sums, sum_of(packed), row, column, inside);
+      if (!inside) continue;
+      *at = packed;
+      if (normed && blockIdx.x == 0) *reinterpret_cast<uint4*>(normed + (i64)row * HIDDEN + column) = packed;
+    }
+  }
+  __syncthreads();
+}
+
 // Rows that other blocks hand over, as they are into shared memory. Nobody writes those of nodes that only fill up the pass.
-__device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, const u64* from, u32 tag, const bool* in_use) {
+__device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, const u64* from, u32 tag, const bool* in_use, float* x_sums) {
 #pragma unroll 1
   for (int at = this_thread() * 4; at < rows * columns; at += THREADS * 4) {
     const int row = at / columns;
@@ -401,36 +526,39 @@ __device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, cons
         values.load(from + at / 2);
       }
     }
-    *reinterpret_cast<uint2*>(x + row * (columns + X_STRIDE_PAD) + at - row * columns) = make_uint2((u32)values.first, (u32)values.second);
+    const int column = at - row * columns;
+    *reinterpret_cast<uint2*>(x + row * (columns + X_STRIDE_PAD) + column) = make_uint2((u32)values.first, (u32)values.second);
+    keep_sum<4>(x_sums, sum_of((u32)values.first) + sum_of((u32)values.second), row, column, true);
   }
   __syncthreads();
 }
 
-// Rows as they are into shared memory, where they fit; else they are read where they lie.
-__device__ __forceinline__ const u16* stage(u16* x, int rows, int columns, const u16* from, int limit, int& stride) {
-  stride = columns;
-  if (rows * (columns + X_STRIDE_PAD) > limit) return from;
-  stride += X_STRIDE_PAD;
+// Some columns of rows as they are into shared memory, `stride` apart. pitch: elements between rows where they lie.
+__device__ __forceinline__ void stage(u16* x, int rows, int columns, int stride, const u16* from, int pitch, float* x_sums) {
   constexpr int BATCH = 4;  // loads of a thread on the way together
   int row = 0, column = this_thread() * 8;
 #pragma unroll 1
-  for (int at = column; at < rows * columns; at += BATCH * THREADS * 8) {
+  for (int at = (this_thread() & ~31) * 8; at < rows * columns; at += BATCH * THREADS * 8) {  // warps stay together
     uint4 values[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      values[i] = load_shared_by_blocks(from + min(at + i * THREADS * 8, rows * columns - 8));
+    int rows_of[BATCH], columns_of[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       while (column >= columns) {
         column -= columns;
         ++row;
       }
-      if (row < rows) *reinterpret_cast<uint4*>(x + row * stride + column) = values[i];
+      rows_of[i] = row;
+      columns_of[i] = column;
+      values[i] = load_shared_by_blocks(from + (row < rows ? row * pitch + column : 0));
       column += THREADS * 8;
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      if (rows_of[i] < rows) *reinterpret_cast<uint4*>(x + rows_of[i] * stride + columns_of[i]) = values[i];
+      keep_sum<8>(x_sums, sum_of(values[i]), rows_of[i], columns_of[i], rows_of[i] < rows);
     }
   }
   __syncthreads();
-  return x;
 }
 
 // --- attention ----------------------------------------------------------------------------------------------------------
@@ -756,10 +884,10 @@ extern __shared__ __align__(16) unsigned char memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
-    const u16* embedding, const u16* final_norm, const u16* lm_head, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
+    const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
     u64* attended, u16* activated, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, float* best_value,
     int* best_index, u16* hidden_out, int* flags, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
-    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit) {
+    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit, int embedded) {
   __shared__ SeqInfo infos[MAX_ROWS];
   __shared__ int depths[MAX_ROWS];
   __shared__ u64 masks[MAX_ROWS];
@@ -767,7 +895,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   __shared__ bool in_use[MAX_ROWS];  // rows of nodes that a sequence has
   __shared__ i64 table[2][LAYER_FIELDS];
   __shared__ AttentionArgs args;
-  __shared__ volatile Product products[2];  // of this step and the next
+  // Of this step and the next ones. The stream of packed weights is opened a step ahead, while others are waited for.
+  constexpr int PRODUCTS_AHEAD = PACKED ? 2 : 1, PRODUCTS = 2 * PRODUCTS_AHEAD;
+  __shared__ volatile Product products[PRODUCTS];
   __shared__ int block_table[TABLE_SIZE];
   for (int i = threadIdx.x; i < min(num_seqs * table_width, TABLE_SIZE); i += THREADS) block_table[i] = (int)blocks[i];
   if (threadIdx.x == 0)
@@ -777,14 +907,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   unsigned char* ring = memory + WARPS * SUMS * sizeof(float);
   const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
   u16* gain = reinterpret_cast<u16*>(ring + SLOTS * SLOT_BYTES);
+#if PACKED
+  float* x_sums = reinterpret_cast<float*>(gain + HIDDEN);
+  u16* x = reinterpret_cast<u16*>(x_sums + (WITH_Q4_K || WITH_INT4 ? MAX_ROWS * SUMS_STRIDE : 0));
+  __shared__ i64 lm_head[PIECES * PIECE_FIELDS];
+  if (threadIdx.x < PIECES * PIECE_FIELDS) lm_head[threadIdx.x] = ((const i64*)lm_head_)[threadIdx.x];
+#else
+  float* x_sums = nullptr;
   u16* x = gain + HIDDEN;
+  const void* lm_head = lm_head_;
+#endif
   const Flags gates_done = {flags, flags[BLOCKS]};
   AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory);
 
   if (thread < rows) {
     int seq = thread / nodes, node = thread % nodes;
     i64 token = tokens[seq * token_stride + token_offset + node];
-    row_tokens[thread] = (int)(token < 0 ? 0 : (token >= VOCAB ? VOCAB - 1 : token));
+    row_tokens[thread] = embedded ? thread : (int)(token < 0 ? 0 : (token >= VOCAB ? VOCAB - 1 : token));
     depths[thread] = nodes == 1 ? 0 : (int)depths_[thread];  // a single node is a chain
     masks[thread] = nodes == 1 ? 1 : (u64)masks_[thread];
     in_use[thread] = node < (int)counts[seq];
@@ -798,9 +937,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     infos[thread].count = count;
     infos[thread].chain = chain;
   }
-  if (thread == 0) products[0].set(QKV_PRODUCT, table[0], lm_head);
+  if (thread < PRODUCTS_AHEAD) products[thread].set(thread, table[0], lm_head);
   __syncthreads();
 
+#if PACKED
+  const int down_segment = (x_limit / rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;  // units of the longest input that fit
+  auto segment_of = [&](int step) {  // units whose inputs are in shared memory together
+    const volatile Product& of = products[step % PRODUCTS];
+    return kind_of(step, num_layers) == DOWN_PRODUCT ? min((int)of.units, of.unit_columns == 32 ? 4 * down_segment : down_segment) : of.units;
+  };
+  Stream opened = run_of(products[0], 0, 0, segment_of(0));
+#endif
   float most = NEGATIVE;         // the best logit among the sums that this thread joins, which are all of one token
   int place = 0;
 #pragma unroll 1
@@ -810,14 +957,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const bool normed = kind == QKV_PRODUCT || kind == GATE_PRODUCT || kind == LM_HEAD;
     if (kind == QKV_PRODUCT && thread < LAYER_FIELDS && index + 1 < num_layers)
       table[(index + 1) & 1][thread] = layers[(i64)(index + 1) * LAYER_FIELDS + thread];
-    const volatile Product& product = products[step & 1];
+    const volatile Product& product = products[step % PRODUCTS];
 
     // --- ask for the first weights, then wait for the input
     if (normed) fetch_gain(gain, kind == LM_HEAD ? final_norm : (const u16*)layer[kind == QKV_PRODUCT ? ATTENTION_NORM : MLP_NORM]);
     end_group();
-    Stream stream(product, ring_at);
+#if PACKED
+    const int segment = segment_of(step);
+    Stream stream = opened;
+    auto ask = [&](u32 slot) {
+      while (!stream.tiles && (stream.next_tile || stream.end < product.units) && product.tiles)
+        stream = run_of(product, stream.next_tile, stream.next_tile ? stream.begin : stream.end, segment);
+      if (stream.tiles) {
+        stream.copy(slot);
+        stream.advance();
+      }
+      end_group();
+    };
+#else
+    Stream stream(product);
+    auto ask = [&](u32 slot) { stream.ask(slot); };
+#endif
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) stream.next();
+    for (int i = 0; i < SLOTS; ++i) ask(ring_at + this_thread() * 16 + i * SLOT_BYTES);
+#if PACKED
+    if (kind != LM_HEAD) opened = run_of(products[(step + 1) % PRODUCTS], 0, 0, segment_of(step + 1));
+#endif
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
     u16 bias = 0, residual = 0;
     auto ask_for_added = [&](const Target target) {
@@ -835,21 +1000,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind == DOWN_PRODUCT) gates_done.wait(index);
     else __syncthreads();
 
-    if (thread == THREADS - 32) products[(step + 1) & 1].set(kind_of(step + 1, num_layers), table[(step + 1) / 4 & 1], lm_head);
+    if (thread == THREADS - 32 && step + PRODUCTS_AHEAD <= 4 * num_layers) {
+      const int later = step + PRODUCTS_AHEAD;
+      products[later % PRODUCTS].set(kind_of(later, num_layers), table[later / 4 & 1], lm_head);
+    }
 
     // --- the input
     const u32 tag = gates_done.base + index + 1;
+#if !PACKED
     const u16* input = x;
+#endif
     int stride = product.columns + X_STRIDE_PAD;
     if (!product.tiles && blockIdx.x) {
       __syncthreads();
     } else if (normed) {
-      stage_normed(x, rows, gain, kind == QKV_PRODUCT ? (u16*)layer[FEATURES] : nullptr, kind == LM_HEAD && want_hidden ? hidden_out : nullptr,
-                   kind == GATE_PRODUCT ? between : hidden, kind == GATE_PRODUCT ? tag : tag - 1, step ? nullptr : embedding, row_tokens);
+      constexpr auto stage_rows = HIDDEN > 2048 ? stage_long_normed : stage_normed;
+      stage_rows(x, rows, gain, kind == QKV_PRODUCT ? (u16*)layer[FEATURES] : nullptr, kind == LM_HEAD && want_hidden ? hidden_out : nullptr,
+                 kind == GATE_PRODUCT ? between : hidden, kind == GATE_PRODUCT ? tag : tag - 1, step ? nullptr : embedding, row_tokens, x_sums);
     } else if (kind == OUTPUT_PRODUCT) {
-      stage_tagged(x, rows, QUERY, attended, tag, in_use);
+      stage_tagged(x, rows, QUERY, attended, tag, in_use, x_sums);
     } else {
-      input = stage(x, rows, INTER, activated, x_limit, stride);
+#if PACKED  // segment by segment
+      stride = segment * product.unit_columns + X_STRIDE_PAD;
+#else
+      if (rows * (INTER + X_STRIDE_PAD) <= x_limit) {
+        stage(x, rows, INTER, stride, activated, INTER, x_sums);
+      } else {  // read where they lie
+        input = activated;
+        stride = INTER;
+      }
+#endif
     }
 
     // --- the product
@@ -858,36 +1038,105 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     for (int tile = 0; tile < TOKEN_TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
+    u32 slot = ring_at + this_thread() * 16;
+    const u32 last_slot = slot + (SLOTS - 1) * SLOT_BYTES;
+    int tile = 0, in_batch = 0;
+    const int tiles = product.tiles;
+    auto own_sums = [&]() {
+      const int thread = this_thread();
+      return reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * TOKEN_TILES * 32 + (thread & 31);
+    };
+#if PACKED
+    Unit part;
+    const int all_units = product.units, unit_bytes = product.unit_columns * 2, outputs = product.outputs;
+    int first_unit;  // of this warp in the tile, less begin: it goes on from tile to tile, so that all warps have as many units
+    {
+      const int thread = this_thread(), group = (thread & 31) >> 2;
+      const u32 x_at = (u32)__cvta_generic_to_shared(x) + (thread & 3) * (product.unit_columns == 32 ? 16 : 8);
+#pragma unroll
+      for (int i = 0; i < TOKEN_TILES; ++i) part.x[i] = x_at + min(i * 8 + group, rows - 1) * stride * 2;  // any row: its sums are not used
+      part.sums = (u32)__cvta_generic_to_shared(x_sums) + (thread & 3) * 2 * SUMS_STRIDE * 4;
+      first_unit = thread >> 5;
+    }
+    int begin = 0;  // first unit of the segment
+    const i64* pieces = product.pieces;
+    const int end_of_piece = (int)pieces[PIECE_ROWS], first_format = (int)pieces[PIECE_FORMAT];
+#else
     const u16* own_input;
-    u32 own_slot, first_slot;
     int units, own_rows;  // own_rows: from this thread's first row of the input to the end
     {
       const int thread = this_thread(), group = (thread & 31) >> 2;
       own_input = input + group * stride + (thread >> 5) * 32 + (thread & 3) * 8;
-      own_slot = first_slot = ring_at + thread * 16;
-      units = Stream::units_of_warp(product.units, thread >> 5);
+      units = units_of_warp(product.units, thread >> 5);
       own_rows = rows - group;
     }
-    int tile = 0, in_batch = 0;
-    const int tiles = product.tiles;
+#endif
 #pragma unroll 1
     while (tile < tiles) {
+#if PACKED
+      if (kind == DOWN_PRODUCT && tile == 0) {
+        const int first = begin * product.unit_columns;
+        stage(x, rows, min(INTER - first, stride - X_STRIDE_PAD), stride, activated + first, INTER, x_sums);
+      }
+      int format = first_format;
+      if (((int)blockIdx.x + tile * BLOCKS) * outputs >= end_of_piece) format = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
+      if (begin) {  // go on where the segment before this one has ended
+        const float4* own = own_sums();
+#pragma unroll
+        for (int i = 0; i < TOKEN_TILES; ++i) {
+          const float4 kept = own[i * 32];
+          sums[i][0] = kept.x, sums[i][1] = kept.y, sums[i][2] = kept.z, sums[i][3] = kept.w;
+        }
+      }
+      const int end = min(all_units - begin, segment);
+      Unit current = part;
+#pragma unroll
+      for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += first_unit * unit_bytes;
+      current.sums += first_unit * (STEP / SUMMED * 4);
+#pragma unroll 1
+      for (int unit = first_unit; unit < end; unit += WARPS) {
+        wait_groups<SLOTS - 1>();
+        __syncwarp();  // scales are copied by other threads of the warp
+        current.slot = slot;
+        current.beside = slot + BESIDE_AT - this_thread() * 16 + (this_thread() >> 5) * BESIDE_BYTES;
+        add_unit(format, current, sums);
+        __syncwarp();
+        ask(slot);
+#pragma unroll
+        for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += WARPS * unit_bytes;
+        current.sums += WARPS * (STEP / SUMMED * 4);
+        slot = slot == last_slot ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
+      }
+      first_unit = (first_unit - all_units) & (WARPS - 1);
+#else
 #pragma unroll 1
       for (int unit = 0; unit < units; ++unit) {
         wait_groups<SLOTS - 1>();
-        add_unit(own_slot, own_input + unit * (WARPS * 32), stride, own_rows, sums);
-        stream.next();
-        own_slot = own_slot == first_slot + (SLOTS - 1) * SLOT_BYTES ? first_slot : own_slot + SLOT_BYTES;
+        add_unit(slot, own_input + unit * (WARPS * 32), stride, own_rows, sums);
+        ask(slot);
+        slot = slot == last_slot ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
       }
+#endif
       // --- keep the sums of the tile; at the end of a batch of tiles join those of the warps
-      const int thread = this_thread();
-      float4* own = reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * TOKEN_TILES * 32 + (thread & 31);
+      float4* own = own_sums();
 #pragma unroll
       for (int i = 0; i < TOKEN_TILES; ++i) {
         own[i * 32] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
         sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
       }
       ++tile;
+#if PACKED
+      if (all_units - begin > segment) {  // further columns of the same tiles
+        ++in_batch;
+        if (tile == tiles) {
+          begin += segment;
+          tile = in_batch = 0;
+          first_unit = this_thread() >> 5;
+          __syncthreads();
+        }
+        continue;
+      }
+#endif
       if (++in_batch < TILES_AT_ONCE && tile < tiles) continue;
       const Target target = target_of(product, tile - in_batch, in_batch, rows);
       __syncthreads();

@@ -2,12 +2,14 @@
 
 A small model's pass is hundreds of kernels of a few microseconds, and each border between two of them costs about as
 much as the kernel itself. Here blocks hand their results to each other through memory instead, and load their next
-weights while they wait. The kernel (persistent_pass.cu) is compiled for the shapes of one model.
+weights while they wait. The kernel (persistent_pass.cu) is compiled for the shapes of one model, and reads weights of
+few bits as they are packed (packed_units.cuh).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -18,23 +20,24 @@ from paceline.device.kernel_cache import CompileError
 from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
 from paceline.layers.attention_triton import TritonBatch
-from paceline.layers.decoder_layer import LayerWeights
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
+from paceline.runners.native.pass_weights import FEATURE_FIELD, PLAIN_WEIGHTS, PassFormats, PassWeights
 
 TOKEN_TILES = (1, 2, 4)  # of eight tokens each: what a kernel is compiled for
 TILE = 8
 THREADS = 512
 WARPS = 16
-SLOT_BYTES = 2 * THREADS * 16  # of the ring of weights
-LEAST_SLOTS, MOST_SLOTS = 2, 5
+LEAST_SLOTS = 2  # of the ring of weights
 SPLIT = 512  # tokens of context that one block attends to
 HEAD_ROWS = 16
+BLOCKS = 132  # of most devices that have the kernel
+PACKED_ROWS = 16  # fewer would verify long drafts in another way, whose last bits differ
 MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, not for borders between kernels (docs/log.md)
+MAX_PACKED_HIDDEN_SIZE = 8192  # of models whose weights have few bits
 MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
-PAD = 32  # elements between rows of the input in shared memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +118,7 @@ class PersistentPass:
     model: DecoderModel
     kv: KVCache
     rope_cache: Tensor
-    table: Tensor  # int64 [layers, fields] addresses of the weights
+    weights: PassWeights
     max_rows: int
     blocks: int
     splits: int
@@ -125,17 +128,16 @@ class PersistentPass:
     @classmethod
     def of(cls, model: DecoderModel, kv: KVCache, rope_cache: Tensor) -> PersistentPass | None:
         """None: another kind of pass runs this model."""
-        weights = [layer.weights() for layer in model.layers]
-        if not supports_persistent_kernels(kv.device) or not fits(model) or not all(map(_is_plain, weights)):
+        weights = PassWeights.of(model) if supports_persistent_kernels(kv.device) and fits(model) else None
+        if weights is None or kv.keys.dtype != kv.dtype:  # rounded
             return None
-        if kv.keys.dtype != kv.dtype:  # rounded
+        blocks = multiprocessor_count(kv.device)
+        if not fits_shapes(model.config, weights.formats, blocks):
             return None
-        rows, blocks = max_rows(model.config), multiprocessor_count(kv.device)
+        rows = max_rows(model.config, weights.formats, blocks)
         splits = -(-rope_cache.shape[0] // SPLIT)
-        addresses = [layer.addresses() for layer in weights if layer is not None]
-        table = torch.tensor(addresses, dtype=torch.int64, device=kv.device)
         workspace = PassWorkspace.allocate(model, rows, blocks, splits, kv.device)
-        made = cls(model, kv, rope_cache, table, rows, blocks, splits, workspace)
+        made = cls(model, kv, rope_cache, weights, rows, blocks, splits, workspace)
         try:
             made.kernel(1)
         except CompileError:
@@ -149,9 +151,8 @@ class PersistentPass:
         """The kernel of the smallest tile that holds so many rows; compiled on first use."""
         tiles = tiles_of(rows)
         if tiles not in self._kernels:
-            source = files(__package__).joinpath("persistent_pass.cu").read_text()
-            constants = definitions(self.model, self.kv.block_size, tiles, self.blocks)
-            self._kernels[tiles] = compiled_kernel(source, "decode_pass", constants, MAX_SHARED_MEMORY)
+            constants = definitions(self.model, self.weights.formats, self.kv.block_size, tiles, self.blocks)
+            self._kernels[tiles] = compiled_kernel(kernel_source(), "decode_pass", constants, MAX_SHARED_MEMORY)
         return self._kernels[tiles]
 
     def __call__(self, source: TokenSource, batch: TritonBatch, wish: OutputWish) -> PersistentOutput:
@@ -177,20 +178,30 @@ class PersistentPass:
     ) -> list[Tensor | int]:
         """In the order of the kernel's parameters."""
         model, kv, work = self.model, self.kv, self.workspace
-        embedding = model.embedding_matrix
-        assert model.lm_head.matrix is not None and embedding is not None
+        embedding, embedded = self._embedding(source, batch)
         inputs = [source.tokens, batch.lengths, batch.counts, batch.depths, batch.tree_mask, batch.blocks]
-        final_norm, lm_head = model.final_norm.weight, model.lm_head.matrix
-        weights = [self._table(wish.features, output.features), embedding, final_norm, lm_head]
+        table = self._table(wish.features, output.features)
+        weights = [table, embedding, model.final_norm.weight, self.weights.lm_head]
         handed = [work.between, work.hidden, work.qkv, work.attended]
         exchanged = [*handed, work.activated, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden
         results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]
         sizes = [batch.num_seqs, batch.nodes, batch.blocks.shape[1], batch.offset, model.config.num_layers]
         places = [kv.keys.shape[1], source.stride, source.offset, self.splits]
-        wishes = [int(wish.hidden), int(wish.logits), self._input_limit(batch.num_seqs * batch.nodes)]
+        limit = self._input_limit(batch.num_seqs * batch.nodes)
+        wishes = [int(wish.hidden), int(wish.logits), limit, int(embedded)]
         tensors = [*inputs, *weights, self.rope_cache, kv.keys, kv.values, *exchanged, work.splits_done, *results]
         return [*tensors, *sizes, *places, *wishes]
+
+    def _embedding(self, source: TokenSource, batch: TritonBatch) -> tuple[Tensor, bool]:
+        """The embedding; or of a packed one the rows of this pass, and that they are."""
+        matrix = self.model.embedding_matrix
+        if matrix is not None:
+            return matrix, False
+        flat = source.tokens.flatten()
+        first = flat.storage_offset() + source.offset  # flat may be a part of a larger tensor
+        tokens = flat.as_strided((batch.num_seqs, batch.nodes), (source.stride, 1), first)
+        return self.model.embed(tokens.clamp(0, self.model.lm_head.out_features - 1).flatten()), True
 
     def _with_last_feature(self, output: PersistentOutput, layers: tuple[int, ...]) -> PersistentOutput:
         """What leaves the last layer is in the workspace; the features of a token are joined."""
@@ -204,17 +215,20 @@ class PersistentPass:
 
     def _input_limit(self, rows: int) -> int:
         """Elements of a product's input that shared memory has room for."""
-        taken = SUMS_BYTES + slots(self.model.config, tiles_of(rows)) * SLOT_BYTES
-        return (MAX_SHARED_MEMORY - taken) // 2 - self.model.config.hidden_size
+        config, formats, tiles = self.model.config, self.weights.formats, tiles_of(rows)
+        ring = slots(config, tiles, formats) * formats.slot_bytes
+        taken = SUMS_BYTES + ring + formats.sums_bytes(config, tiles * TILE)
+        return (MAX_SHARED_MEMORY - taken) // 2 - config.hidden_size
 
     def _table(self, layers: tuple[int, ...], features: Tensor | None) -> Tensor:
         """The addresses of the weights, and of where the inputs of feature layers go."""
         if features is None:
-            return self.table
-        table = self.table.clone()
+            return self.weights.table
+        table = self.weights.table.clone()
         for layer, feature in zip(layers, features):
             if layer < self.model.config.num_layers:
-                table[layer, -1].fill_(feature.data_ptr())  # by a kernel: a graph can repeat no copy from the host
+                # By a kernel: a graph can repeat no copy from the host.
+                table[layer, FEATURE_FIELD].fill_(feature.data_ptr())
         return table
 
 
@@ -230,30 +244,25 @@ def fits(model: DecoderModel) -> bool:
         and model.lm_head_bias is None
         and not model.final_norm.centers
         and model.final_norm.weight.dtype == torch.bfloat16
-        and model.lm_head.matrix is not None
-        and fits_shapes(model.config)
     )
 
 
-def fits_shapes(config: ArchConfig) -> bool:
+def fits_shapes(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks: int = BLOCKS) -> bool:
     """Whether the kernel's tiles fit these shapes."""
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     return (
-        config.hidden_size <= MAX_HIDDEN_SIZE
+        config.hidden_size <= (MAX_PACKED_HIDDEN_SIZE if formats.packed else MAX_HIDDEN_SIZE)
         and config.head_dim in (64, 128)
         and config.num_heads // config.num_kv_heads <= HEAD_ROWS
         and all(size % 32 == 0 for size in sizes)
-        and max_rows(config) >= TILE
+        and max_rows(config, formats, blocks) >= (PACKED_ROWS if formats.packed else TILE)
     )
 
 
-def max_rows(config: ArchConfig) -> int:
+def max_rows(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks: int = BLOCKS) -> int:
     """Tokens of a pass: their hidden states lie in shared memory beside partial sums and a ring of weights."""
-    return max((TILE * tiles for tiles in TOKEN_TILES if slots(config, tiles) >= LEAST_SLOTS), default=0)
-
-
-def _is_plain(weights: LayerWeights | None) -> bool:
-    return weights is not None and weights.is_plain
+    fitting = [tiles for tiles in TOKEN_TILES if formats.fits(config, tiles, blocks)]
+    return max((TILE * tiles for tiles in fitting if slots(config, tiles, formats) >= LEAST_SLOTS), default=0)
 
 
 def tiles_of(rows: int) -> int:
@@ -261,15 +270,25 @@ def tiles_of(rows: int) -> int:
     return next(tiles for tiles in TOKEN_TILES if tiles * TILE >= rows)
 
 
-def slots(config: ArchConfig, tiles: int) -> int:
+def slots(config: ArchConfig, tiles: int, formats: PassFormats = PLAIN_WEIGHTS) -> int:
     """Slots of the ring of weights: what the input of `tiles` tiles leaves of shared memory, as far as it helps."""
-    size = config.hidden_size
-    widest = max(size, config.query_size)
-    left = MAX_SHARED_MEMORY - SUMS_BYTES - 2 * (size + TILE * tiles * (widest + PAD))
-    return min(left // SLOT_BYTES, MOST_SLOTS)
+    size, rows = config.hidden_size, TILE * tiles
+    inputs = rows * (formats.least_columns(config) + formats.pad)
+    taken = SUMS_BYTES + formats.sums_bytes(config, rows) + 2 * (size + inputs)
+    return min((MAX_SHARED_MEMORY - taken) // formats.slot_bytes, formats.most_slots)
 
 
-def definitions(model: DecoderModel, block_size: int, tiles: int, blocks: int) -> list[str]:
+@cache
+def kernel_source() -> str:
+    """The kernel with what it includes, as one text: the compiler has no folder to look in."""
+    folder = files(__package__)
+    include, packed = '#include "packed_units.cuh"', folder.joinpath("packed_units.cuh").read_text()
+    return folder.joinpath("persistent_pass.cu").read_text().replace(include, packed)
+
+
+def definitions(
+    model: DecoderModel, formats: PassFormats, block_size: int, tiles: int, blocks: int
+) -> list[str]:
     """The shapes of a model as constants of the kernel."""
     config = model.config
     head_norms = model.layers[0].weights()
@@ -287,6 +306,7 @@ def definitions(model: DecoderModel, block_size: int, tiles: int, blocks: int) -
         "EPS": f"{config.rms_norm_eps!r}f",
         "SCALE": f"{config.head_dim**-0.5!r}f",
         "QK_NORM": int(head_norms is not None and head_norms.query_norm is not None),
-        "SLOTS": slots(config, tiles),
+        "SLOTS": slots(config, tiles, formats),
+        **formats.constants(),
     }
     return [f"-D{name}={value}" for name, value in values.items()]

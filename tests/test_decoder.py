@@ -215,6 +215,16 @@ def test_a_model_of_a_short_context_loads_and_fills_it(max_seq_len: int, options
 
 
 @pytest.mark.slow
+def test_a_prediction_may_be_text(tiny_folder: Path) -> None:
+    """Its tokens are the draft, without one that marks the beginning of a sequence."""
+    with SpeculativeDecoder(tiny_folder, method="prediction", num_draft_tokens=4) as decoder:
+        prediction = decoder.generate("x", max_new_tokens=24, num_draft_tokens=0).text
+        ids = decoder.tokenizer.encode_continuation(prediction)
+        results = [decoder.generate("x", max_new_tokens=24, prediction=given) for given in (prediction, ids)]
+    of_text, of_ids = (result.stats for result in results)
+    assert (of_text.drafted, of_text.accepted) == (of_ids.drafted, of_ids.accepted) and of_ids.drafted
+
+
 def test_a_seed_is_a_sequence(decoder: SpeculativeDecoder) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}
     first, second = (decoder.generate(PROMPTS[1], seed=5, **settings).token_ids for _ in range(2))

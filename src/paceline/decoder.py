@@ -141,7 +141,7 @@ class SpeculativeDecoder:
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
         fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
-        temperature 0. In a list, sequence i has seed + i.
+        temperature 0. In a list, sequence i has seed + i. prediction: the output that is expected, text or token ids.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
@@ -187,6 +187,8 @@ class SpeculativeDecoder:
         if num_draft_tokens is not None:
             number = checked_num_draft_tokens(num_draft_tokens)
             num_draft_tokens = None if number == AUTO else number
+        if isinstance(prediction := own.get("prediction"), str):
+            own["prediction"] = self.tokenizer.encode_continuation(prediction) or None
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
 

@@ -78,6 +78,10 @@ class Tokenizer:
             raise PromptError("the prompt is empty; there is nothing to continue")
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of text in the middle of a sequence: no token that marks a beginning."""
+        return [int(token) for token in self.hf_tokenizer(text, add_special_tokens=False).input_ids]
+
     def _string_ids(self, prompt: str) -> list[int]:
         if not prompt:
             raise PromptError("the prompt is empty; there is nothing to continue")

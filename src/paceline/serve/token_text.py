@@ -70,11 +70,12 @@ class VocabularyTokenText(TokenText):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self._hf_tokenizer, self._streams = tokenizer.hf_tokenizer, tokenizer.stream
+        self._encode = tokenizer.encode_continuation
         self._chat_template = tokenizer.chat_template
         self._special = frozenset(tokenizer.hf_tokenizer.all_special_ids)
 
     def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._hf_tokenizer(text, add_special_tokens=False).input_ids]
+        return self._encode(text)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._hf_tokenizer.decode(tokens))

@@ -39,3 +39,9 @@ def test_more_confidence_never_means_less_acceptance() -> None:
 def test_what_changed_is_learned_again() -> None:
     table = observed(observed(ConfidenceTable(fade=0.98), 0.8, 400, 0), 0.8, 0, 200)
     assert table.rate(0.8) < 0.25
+
+
+def test_the_least_confidence_of_a_rate_is_where_a_bin_begins() -> None:
+    table = observed(ConfidenceTable(), 0.55, 0, 40)  # what is stated as 0.5 to 0.6 is nearly never accepted
+    assert table.least_confidence(0.5) == 0.6 and table.rate(0.6) >= 0.5 > table.rate(0.59)
+    assert table.least_confidence(0.0) == 0.0 and table.least_confidence(1.01) > 1.0

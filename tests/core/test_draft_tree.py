@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.draft_tree import DraftTree, ancestors, chain, depths, empty, merge, path_to
+from paceline.core.draft_tree import DraftTree, ancestors, chain, depths, empty, merge, path_to, with_source
 from paceline.errors import OptionError
 
 PARENTS = st.integers(0, 12).flatmap(lambda count: st.tuples(*[st.integers(-1, node - 1) for node in range(count)]))
@@ -60,3 +60,10 @@ def test_ancestors_are_the_nodes_of_the_path(parents: tuple[int, ...]) -> None:
         path = path_to(parents, node)
         assert mask[node].nonzero().flatten().tolist() == sorted(path)
         assert len(path) == depths(parents)[node] + 1
+
+
+def test_a_tree_under_the_name_of_its_drafter_is_the_same_tree() -> None:
+    tree = chain([5, 6], confidence=[0.5, 0.25])
+    named = with_source(tree, "suffix")
+    assert (named.source, tree.source) == ("suffix", "") and named.tokens is tree.tokens
+    assert (named.parents, named.confidence, named.probs, named.probes) == ([-1, 0], [0.5, 0.25], None, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -133,3 +135,20 @@ def test_a_source_that_was_asked_for_little_is_asked_for_more_when_all_of_it_is_
     value, seq = value_of(0.1), sequence([1], 1000)
     assert asked(value, seq, sent=2, slope=0.05) <= 5
     assert asked(value, seq, sent=15, slope=0.05, rounds=12) == 15
+
+
+def test_one_sequence_is_cut_as_in_a_batch() -> None:
+    """Beside another one that drafts nothing and costs nothing: the same nodes, tokens and seconds."""
+    dice = random.Random(4)
+    for _ in range(200):
+        passes = {1: 1.0}
+        for width in range(2, 20):
+            passes[width] = passes[width - 1] + dice.choice((0.0, 0.05, 0.3, 0.9))
+        value, count = DraftValue(CostModel(CostCurve(passes))), dice.randrange(1, 9)
+        parents = [dice.randrange(-1, node) if node else -1 for node in range(count)]
+        confidence = [dice.choice((0.01, 0.3, 0.6, 0.9, 0.99)) for _ in parents]
+        seq, tree = sequence([1], 100), DraftTree(torch.arange(count), parents, confidence=confidence)
+        nodes = [candidate.node for candidate in value._sent(1, [value.survival(seq, tree)], 1)]
+        drafts = value.cut([seq], [tree])
+        assert drafts.trees[0].tokens.tolist() == sorted(nodes)
+        assert drafts.added == pytest.approx(value._added([len(nodes)]))

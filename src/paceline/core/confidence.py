@@ -7,12 +7,14 @@ of that confidence were accepted, given that all before them were. Until there a
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from math import inf
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.84, 0.9, 0.95, 0.98)
 NUM_BINS = len(EDGES) + 1
 CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0)))
+BIN_STARTS = (0.0, *EDGES, inf)  # and behind the last bin: no confidence is enough
 PRIOR_WEIGHT = 4.0  # draft tokens that the prior counts for
 FADE = 0.998  # of a bin's counts, by each draft token that falls into it
 
@@ -49,32 +51,31 @@ class ConfidenceTable:
             self._rates = self._pooled()
         return self._rates[index]
 
+    def least_confidence(self, rate: float) -> float:
+        """The lowest confidence, by the edges of bins, whose draft tokens are accepted at least so often. Of a table
+        without a prior."""
+        if self._rates is None:
+            self._rates = self._pooled()
+        return BIN_STARTS[bisect_left(self._rates, rate)]  # they never fall
+
     def _shrunk(self, index: int, prior: float) -> float:
         return (self._accepted[index] + self.weight * prior) / (self._verified[index] + self.weight)
 
     def _pooled(self) -> tuple[float, ...]:
-        """Rates of all bins by pool-adjacent-violators."""
-        pools: list[_Pool] = []
+        """Rates of all bins by pool-adjacent-violators. After every draft, so neighbours are pooled in plain lists."""
+        rates: list[float] = []
+        weights: list[float] = []
+        sizes: list[int] = []  # bins with one rate
         for index, centre in enumerate(CENTRES):
-            pools.append(_Pool(self._shrunk(index, centre), self._verified[index] + self.weight, 1))
-            while len(pools) > 1 and pools[-2].rate > pools[-1].rate:
-                last = pools.pop()
-                pools[-1] = pools[-1].joined(last)
-        return tuple(pool.rate for pool in pools for _ in range(pool.bins))
-
-
-@dataclass(frozen=True, slots=True)
-class _Pool:
-    """Neighbouring bins with one rate."""
-
-    rate: float
-    weight: float
-    bins: int
-
-    def joined(self, other: _Pool) -> _Pool:
-        weight = self.weight + other.weight
-        rate = (self.rate * self.weight + other.rate * other.weight) / weight
-        return _Pool(rate, weight, self.bins + other.bins)
+            rate, weight, size = self._shrunk(index, centre), self._verified[index] + self.weight, 1
+            while rates and rates[-1] > rate:
+                other = weights.pop()
+                rate = (rates.pop() * other + rate * weight) / (other + weight)
+                weight, size = other + weight, sizes.pop() + size
+            rates.append(rate)
+            weights.append(weight)
+            sizes.append(size)
+        return tuple([rate for rate, size in zip(rates, sizes) for _ in range(size)])
 
 
 def bin_of(confidence: float) -> int:

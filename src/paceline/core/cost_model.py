@@ -304,6 +304,10 @@ class CostModel:
             return 0.0
         return self.draft.at(num_draft_tokens) * (1.0 + self.share * (num_drafting - 1))
 
+    def pass_alone(self, nodes: int) -> float:
+        """`of(1).pass_of`, for the sums of one sequence in every step."""
+        return max(self.width(1), self.width(nodes))
+
     def width(self, nodes: int) -> float:
         """A pass over this many tokens of one sequence."""
         return self.verify.at(self.padded(nodes))

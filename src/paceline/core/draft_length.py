@@ -377,8 +377,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if num_selected and timing.looped:
             return
         # What drafts cost that are cut afterwards does not follow from what is sent of them: selective.py learns it.
-        known = timing if caught_up or not num_selected else replace(timing, num_draft_tokens=0)
-        self.costs.observe(known, caught_up=caught_up)
+        if num_selected and timing.num_draft_tokens and not caught_up:
+            timing = replace(timing, num_draft_tokens=0)
+        self.costs.observe(timing, caught_up=caught_up)
 
     def _apart(self, timing: StepTiming) -> StepTiming:
         """Drafting and verifying of a step that were timed as one: what a pass alone does not cost is drafting."""

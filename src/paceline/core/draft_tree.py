@@ -44,9 +44,8 @@ class DraftTree:
             object.__setattr__(self, "parents", [int(parent) for parent in self.parents])
         if self.tokens.shape != (len(self.parents),):
             raise OptionError(f"a tree needs one parent a token: {tuple(self.tokens.shape)} and {len(self.parents)}")
-        for node, parent in enumerate(self.parents):
-            if not ROOT <= parent < node:
-                raise OptionError(f"node {node} has parent {parent}; a parent comes before its children")
+        if not is_chain(self.parents):
+            _check_order(self.parents)
         if self.probs is not None and self.probs.shape[0] != len(self.parents):
             raise OptionError(f"a tree needs one distribution a node: {self.probs.shape[0]} for {len(self.parents)}")
         if self.confidence is not None and len(self.confidence) != len(self.parents):
@@ -65,6 +64,19 @@ class DraftTree:
         return is_chain(self.parents[: self.num_draft_tokens])
 
 
+def _check_order(parents: list[int]) -> None:
+    for node, parent in enumerate(parents):
+        if not ROOT <= parent < node:
+            raise OptionError(f"node {node} has parent {parent}; a parent comes before its children")
+
+
+def is_chain(parents: list[int]) -> bool:
+    """Whether every node follows the one before it. Compared as lists: this runs for every row of every step."""
+    count = len(parents)
+    return parents == (_CHAIN[:count] if count <= len(_CHAIN) else list(range(-1, count - 1)))
+
+
+_CHAIN = list(range(-1, 4096))
 _EMPTY = DraftTree(torch.empty(0, dtype=torch.int64), [])
 
 
@@ -79,6 +91,15 @@ def chain(
     """Draft tokens one after another."""
     ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
     return DraftTree(ids, list(range(-1, ids.shape[0] - 1)), probs, confidence=confidence)
+
+
+def with_source(tree: DraftTree, source: str) -> DraftTree:
+    """The same tree under the name of its drafter. What has been checked is not checked again, as `replace` would."""
+    named = object.__new__(DraftTree)
+    for name in DraftTree.__slots__:
+        object.__setattr__(named, name, getattr(tree, name))
+    object.__setattr__(named, "source", source)
+    return named
 
 
 def merge(paths: Iterable[Sequence[int]], limit: int) -> DraftTree:
@@ -118,15 +139,6 @@ def select(tree: DraftTree, nodes: list[int]) -> DraftTree:
         confidence=None if tree.confidence is None else [tree.confidence[node] for node in nodes],
         source=tree.source,
     )
-
-
-_CHAIN = list(range(-1, 4096))
-
-
-def is_chain(parents: list[int]) -> bool:
-    """Whether every node follows the one before it. Compared as lists: this runs for every row of every step."""
-    count = len(parents)
-    return parents == (_CHAIN[:count] if count <= len(_CHAIN) else list(range(-1, count - 1)))
 
 
 def depths(parents: Sequence[int]) -> list[int]:

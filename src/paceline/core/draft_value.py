@@ -10,11 +10,12 @@ drafter states before it draws, and never on those after it. That keeps the outp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import PositionRates
 from paceline.core.confidence import ConfidenceTable
-from paceline.core.cost_model import BatchCostModel, CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
+from paceline.core.cost_model import CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
 from paceline.core.draft_tree import ROOT, DraftTree, depths, select
 from paceline.core.sent_depths import SentDepths
 from paceline.core.sequence import Sequence
@@ -134,8 +135,9 @@ class DraftValue:
 
     def least_survival(self) -> float:
         """No draft token with a lower probability is ever sent to one sequence."""
-        worth = self.token_seconds(1)
-        return _cost_of_next(self.costs.of(1), 1) / worth if worth > 0 else 0.0
+        worth, plain = self.token_seconds(1), self.costs.width(1)
+        cost = min([(self.costs.width(1 + count) - plain) / count for count in AHEAD])
+        return max(0.0, cost) / worth if worth > 0 else 0.0
 
     def gain(self, seq: Sequence, tree: DraftTree) -> float:
         """Seconds that a draft saves its sequence if it is sent as far as it pays; what it took does not count."""
@@ -155,7 +157,7 @@ class DraftValue:
         for confidence in (*confidences, confidences[-1]):
             survival *= record.table.rate(confidence)
         making = max(0.0, record.draft.at(count + 1) - record.draft.at(count))
-        return _pays(self.costs.of(1), count + 1, survival * self.token_seconds(1) - making)
+        return _pays(self.costs.pass_alone, count + 1, survival * self.token_seconds(1) - making)
 
     def useful_length(self, seq: Sequence, limit: int, source: str = "") -> int:
         """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain.
@@ -187,6 +189,8 @@ class DraftValue:
         """The trees with only those nodes that pay. Trees that must stay whole do."""
         if self._weighed is not None and self._weighed.is_of(seqs, trees):
             return self._weighed.drafts
+        if len(seqs) == 1:
+            return self._cut_alone(seqs[0], trees[0])
         whole = [not is_cuttable(seq, tree) for seq, tree in zip(seqs, trees)]
         weights = [self.survival(seq, tree) if len(tree) else [] for seq, tree in zip(seqs, trees)]
         width = len(seqs) + sum(len(tree) for tree, stays in zip(trees, whole) if stays)
@@ -197,6 +201,28 @@ class DraftValue:
         kept = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
         tokens = [sum(own[node] for node in sent_nodes if node < len(own)) for own, sent_nodes in zip(weights, nodes)]
         return CutDrafts(kept, tokens, self._added([len(own) for own in nodes]))
+
+    def _cut_alone(self, seq: Sequence, tree: DraftTree) -> CutDrafts:
+        """The same for one sequence, for which several drafts may be weighed in a step: it is quick."""
+        if not len(tree):
+            return CutDrafts([tree], [0.0], [0.0])
+        survival, nodes = self.survival(seq, tree), list(range(len(tree)))
+        if is_cuttable(seq, tree):
+            nodes = self._sent_alone(survival)
+        tokens = sum([survival[node] for node in nodes if node < len(survival)])
+        added = self.costs.pass_alone(1 + len(nodes)) - self.costs.pass_alone(1)
+        return CutDrafts([select(tree, nodes)], [tokens], [added])
+
+    def _sent_alone(self, survival: list[float]) -> list[int]:
+        """As `_sent`, the nodes of one sequence in their order."""
+        order = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)
+        pass_of, worth, tokens = self.costs.pass_alone, self.token_seconds(1), 1.0
+        for count, node in enumerate(order):
+            worth = min(worth, pass_of(1 + count) / tokens)
+            if survival[node] < LEAST_SURVIVAL or not _pays(pass_of, 1 + count, survival[node] * worth):
+                return sorted(order[:count])
+            tokens += survival[node]
+        return sorted(order)
 
     def _sent(self, num_seqs: int, weights: list[list[float]], width: int) -> list[_Candidate]:
         """The draft tokens that pay, likeliest first, in a pass that is `width` tokens wide without them.
@@ -213,7 +239,7 @@ class DraftValue:
             if candidate.survival < LEAST_SURVIVAL:
                 return candidates[:count]
             worth = min(worth, costs.pass_of(width + count) / tokens)
-            if not _pays(costs, width + count, candidate.survival * worth):
+            if not _pays(costs.pass_of, width + count, candidate.survival * worth):
                 return candidates[:count]
             tokens += candidate.survival
         return candidates
@@ -246,6 +272,8 @@ class DraftValue:
         tokens, node = proposed.tokens.tolist(), ROOT
         for token in (*result.verified.tokens, result.verified.next_token):
             children = [child for child, parent in enumerate(proposed.parents) if parent == node]
+            if not children:
+                return
             for child in children:
                 table.observe(proposed.confidence[child], tokens[child] == token)
             node = next((child for child in children if tokens[child] == token), len(tokens))
@@ -255,7 +283,9 @@ class DraftValue:
         self._weighed = None
         plain = self.costs.plain_pass(timing.num_seqs)
         if plain > 0:
-            seconds = self.costs.of(timing.num_seqs).pass_of(timing.nodes) + draft_seconds
+            alone = timing.num_seqs == 1
+            costs = self.costs.pass_alone if alone else self.costs.of(timing.num_seqs).pass_of
+            seconds = costs(timing.nodes) + draft_seconds
             self._tokens = FADE * self._tokens + emitted / timing.num_seqs
             self._seconds = FADE * self._seconds + seconds / plain
 
@@ -290,14 +320,10 @@ def _survival_by_depth(rates: PositionRates, tree: DraftTree) -> list[float]:
     return weights
 
 
-def _pays(costs: BatchCostModel, width: int, worth: float) -> bool:
-    """Whether one more token in a pass of this width costs less than it is worth, in seconds."""
+def _pays(pass_of: Callable[[int], float], width: int, worth: float) -> bool:
+    """Whether one more token in a pass of this width costs less than it is worth, in seconds. Where the cost rises in
+    steps, a token has its share of the next ones."""
     if worth <= 0:
         return False
-    return costs.pass_of(width + 1) - costs.pass_of(width) < worth or _cost_of_next(costs, width) < worth
-
-
-def _cost_of_next(costs: BatchCostModel, width: int) -> float:
-    """What one more token adds to a pass; where the cost rises in steps, its share of the next ones."""
-    now = costs.pass_of(width)
-    return min((costs.pass_of(width + count) - now) / count for count in AHEAD)
+    now = pass_of(width)
+    return any(pass_of(width + count) - now < worth * count for count in AHEAD)

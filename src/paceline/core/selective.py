@@ -78,8 +78,8 @@ class SelectiveDrafts:
         """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
         self._asked.clear()
         for seq, tree in zip(seqs, trees):
-            if is_cuttable(seq, tree) or tree.source:
-                self._kinds.setdefault(kind_of(seq), _Kind())
+            if (tree.source or is_cuttable(seq, tree)) and not self.covers(seq):
+                self._kinds[kind_of(seq)] = _Kind()
         asked = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] and self.covers(seq)]
         if not asked:
             return trees
@@ -99,16 +99,21 @@ class SelectiveDrafts:
         for seq, result in zip(seqs, results):
             own = self._asked.get(seq.seq_id)
             if own is not None:
-                self.value.learn(seq, own.tree, result)
-                won = own.tokens * self.value.token_seconds(timing.num_seqs) - own.added
-                counts = (own.tree.num_draft_tokens, result.tree.num_draft_tokens)
-                self.value.record(seq, own.tree.source).depths.observe(*counts, won)
+                if len(own.tree):
+                    self._learn(seq, own, result, timing.num_seqs)
                 known = share if timing.clean and not caught_up else None
                 drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()
         if asked or self._kinds:
             self._observe_step(seqs, asked, timing, sum(len(result.emitted) for result in results), drafting)
         return len(asked)
+
+    def _learn(self, seq: Sequence, own: _Asked, result: StepResult, num_seqs: int) -> None:
+        """What the draft tokens were worth, and how far they were sent."""
+        self.value.learn(seq, own.tree, result)
+        won = own.tokens * self.value.token_seconds(num_seqs) - own.added
+        counts = (own.tree.num_draft_tokens, result.tree.num_draft_tokens)
+        self.value.record(seq, own.tree.source).depths.observe(*counts, won)
 
     def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None, num_seqs: int) -> float:
         """Returns the seconds that such a draft usually takes."""

@@ -161,6 +161,8 @@ class ModelOutput:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> RowOutput:
+        if self.sizes == [1] and self.read is None and self.logits.shape[0] == 1:  # a plain step has no other part
+            return RowOutput(self.logits, self.hidden, self.features)
         start, read = sum(self.sizes[:index]), self.read or self.sizes
         first = sum(read[:index])
         here = slice(first, first + read[index])

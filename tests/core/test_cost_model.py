@@ -103,3 +103,14 @@ def test_with_a_grain_only_whole_grains_differ_in_cost() -> None:
     assert [costs.width(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]
     costs.observe(StepTiming(0.0, 40.0, 30, 0, 30))
     assert costs.of(30).pass_of(30) == costs.of(30).pass_of(32) == 40.0 < costs.of(30).pass_of(33)
+
+
+def test_sizes_that_were_never_sampled_follow_those_that_were() -> None:
+    """Measured before the first sequence all sizes are warm: steps in use take a fifth longer."""
+    curve = CostCurve({1: 10.0, 4: 20.0, 16: 60.0})
+    for _ in range(200):
+        curve.add(1, 12.0)
+    assert curve.at(4) == pytest.approx(24.0, rel=0.02) and curve.at(16) == pytest.approx(72.0, rel=0.02)
+    for _ in range(50):
+        curve.add(4, 21.0)
+    assert curve.at(4) == pytest.approx(21.0, rel=0.02), "what was sampled is what it was sampled to be"

@@ -68,6 +68,7 @@ class CostCurve:
     MEMORY = 32  # samples of other sizes after which an old value counts half
     MIXED_MEMORY = 16  # samples within which a second outlier shows that what is measured is mixed
     MIXED_OUTLIER = 2.0
+    DRIFT_WEIGHT, MAX_DRIFT, SHIFT_EVERY = 0.03, 1.5, 8
     STEEP, MAX_RISE = 1.25, 2.0  # times the last value that one sample may count; each further one in a row counts more
 
     def __init__(self, seconds: dict[int, float] | None = None, unknown: float = 1.0, *, mixed: bool = False) -> None:
@@ -80,6 +81,7 @@ class CostCurve:
         self._unknown = unknown
         self._count = self._rises = 0  # samples; of them in a row: rising steeply
         self._sampled_at = dict.fromkeys(self._seconds, -self.MEMORY // 2)  # a first measurement soon counts half
+        self._given, self._drift = dict(self._seconds), 1.0  # of the given values, by those that were sampled since
         self._sizes: list[int] = list(self._seconds)
         self._interpolated: dict[int, float] = {}  # looked up many times between two samples
 
@@ -94,7 +96,21 @@ class CostCurve:
         self._seconds[size], self._sampled_at[size] = value, self._count
         if self._mixed and size:
             self._limit_larger(size)
-        self._reorder()
+        elif self._given.get(size):
+            self._shift_unsampled(value / self._given[size])
+        if before is None:
+            self._sizes = sorted(self._seconds)
+        self._interpolated.clear()
+
+    def _shift_unsampled(self, ratio: float) -> None:
+        """What was measured before the first sequence was warm, and alone: where steps turn out to take longer, those
+        of sizes that have not come yet do too. Else wide passes would seem cheap beside narrow ones."""
+        self._drift += self.DRIFT_WEIGHT * (min(max(ratio, 1 / self.MAX_DRIFT), self.MAX_DRIFT) - self._drift)
+        if self._count % self.SHIFT_EVERY:
+            return
+        for size, sampled_at in self._sampled_at.items():
+            if sampled_at < 0:
+                self._seconds[size] = self._given[size] * self._drift
 
     def _limit_larger(self, size: int) -> None:
         """Twice the draft tokens cost at most twice as much: a larger size that seems to cost more was held up."""
@@ -108,11 +124,8 @@ class CostCurve:
         first, self._unconfirmed = self._unconfirmed, None
         if first is not None and self._seconds[first] > HiccupFilter.OUTLIER * seconds * max(1.0, first / max(1, size)):
             del self._seconds[first], self._sampled_at[first]
-            self._reorder()
-
-    def _reorder(self) -> None:
-        self._sizes = sorted(self._seconds)
-        self._interpolated.clear()
+            self._sizes = sorted(self._seconds)
+            self._interpolated.clear()
 
     def _smoothed(self, size: int, before: float, seconds: float) -> float:
         if not self._mixed and HiccupFilter.OUTLIER * seconds < before:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.core.cost_model import CostCurve, CostModel
+from paceline.core.draft_value import DraftValue
 from paceline.core.sequence import Sequence
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.suffix import MEGABYTE, OutputStore, Suffix
@@ -204,3 +206,18 @@ def test_more_is_found_than_by_ngrams() -> None:
 def test_a_transformers_model_reads_the_trees(tiny_model: Any) -> None:
     target = HuggingFaceRunner(tiny_model, "tiny")
     assert assert_unchanged(target, Suffix(), [[5, 7, 9, 5, 7, 9, 5, 7]], 80, 6).accepted > 0
+
+
+def test_a_draft_that_would_not_be_sent_is_not_made_and_teaches_all_the_same() -> None:
+    """A draft token costs six tenths of a step: one that is accepted every third time is not worth it, until it turns
+    out to be right every time."""
+    value = DraftValue(CostModel(CostCurve({width: 0.4 + 0.6 * width for width in range(1, 20)})))
+    drafter, seq, drafts = Suffix(), sequence_of([1, 2, 3, 4]), list[int]()
+    drafter.use_value(value, "suffix")
+    drafter.begin(seq, None)
+    for turn in range(40):  # two new tokens, something else, and the first of the two again
+        first, second, other = range(100 + 3 * turn, 103 + 3 * turn)
+        seq.ids += [first, second, other, first]
+        drafts.append(len(drafter.propose([seq], [4])[0]))
+        seq.ids.append(second)
+    assert not drafts[0] and drafts[-1] and value.record(seq, "suffix").table.rate(0.33) > 0.5

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, RowOutput
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
-from paceline.drafting.suffix_automaton import Context, Forecast, SuffixAutomaton
+from paceline.drafting.suffix_automaton import NOTHING, Context, Forecast, ForecastBounds, SuffixAutomaton
 from paceline.errors import OptionError
 
 MEGABYTE = 1 << 20
@@ -60,12 +59,22 @@ class _StorePosition:
     num_read: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A token that was expected at a position of the sequence, too unlikely to be drafted."""
+
+    position: int
+    token: int
+    confidence: float
+
+
 @dataclass(slots=True)
 class _SuffixState:
     """One sequence: its own automaton, and its positions in the shared store."""
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     positions: list[_StorePosition] = field(default_factory=list)
+    unsent: _Unsent | None = None
 
 
 class Suffix(Drafter):
@@ -87,9 +96,10 @@ class Suffix(Drafter):
         self._store = OutputStore(int(remember * MEGABYTE)) if remember else None
         self._states: dict[int, _SuffixState] = {}
         self._value: DraftValue | None = None
+        self._source = ""  # its name where drafts are weighed
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        self._value = value
+        self._value, self._source = value, source
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
         self._states[seq.seq_id] = _SuffixState()
@@ -104,15 +114,44 @@ class Suffix(Drafter):
     def forecast(self, seq: Sequence, num_draft_tokens: int) -> Forecast:
         """The draft tree of a sequence and its expected accepted tokens. Depends only on the tokens before it."""
         if num_draft_tokens == 0:
-            return Forecast(draft_tree.empty(), 0.0)
-        state = self._states.setdefault(seq.seq_id, _SuffixState())
+            return NOTHING
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            state = self._states[seq.seq_id] = _SuffixState()
         for token in seq.ids[state.own.num_read :]:
             state.own.append(token)
-        least = self.least if self._value is None else max(self.least, WORTH_TRYING * self._value.least_survival())
-        forecasts = [state.own.forecast(state.own.repeated(), num_draft_tokens, least)]
+        if state.unsent is not None:
+            self._learn(seq, state)
+        context = state.own.repeated()
+        if self._store is None and not context.length:
+            return NOTHING
+        bounds = self._bounds(seq)
+        own = state.own.forecast(context, num_draft_tokens, bounds)
+        if own.unlikely is not None:
+            state.unsent = _Unsent(len(seq.ids), *own.unlikely)
+        if self._store is None:
+            return own
+        forecasts = [own]
         for position in self._positions(state, seq.ids):
-            forecasts.append(position.automaton.forecast(position.context, num_draft_tokens, least))
+            forecasts.append(position.automaton.forecast(position.context, num_draft_tokens, bounds))
         return max(forecasts, key=lambda forecast: forecast.expected)
+
+    def _bounds(self, seq: Sequence) -> ForecastBounds:
+        """Where drafts are weighed, none is made whose first node would not be sent: most steps have no other."""
+        if self._value is None:
+            return ForecastBounds(self.least)
+        needed = self._value.least_survival()
+        least = max(self.least, WORTH_TRYING * needed)
+        if seq.params.num_draft_tokens is not None:  # as many as the client asked for
+            return ForecastBounds(least)
+        return ForecastBounds(least, self._value.record(seq, self._source).table.least_confidence(needed))
+
+    def _learn(self, seq: Sequence, state: _SuffixState) -> None:
+        """What was not worth drafting teaches what its confidence means all the same, or it would never be again."""
+        unsent, state.unsent = state.unsent, None
+        if unsent is not None and self._value is not None and unsent.position < len(seq.ids):
+            is_right = seq.ids[unsent.position] == unsent.token
+            self._value.record(seq, self._source).table.observe(unsent.confidence, is_right)
 
     def _positions(self, state: _SuffixState, ids: list[int]) -> list[_StorePosition]:
         """The positions of a sequence in the automata of the store, brought up to date."""

@@ -6,19 +6,20 @@ that ended at these positions and more. Reading a token costs O(1), amortised, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
-from paceline.core.draft_tree import ROOT, DraftTree
+from paceline.core.draft_tree import ROOT, DraftTree, empty
 
 START = 0  # the state of the empty run
 MAX_COUNTED = 16  # links followed to count an occurrence: the cost of a token stays bounded
 CONTEXTS = 4  # contexts of falling length that predict the next token
 SUCCESSORS = 32  # of one context that are considered; a context with more predicts little
+SINGLE_WEIGHT = 0.5  # the length that a context of one token counts for: a third of what follows one is accepted
 BYTES_PER_STATE = 480  # measured: a dictionary of successors and its numbers
 
 
@@ -31,33 +32,42 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Successor:
-    """A token that may follow a context: its probability, when it last did, and the context it leads to."""
+class ForecastBounds:
+    """How likely a node must be.
 
-    token: int
-    probability: float
-    latest: int
-    context: Context
+    least  the probability that a path needs to be drafted
+    first  the probability that the likeliest first node needs: below it no tree is worth making
+    """
+
+    least: float
+    first: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """Likely continuations as a tree, and the number of its tokens expected to be accepted."""
+    """Likely continuations as a tree, and the number of its tokens expected to be accepted.
+
+    unlikely  the likeliest next token and its probability, where that is too low for a tree
+    """
 
     tree: DraftTree
     expected: float
+    unlikely: tuple[int, float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A node that may join the tree. The likeliest comes first, and of equally likely ones the latest."""
+NOTHING = Forecast(empty(), 0.0)
 
-    probability: float  # of the whole path
+
+class _Candidate(NamedTuple):
+    """A node that may join the tree. The likeliest comes first, and of equally likely ones the latest: as tuples they
+    compare in that order, which a heap does many times a step."""
+
+    unlikelihood: float  # the probability of the whole path, negated
+    age: int  # when its run last ended, negated
     parent: int
-    successor: Successor
-
-    def __lt__(self, other: _Candidate) -> bool:
-        return (self.probability, self.successor.latest) > (other.probability, other.successor.latest)
+    token: int
+    state: int
+    length: int  # of the context that it leads to, with the state
 
 
 class SuffixAutomaton:
@@ -108,52 +118,55 @@ class SuffixAutomaton:
             length = self._length[state]
         return Context(self._next[state][token], length + 1)
 
-    def forecast(self, context: Context, limit: int, least: float) -> Forecast:
-        """The likeliest continuations of a context, likeliest nodes first: at most `limit`, none below `least`."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        probabilities: list[float] = []
-        candidates: list[_Candidate] = []
-        self._push(candidates, context, 1.0, ROOT, least)
-        while candidates and len(tokens) < limit:
+    def forecast(self, context: Context, limit: int, bounds: ForecastBounds) -> Forecast:
+        """The likeliest continuations of a context within the bounds, likeliest nodes first: at most `limit`."""
+        candidates, least = list[_Candidate](), bounds.least
+        self._push(candidates, context.state, context.length, 1.0, ROOT, least)
+        if not candidates or not limit:
+            return NOTHING
+        first = candidates[0]
+        if -first.unlikelihood < bounds.first:
+            return Forecast(NOTHING.tree, 0.0, (first.token, -first.unlikelihood))
+        nodes: list[_Candidate] = []
+        while candidates and len(nodes) < limit:
             best = heappop(candidates)
-            probabilities.append(best.probability)
-            tokens.append(best.successor.token)
-            parents.append(best.parent)
-            self._push(candidates, best.successor.context, best.probability, len(tokens) - 1, least)
+            nodes.append(best)
+            if len(nodes) < limit:
+                self._push(candidates, best.state, best.length, -best.unlikelihood, len(nodes) - 1, least)
         confidence = [
-            own / (1.0 if parent == ROOT else probabilities[parent]) for own, parent in zip(probabilities, parents)
+            -node.unlikelihood if node.parent == ROOT else node.unlikelihood / nodes[node.parent].unlikelihood
+            for node in nodes
         ]
-        tree = DraftTree(torch.tensor(tokens, dtype=torch.int64), parents, confidence=confidence)
-        return Forecast(tree, sum(probabilities))
+        tokens = torch.tensor([node.token for node in nodes], dtype=torch.int64)
+        tree = DraftTree(tokens, [node.parent for node in nodes], confidence=confidence)
+        return Forecast(tree, -sum([node.unlikelihood for node in nodes]))
 
     # --- what comes next ----------------------------------------------------------------------------------------------
 
     def _push(
-        self, candidates: list[_Candidate], context: Context, probability: float, node: int, least: float
+        self, candidates: list[_Candidate], state: int, length: int, probability: float, parent: int, least: float
     ) -> None:
-        """Queue the successors of a node that are likely enough. probability: of the path to the node."""
-        for successor in self._successors(context, least / probability):
-            heappush(candidates, _Candidate(probability * successor.probability, node, successor))
+        """Queue what followed a context, if it is likely enough. probability: of the path to the parent.
 
-    def _successors(self, context: Context, least: float) -> Iterator[Successor]:
-        """What followed a context, by prediction with partial matches: each shorter context gets the probability the
-        longer one escapes with. Long contexts escape less than short ones, steady ones less than those that vary."""
-        state, length, remaining = context.state, context.length, 1.0
+        By prediction with partial matches: each shorter context gets the probability the longer one escapes with. Long
+        contexts escape less than short ones, steady ones less than those that vary.
+        """
+        counts, remaining = self._count, probability
         seen: set[int] = set()
         for _ in range(CONTEXTS):
             if state <= START or remaining < least:
                 return
             new = [pair for pair in islice(self._next[state].items(), SUCCESSORS) if pair[0] not in seen]
-            total = sum(self._count[child] for _, child in new)
+            total = sum([counts[child] for _, child in new])
             if total:
-                escape = len(new) / (len(new) + total * length)
+                escape = len(new) / (len(new) + total * (length if length > 1 else SINGLE_WEIGHT))
+                each = remaining * (1 - escape) / total
                 for token, child in new:
-                    probability = remaining * (1 - escape) * self._count[child] / total
-                    if probability >= least:
-                        yield Successor(token, probability, self._latest[child], Context(child, length + 1))
-                seen.update(token for token, _ in new)
+                    own = each * counts[child]
+                    if own >= least:
+                        heappush(candidates, _Candidate(-own, -self._latest[child], parent, token, child, length + 1))
                 remaining *= escape
+                seen.update([token for token, _ in new])
             state = self._link[state]
             length = self._length[state]
 

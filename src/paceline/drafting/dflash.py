@@ -141,7 +141,7 @@ class DFlash(Drafter):
         for seq, result in zip(seqs, results):
             states = self._view.of(result.output)
             if states is not None:
-                self.contexts.extend(seq, result, states)
+                self.contexts.extend(seq, result, states, alone=len(seqs) == 1)
 
     def end(self, seq: Sequence) -> None:
         self.contexts.end(seq)

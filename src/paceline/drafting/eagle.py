@@ -131,7 +131,7 @@ class Eagle(Drafter):
         for seq, result in zip(seqs, results):
             states = self._view.of(result.output)
             if states is not None:
-                self._contexts.extend(seq, result, states)
+                self._contexts.extend(seq, result, states, alone=len(seqs) == 1)
 
     def end(self, seq: Sequence) -> None:
         self._contexts.end(seq)

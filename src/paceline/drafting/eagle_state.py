@@ -38,9 +38,10 @@ class HeadState:
         """Of the next entry."""
         return self.start + self.length
 
-    def add(self, states: Tensor) -> None:
+    def add(self, states: Tensor, count: int) -> None:
+        """States of so many further positions."""
         self.pending.append(states)
-        self.num_pending += states.shape[0]
+        self.num_pending += count
 
     def all_pending(self) -> Tensor:
         return self.pending[0] if len(self.pending) == 1 else torch.cat(self.pending)

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
+from paceline.device.properties import on_host
 from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.kv.prefix_cache import PrefixCache
+
+FIRST_ROW = [0]  # of a step in which nothing was accepted
 
 
 class HeadContexts:
@@ -17,7 +20,7 @@ class HeadContexts:
 
     def __init__(self, buffers: KeyBuffers, prefix_cache: PrefixCache | None, owner: str, ahead: int) -> None:
         """prefix_cache: None for a private one. owner: of the entries there. ahead: tokens an entry reads ahead."""
-        self.buffers = buffers
+        self.buffers, self._on_host = buffers, on_host(buffers.device)
         self._states: dict[int, HeadState] = {}
         self._prefixes = HeadPrefixes(buffers, prefix_cache, owner, ahead)
 
@@ -40,20 +43,25 @@ class HeadContexts:
         if state.start:
             self._prefixes.reuse(state, [other for other in self._states.values() if other.length])
         if states is not None:
-            state.add(states)
+            state.add(states, num_read)
         self._states[seq.seq_id] = state
 
-    def extend(self, seq: Sequence, result: StepResult, states: Tensor) -> None:
-        """Add the states of what a step has added to the sequence. states: a row for the sequence and one a node."""
+    def extend(self, seq: Sequence, result: StepResult, states: Tensor, *, alone: bool = False) -> None:
+        """Add the states of what a step has added to the sequence. states: a row for the sequence and one a node.
+        alone: they are all that the pass has returned."""
         state = self._states.get(seq.seq_id)
         if state is None:
             return
         # An end token may have cut inside the accepted run: only positions with a next token count.
-        rows = [0, *(node + 1 for node in result.verified.accepted)][: len(result.emitted)]
+        accepted = result.verified.accepted
+        rows = [0, *(node + 1 for node in accepted)][: len(result.emitted)] if accepted else FIRST_ROW
         first = len(seq.ids) - 1 - len(rows)
         if first != state.next_position + state.num_pending:  # steps were not observed: restart here
             state.restart_at(first)
-        state.add(states[rows] if len(rows) > 1 else states[:1].clone())
+        # On the host every pass has memory of its own: where all of it is kept there is nothing to copy, and no call of
+        # torch, which a drafter that drafts now and then would wait for in every step.
+        is_whole = alone and self._on_host and len(rows) == 1 + len(result.tree)
+        state.add(states if is_whole else _copied(states, rows), len(rows))
 
     def end(self, seq: Sequence) -> None:
         """The sequence is over; its entries are kept where its cache is. Ending one that never began is harmless."""
@@ -63,3 +71,8 @@ class HeadContexts:
         if state.length and seq.keep_cache:
             self._prefixes.keep(state)
         self.buffers.give(state.row)
+
+
+def _copied(states: Tensor, rows: list[int]) -> Tensor:
+    """These rows of the states of a step: the next pass may write where they are."""
+    return states[: len(rows)].clone() if rows[-1] < len(rows) else states[rows]

@@ -69,7 +69,7 @@ class HeadSource(LoopSource):
         assert held is not None, "the step was queued before it is read"
         state.mark_read(state.num_pending)
         state.out = None
-        state.add(held[index, :num_tokens])
+        state.add(held[index, :num_tokens], num_tokens)
 
 
 def most_nodes(inputs: list[LoopInput]) -> int:

@@ -24,6 +24,10 @@ class KeyBuffers:
         self._keys, self._values = self._zeros(1, head_dim), self._zeros(1, value_dim or head_dim)
 
     @property
+    def device(self) -> torch.device:
+        return self._like.device
+
+    @property
     def num_rows(self) -> int:
         """Rows that have memory."""
         return self._keys.shape[0]

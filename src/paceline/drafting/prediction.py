@@ -32,7 +32,7 @@ def prediction_count(seq: Sequence) -> PredictionCount:
     return PredictionCount(seq.stats.accepted, seq.stats.drafted - seq.stats.accepted)
 
 
-START_FOLLOWED = 8  # a client that sends a prediction has reason to expect that it holds
+START_FOLLOWED = 1  # an output may begin with other words: the more of it has followed, the more is drafted
 
 
 def _confidence(followed: int) -> float:

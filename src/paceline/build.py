@@ -404,8 +404,7 @@ def starting_costs(config: EngineConfig, target: Runner, drafter: Drafter) -> Co
         grain = pass_grain(target.info, CostCurve(tuned.pass_seconds))
         return CostModel.known(tuned.pass_seconds, tuned.draft_seconds, grain)
     # `auto` weighs what a draft model must read first itself: its lookups need not wait until that pays.
-    draft = None if config.speculative.method == AUTO else drafter.draft_runner
-    return measure_costs(target, draft)
+    return measure_costs(target, None if config.speculative.method == AUTO else drafter.draft_runner)
 
 
 # --- warm-up ----------------------------------------------------------------------------------------------------------
@@ -429,7 +428,7 @@ def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
     """Graphs of all sizes of the plan. Before anything is measured."""
     if plan is not None:
         own = target.preparations(replace(plan, num_draft_tokens=()))
-        run_preparations(own + drafter.preparations(plan), "capturing graphs")
+        run_preparations(own + drafter.preparations(plan), "capturing graphs", target.info.device)
 
 
 def _rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
@@ -437,7 +436,8 @@ def _rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
     if plan is None or not supports_graphs(engine.info.device):
         return
     rehearsals = [Rehearsal(engine, drafter) for drafter in engine.parts.drafter.rehearsed()]
-    run_preparations([piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)], "rehearsing")
+    pieces = [piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)]
+    run_preparations(pieces, "rehearsing", engine.info.device)
     if engine.config.tuned is None:
         engine.parts.draft_length.rehearsed(rehearsals[0].timings)
 

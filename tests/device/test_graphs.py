@@ -13,6 +13,7 @@ from paceline.device.graphs import (
     EagerPool,
     GraphCache,
     GraphPool,
+    captures_in_a_row,
     garbage_collection_paused,
     needed,
     num_one_off_works,
@@ -38,6 +39,22 @@ def test_garbage_is_collected_before_a_capture_and_not_during_it() -> None:
     assert gc.isenabled()
     gc.collect()
     assert during() is None
+
+
+def test_captures_in_a_row_look_for_garbage_once() -> None:
+    with captures_in_a_row("cuda"):
+        between = weakref.ref(Cycle())
+        with garbage_collection_paused():
+            assert between() is not None
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.collect()
+    assert between() is None
+
+
+def test_nothing_is_paused_where_there_are_no_graphs() -> None:
+    with captures_in_a_row("cpu"):
+        assert gc.isenabled()
 
 
 def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:

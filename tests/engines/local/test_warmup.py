@@ -99,10 +99,10 @@ def test_preparations_run_in_order_and_say_how_long_they_take(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done: list[int] = []
-    run_preparations([lambda: done.append(1), lambda: done.append(2)], "capturing graphs")
+    run_preparations([lambda: done.append(1), lambda: done.append(2)], "capturing graphs", "cpu")
     assert done == [1, 2] and not capsys.readouterr().err, "quick ones say nothing"
     monkeypatch.setattr(warmup, "ANNOUNCE_SECONDS", 0.0)
-    run_preparations([lambda: done.append(3)] * 3, "capturing graphs")
+    run_preparations([lambda: done.append(3)] * 3, "capturing graphs", "cpu")
     assert "paceline: capturing graphs: 1 of 3, about 0 s left" in capsys.readouterr().err
 
 
@@ -111,5 +111,5 @@ def test_preparations_end_where_memory_does() -> None:
         raise OutOfMemory("no memory left")
 
     done: list[int] = []
-    run_preparations([fails, lambda: done.append(1)], "capturing graphs")
+    run_preparations([fails, lambda: done.append(1)], "capturing graphs", "cpu")
     assert not done

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from statistics import median
 
 import torch
@@ -13,6 +14,7 @@ from paceline.core.cost_model import CostCurve, CostModel, draft_curve
 from paceline.core.protocols import Preparation, Runner
 from paceline.core.types import ModelInfo, Row, SequenceCache
 from paceline.device.argmax import argmax_rows
+from paceline.device.graphs import captures_in_a_row
 from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 9, 16, 24)
@@ -167,22 +169,20 @@ class LoadTimes:
         return f"{sum(self._parts.values()):.1f} s: {parts}"
 
 
-def run_preparations(preparations: list[Preparation], label: str) -> None:
+def run_preparations(preparations: list[Preparation], label: str, device: str) -> None:
     """Run them all. After two seconds a line says how many are left, and about how long they take.
 
     Without memory for one of them the rest is left for later: sequences come first.
     """
     started = announced = time.perf_counter()
-    for index, prepare in enumerate(preparations):
-        now = time.perf_counter()
-        if now - announced > ANNOUNCE_SECONDS and index:
-            left = (now - started) / index * (len(preparations) - index)
-            print(f"paceline: {label}: {index} of {len(preparations)}, about {left:.0f} s left", file=sys.stderr)
-            announced = now
-        try:
+    with suppress(OutOfMemory, torch.OutOfMemoryError), captures_in_a_row(device):
+        for index, prepare in enumerate(preparations):
+            now = time.perf_counter()
+            if now - announced > ANNOUNCE_SECONDS and index:
+                left = (now - started) / index * (len(preparations) - index)
+                print(f"paceline: {label}: {index} of {len(preparations)}, about {left:.0f} s left", file=sys.stderr)
+                announced = now
             prepare()
-        except (OutOfMemory, torch.OutOfMemoryError):
-            return
 
 
 def pass_grain(info: ModelInfo, curve: CostCurve) -> int:

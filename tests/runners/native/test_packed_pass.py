@@ -18,7 +18,7 @@ from paceline.models.decoder import DecoderModel
 from paceline.quantization.int4 import pack_int4
 from paceline.quantization.packed import PackedLinear
 from paceline.quantization.packed_pieces import PackedPieces
-from paceline.runners.native import NativeRunner
+from paceline.runners.native import NativeRunner, pass_weights
 from paceline.runners.native.kv_cache import block_manager
 from paceline.runners.native.loading import load_from_model, model_info
 from paceline.runners.native.pass_weights import PassFormats, PassWeights
@@ -129,6 +129,12 @@ def test_a_layer_with_one_weight_it_cannot_read_is_not_read() -> None:
     model = packed_model("INT4", SMALL, "cpu")
     odd = replace(model.layers[0], output=pack_int4(torch.randn(256, 96)))  # type: ignore[type-var]
     assert PassWeights.of(replace(model, layers=[odd, *model.layers[1:]])) is None
+
+
+def test_a_weight_that_is_too_large_for_offsets_of_32_bits_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed_model("INT4", SMALL, "cpu")
+    monkeypatch.setattr(pass_weights, "MAX_BYTES", model.lm_head.nbytes // 2)
+    assert PassWeights.of(model) is None
 
 
 def test_larger_models_fit_when_their_weights_have_few_bits() -> None:

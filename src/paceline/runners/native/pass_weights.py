@@ -16,6 +16,7 @@ from paceline.models.decoder import DecoderModel
 FEATURE_FIELD = 10  # of a layer: where its input goes, if anywhere
 MAX_PIECES = 2  # of a weight
 TILE_ROWS = 16  # of a weight
+MAX_BYTES = 1 << 32  # of a piece
 KEPT_TILES = 4  # of packed weights and eight tokens: tiles of a block whose sums wait for further columns
 PART_BYTES = 2 * 512 * 16  # of a slot of the ring: 16 bytes of two rows for every thread
 BESIDE_BYTES = 16 * 192  # of a slot: scales and minimums for every warp
@@ -143,6 +144,7 @@ def _is_readable(layer: LayerWeights) -> bool:
 
 
 def _joins(pieces: Pieces) -> bool:
-    """Whether every tile is whole and in one piece, and all of them have units of one size."""
+    """Whether every tile is whole and in one piece, all of them have units of one size, and offsets have 32 bits."""
     plain = {piece.format is PieceFormat.PLAIN for piece in pieces}
-    return len(pieces) <= MAX_PIECES and len(plain) == 1 and all(piece.rows % TILE_ROWS == 0 for piece in pieces)
+    fits = all(piece.rows % TILE_ROWS == 0 and piece.codes.nbytes < MAX_BYTES for piece in pieces)
+    return len(pieces) <= MAX_PIECES and len(plain) == 1 and fits

@@ -24,6 +24,7 @@ from paceline.runners.native.loading import load_from_model, model_info
 from paceline.runners.native.pass_weights import PassFormats, PassWeights
 from paceline.runners.native.persistent_pass import fits_shapes, max_rows, slots
 from tests.runners.native.models import tiny
+from tests.runners.native.rounding import relative_errors
 from tests.support.packed import random_packed
 
 SMALL: dict[str, Any] = {
@@ -145,6 +146,7 @@ def test_larger_models_fit_when_their_weights_have_few_bits() -> None:
     assert not fits_shapes(large)
     assert slots(large, 1, packed) > slots(large, 2, packed)
     assert max_rows(large, packed) == 16
+    assert not fits_shapes(replace(large, hidden_size=4352, num_heads=68), packed)
     wide = PassFormats(frozenset((PieceFormat.FP8,)))  # there is no room for sixteen rows
     assert max_rows(large, wide) == 8
     assert not fits_shapes(large, wide)
@@ -165,18 +167,10 @@ def persistent(model: DecoderModel) -> NativeRunner:
 @pytest.mark.parametrize("form", [*FORMATS, "mixed"])
 def test_it_rounds_no_worse_than_the_unpacked_weights(form: str, sizes: dict[str, Any]) -> None:
     model = packed_model(form, sizes, "cuda")
-    runners = [persistent(model), *(runner_of(unpacked(model, dtype)) for dtype in (torch.bfloat16, torch.float64))]
-    for runner in runners[1:]:
-        runner.decode_graphs = None
-    outputs = []
-    prompts = [torch.randint(0, 1008, (length,)).tolist() for length in (20, 300)]
-    for runner in runners:
-        caches = [runner.new_cache() for _ in prompts]
-        runner.forward([Row.chain(cache, prompt) for cache, prompt in zip(caches, prompts)], last_only=True)
-        passes = [[Row.chain(cache, list(range(nodes))) for cache in caches] for nodes in (1, 3, 4)]
-        outputs.append(torch.cat([runner.forward(rows).logits.double().clone() for rows in passes]))
-    off = [float((output - outputs[2]).norm() / outputs[2].norm()) for output in outputs[:2]]
-    assert off[0] < 1.25 * off[1]
+    eager, exact = (runner_of(unpacked(model, dtype)) for dtype in (torch.bfloat16, torch.float64))
+    eager.decode_graphs = exact.decode_graphs = None
+    own, usual = relative_errors([persistent(model), eager], exact, lengths=(20, 300), widths=(1, 3, 4))
+    assert own < 1.25 * usual
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from paceline.runners.native.loading import load_from_model
 from paceline.runners.native.pass_weights import PLAIN_SLOTS, PLAIN_WEIGHTS
 from paceline.runners.native.persistent_pass import definitions, fits, fits_shapes, max_rows, slots, tiles_of
 from tests.runners.native.models import tiny
+from tests.runners.native.rounding import relative_errors
 
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
@@ -99,15 +100,8 @@ def test_it_rounds_no_worse_than_the_eager_pass(kind: str, changes: dict[str, in
     ours, eager = persistent(model), NativeRunner.of_model(model, "eager", kv_cache_tokens=8192)
     exact = NativeRunner.of_model(deepcopy(model).double(), "exact", kv_cache_tokens=8192)
     eager.decode_graphs = exact.decode_graphs = None
-    prompts = [torch.randint(0, 1003, (length,)).tolist() for length in (20, 500, 700)]
-    outputs = []
-    for runner in (ours, eager, exact):
-        caches = [runner.new_cache() for _ in prompts]
-        runner.forward([Row.chain(cache, prompt) for cache, prompt in zip(caches, prompts)], last_only=True)
-        passes = [[Row.chain(cache, list(range(nodes))) for cache in caches] for nodes in (1, 5, 10)]
-        outputs.append(torch.cat([runner.forward(rows).logits.double().clone() for rows in passes]))
-    off = [float((output - outputs[2]).norm() / outputs[2].norm()) for output in outputs[:2]]
-    assert off[0] < 1.25 * off[1]
+    own, usual = relative_errors([ours, eager], exact, lengths=(20, 500, 700), widths=(1, 5, 10))
+    assert own < 1.25 * usual
 
 
 @pytest.mark.gpu

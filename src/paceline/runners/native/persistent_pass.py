@@ -34,8 +34,7 @@ SPLIT = 512  # tokens of context that one block attends to
 HEAD_ROWS = 16
 BLOCKS = 132  # of most devices that have the kernel
 PACKED_ROWS = 16  # fewer would verify long drafts in another way, whose last bits differ
-MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, not for borders between kernels (docs/log.md)
-MAX_PACKED_HIDDEN_SIZE = 8192  # of models whose weights have few bits
+MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, unless those have few bits (docs/log.md)
 MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
 
@@ -251,7 +250,7 @@ def fits_shapes(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks
     """Whether the kernel's tiles fit these shapes."""
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     return (
-        config.hidden_size <= (MAX_PACKED_HIDDEN_SIZE if formats.packed else MAX_HIDDEN_SIZE)
+        (formats.packed or config.hidden_size <= MAX_HIDDEN_SIZE)
         and config.head_dim in (64, 128)
         and config.num_heads // config.num_kv_heads <= HEAD_ROWS
         and all(size % 32 == 0 for size in sizes)

@@ -28,7 +28,7 @@ from paceline.drafting.registry import DrafterContext
 from paceline.drafting.router import PREDICTION, DrafterRouter
 from paceline.engines import registry as engines
 from paceline.engines.local.engine import EngineParts, LocalEngine
-from paceline.engines.local.rehearsal import Rehearsal
+from paceline.engines.local.rehearsal import rehearse
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import LoadTimes, measure_costs, pass_grain, run_preparations, warm_up
 from paceline.errors import CapabilityError, ModelError, OptionError
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 AUTO_KS = tuple(range(1, 16))  # draft tokens that are prepared for where the policy decides: a tile of 16 rows
 FAST_CONTEXT = 2048  # tokens of a sequence that a fast warm-up prepares for …
-FAST_KS = tuple(range(1, 9))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
+FAST_KS = tuple(range(1, 8))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
 QUICK_BATCHES = (2, 4, 8)  # sequences; the graphs of a size also run the sizes down to half of it
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients
@@ -110,12 +110,11 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     if config.per_request:
         drafter = _router(config, context, drafter)
         methods = tuple(drafter.drafters)
-    value = draft_length.draft_value()
-    if value is not None:
+    if (value := draft_length.draft_value()) is not None:
         drafter.use_value(value)
     parts = EngineParts(target, drafter, draft_length, Verifier(), prefix_cache)
     engine = LocalEngine(parts, tokenizer, config, methods)
-    _rehearse(engine, plan)
+    rehearse(engine, plan)
     times.took("rehearsal")
     LOG.debug("ready after %s", times)
     return engine
@@ -429,17 +428,6 @@ def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
     if plan is not None:
         own = target.preparations(replace(plan, num_draft_tokens=()))
         run_preparations(own + drafter.preparations(plan), "capturing graphs", target.info.device)
-
-
-def _rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
-    """Run the loop a few times where its first steps compile and capture; elsewhere that would only delay loading."""
-    if plan is None or not supports_graphs(engine.info.device):
-        return
-    rehearsals = [Rehearsal(engine, drafter) for drafter in engine.parts.drafter.rehearsed()]
-    pieces = [piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)]
-    run_preparations(pieces, "rehearsing", engine.info.device)
-    if engine.config.tuned is None:
-        engine.parts.draft_length.rehearsed(rehearsals[0].timings)
 
 
 def _unmeasured_widths(config: EngineConfig) -> tuple[int, ...]:

@@ -42,6 +42,15 @@ def test_what_changed_is_learned_again() -> None:
 
 
 def test_the_least_confidence_of_a_rate_is_where_a_bin_begins() -> None:
-    table = observed(ConfidenceTable(), 0.55, 0, 40)  # what is stated as 0.5 to 0.6 is nearly never accepted
+    table = observed(observed(ConfidenceTable(), 0.55, 0, 40), 0.65, 40, 0)  # 0.5 to 0.6 is nearly never accepted
     assert table.least_confidence(0.5) == 0.6 and table.rate(0.6) >= 0.5 > table.rate(0.59)
     assert table.least_confidence(0.0) == 0.0 and table.least_confidence(1.01) > 1.0
+
+
+def test_where_all_drafts_are_better_than_they_say_those_not_seen_yet_are_too() -> None:
+    modest, boastful = ConfidenceTable(), ConfidenceTable()
+    for _ in range(20):
+        modest.observe(0.12, True)
+        boastful.observe(0.88, False)
+    assert modest.rate(0.35) > 0.8 and boastful.rate(0.65) < 0.2
+    assert ConfidenceTable().rate(0.35) == pytest.approx(0.35), "before anything is known a confidence is believed"

@@ -61,6 +61,9 @@ class StepLog:
     def is_probing(self) -> bool:
         return self.policy.is_probing
 
+    def sent(self, seqs: list[Sequence], trees: list[DraftTree]) -> None:
+        self.policy.sent(seqs, trees)
+
     def stays_plain(self, seqs: list[Sequence]) -> bool:
         return self.policy.stays_plain(seqs)
 

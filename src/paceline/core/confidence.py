@@ -2,7 +2,8 @@
 
 A drafter states a confidence for each draft token: the probability of its best token, a match length turned into a
 number, the output of a confidence head. What it means is measured: a table of a few bins holds how often draft tokens
-of that confidence were accepted, given that all before them were. Until there are counts a confidence is believed.
+of that confidence were accepted, given that all before them were. Until there are counts a confidence is believed, as
+far as drafts of all confidences together were accepted as often as they said.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from math import inf
+from operator import mul
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.84, 0.9, 0.95, 0.98)
 NUM_BINS = len(EDGES) + 1
 CENTRES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0)))
 BIN_STARTS = (0.0, *EDGES, inf)  # and behind the last bin: no confidence is enough
 PRIOR_WEIGHT = 4.0  # draft tokens that the prior counts for
+SHIFT_WEIGHT = 2.0  # draft tokens of either outcome that count as stated beside all that were verified
 FADE = 0.998  # of a bin's counts, by each draft token that falls into it
 
 
@@ -61,13 +64,22 @@ class ConfidenceTable:
     def _shrunk(self, index: int, prior: float) -> float:
         return (self._accepted[index] + self.weight * prior) / (self._verified[index] + self.weight)
 
+    def _odds_ratio(self) -> float:
+        """By how much the odds of all draft tokens together were better than stated."""
+        count, accepted = sum(self._verified), sum(self._accepted)
+        stated = sum(map(mul, self._verified, CENTRES))
+        found = (accepted + SHIFT_WEIGHT) / (count - accepted + SHIFT_WEIGHT)
+        return float(found * (count - stated + SHIFT_WEIGHT) / (stated + SHIFT_WEIGHT))
+
     def _pooled(self) -> tuple[float, ...]:
         """Rates of all bins by pool-adjacent-violators. After every draft, so neighbours are pooled in plain lists."""
         rates: list[float] = []
         weights: list[float] = []
         sizes: list[int] = []  # bins with one rate
+        ratio = self._odds_ratio()
         for index, centre in enumerate(CENTRES):
-            rate, weight, size = self._shrunk(index, centre), self._verified[index] + self.weight, 1
+            believed = ratio * centre / (1.0 - centre + ratio * centre)
+            rate, weight, size = self._shrunk(index, believed), self._verified[index] + self.weight, 1
             while rates and rates[-1] > rate:
                 other = weights.pop()
                 rate = (rates.pop() * other + rate * weight) / (other + weight)

@@ -43,6 +43,10 @@ class DraftLengthPolicy(Protocol):
         """What is sent of the drafts that were made for the last plan."""
         return trees
 
+    def sent(self, seqs: list[Sequence], trees: list[DraftTree]) -> None:
+        """Drafts for the last plan that nobody could cut: steps in a row send them as they were made."""
+        return
+
     def draft_value(self) -> DraftValue | None:
         """What drafts are worth, for drafters that choose among several or stop by it; None: it does not measure."""
         return None
@@ -256,6 +260,9 @@ class AdaptiveDraftLength(DraftLengthPolicy):
 
     def draft_value(self) -> DraftValue:
         return self._selective.value
+
+    def sent(self, seqs: list[Sequence], trees: list[DraftTree]) -> None:
+        self._selective.sent(seqs, trees, [self._state(seq).num_draft_tokens for seq in seqs])
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
         return self._selective.cut(seqs, trees, [self._state(seq).num_draft_tokens for seq in seqs])

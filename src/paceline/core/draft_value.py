@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.core.acceptance import PositionRates
-from paceline.core.confidence import ConfidenceTable
+from paceline.core.confidence import CENTRES, ConfidenceTable
 from paceline.core.cost_model import CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
 from paceline.core.draft_tree import ROOT, DraftTree, depths, select
 from paceline.core.sent_depths import SentDepths
 from paceline.core.sequence import Sequence
-from paceline.core.types import StepResult
+from paceline.core.types import ChainLimits, StepResult
 
 PREDICTION = "prediction"
 FADE = 0.98  # of what earlier steps gained, by each further step
@@ -27,6 +27,7 @@ DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
 MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
 MAX_SPEEDUP = 32.0
+MANY = 4  # draft tokens of a sequence over which what one adds to a pass is measured
 WORTH_SAVING = 0.02  # of a plain pass: a drafter that is no quicker with fewer draft tokens makes all it may
 LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
 
@@ -46,6 +47,7 @@ class SourceRecord:
     tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
     states_confidence  its drafts do
     depths  how many of its draft tokens are worth making
+    stops_itself  the device makes no draft token that is not worth it
     """
 
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
@@ -56,6 +58,7 @@ class SourceRecord:
     num_drafts: int = 0
     states_confidence: bool = False
     depths: SentDepths = field(default_factory=SentDepths)
+    stops_itself: bool = False
 
     def drafted(self, tokens: float, cost: float) -> None:
         """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
@@ -159,6 +162,18 @@ class DraftValue:
         making = max(0.0, record.draft.at(count + 1) - record.draft.at(count))
         return _pays(self.costs.pass_alone, count + 1, survival * self.token_seconds(1) - making)
 
+    def chain_limits(self, seqs: list[Sequence], source: str = "") -> ChainLimits | None:
+        """The same for a loop on a device, which asks nobody: one more draft token of all sequences is worth making if
+        it promises as many tokens as its seconds would bring. None: they have as many as the client asked for."""
+        if any(seq.params.num_draft_tokens is not None for seq in seqs):
+            return None
+        record, num_seqs = self.record(seqs[0], source), len(seqs)
+        costs = self.costs.of(num_seqs)
+        added = (costs.pass_of(num_seqs * (1 + MANY)) - costs.pass_of(num_seqs)) / MANY
+        seconds = _seconds_each(record.draft) * num_seqs or _seconds_each(self.costs.draft)
+        worth, record.stops_itself = self.token_seconds(num_seqs), True
+        return ChainLimits((seconds + added) / worth, tuple(map(record.table.rate, CENTRES)))
+
     def useful_length(self, seq: Sequence, limit: int, source: str = "") -> int:
         """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain.
 
@@ -166,7 +181,7 @@ class DraftValue:
         """
         record = self.record(seq, source)
         longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
-        if longest < 2:
+        if longest < 2 or record.stops_itself:
             return limit
         each = (record.draft.at(longest) - record.draft.at(1)) / (longest - 1)  # neighbours alone would be noise
         length = record.depths.length(longest, each)
@@ -201,6 +216,12 @@ class DraftValue:
         kept = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
         tokens = [sum(own[node] for node in sent_nodes if node < len(own)) for own, sent_nodes in zip(weights, nodes)]
         return CutDrafts(kept, tokens, self._added([len(own) for own in nodes]))
+
+    def whole(self, seqs: list[Sequence], trees: list[DraftTree]) -> CutDrafts:
+        """The trees as they are. What a step in a row adds was measured by the length of its chain."""
+        tokens = [sum(self.survival(seq, tree)) if len(tree) else 0.0 for seq, tree in zip(seqs, trees)]
+        lengths = [len(tree) if tree.is_chain else max(depths(tree.parents)) + 1 for tree in trees]
+        return CutDrafts(trees, tokens, self._added(lengths))
 
     def _cut_alone(self, seq: Sequence, tree: DraftTree) -> CutDrafts:
         """The same for one sequence, for which several drafts may be weighed in a step: it is quick."""
@@ -299,6 +320,15 @@ class ChainStop:
 
     def goes_on(self, seq: Sequence, confidences: list[float]) -> bool:
         return self.value.goes_on(seq, confidences, self.source)
+
+    def of_loop(self, seqs: list[Sequence]) -> ChainLimits | None:
+        return self.value.chain_limits(seqs, self.source)
+
+
+def _seconds_each(drafts: CostCurve) -> float:
+    """Of one more draft token, over all numbers of them that were made; of one, before there were others."""
+    longest = drafts.largest
+    return (drafts.at(longest) - drafts.at(1)) / (longest - 1) if longest > 1 else drafts.at(1) if longest else 0.0
 
 
 def is_cuttable(seq: Sequence, tree: DraftTree) -> bool:

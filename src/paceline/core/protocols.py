@@ -21,11 +21,13 @@ from paceline.core.state_view import StateView
 from paceline.core.stats import EngineStats
 from paceline.core.types import (
     Capability,
+    ChainLimits,
     DraftInput,
     DraftOutput,
     LayerKeys,
     LoopedSteps,
     LoopInput,
+    LoopProgress,
     ModelInfo,
     ModelOutput,
     PlainGroups,
@@ -67,18 +69,18 @@ class LoopSource(Protocol):
     read the step.
     """
 
+    sends_leaves: bool = False  # whether a second choice may stand beside the last draft token, where it drafts alone
+
     def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
         """Make ready for so many steps of these sequences; False: not possible for them."""
 
-    def draft(self) -> Tensor:
-        """Queue the draft tokens of a step: int64 [sequences or more, draft tokens or more]"""
+    def draft(self) -> DraftOutput:
+        """Queue the draft tokens of a step, of these sequences or more, as many as were asked for or more."""
 
-    def go_on(self, step: int, accepted: Tensor, best: Tensor, states: RowOutput) -> None:
+    def go_on(self, step: int, progress: LoopProgress, states: RowOutput) -> None:
         """Queue what the next step begins from.
 
-        accepted  draft tokens of each sequence
-        best      the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]
-        states    of the same positions, [sequences, draft tokens + 1, …], as far as the target returns any
+        states: of the positions of `progress.best`, [sequences, draft tokens + 1, …], as far as the target returns any
         """
 
     def keep(self, step: int, index: int, num_tokens: int) -> None:
@@ -199,8 +201,11 @@ class Runner(ModelStates, Protocol):
         """
         return None
 
-    def loop_source(self) -> LoopSource | None:
-        """What drafts with this model in the loop of another one; None: it cannot."""
+    def loop_source(self, limits: ChainLimits | None = None) -> LoopSource | None:
+        """What drafts with this model in the loop of another one; None: it cannot.
+
+        limits: its chains may end before they have as many draft tokens as were asked for
+        """
         return None
 
     def plain_loop(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_tree import DraftTree
-from paceline.core.draft_value import DraftValue, SourceRecord, is_cuttable, kind_of
+from paceline.core.draft_value import CutDrafts, DraftValue, SourceRecord, is_cuttable, kind_of
 from paceline.core.probing import ProbeSchedule
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
@@ -76,17 +76,30 @@ class SelectiveDrafts:
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
         """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
+        asked = self._covered(seqs, trees, num_draft_tokens)
+        if not asked:
+            return trees
+        drafts = self.value.cut(seqs, trees)
+        self._note(seqs, trees, asked, drafts)
+        return drafts.trees
+
+    def sent(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> None:
+        """The same where all of the trees was sent."""
+        asked = self._covered(seqs, trees, num_draft_tokens)
+        if asked:
+            self._note(seqs, trees, asked, self.value.whole(seqs, trees))
+
+    def _covered(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[int]:
+        """The places of sequences that were asked for and whose kind is covered, by these trees at the latest."""
         self._asked.clear()
         for seq, tree in zip(seqs, trees):
             if (tree.source or is_cuttable(seq, tree)) and not self.covers(seq):
                 self._kinds[kind_of(seq)] = _Kind()
-        asked = [index for index, seq in enumerate(seqs) if num_draft_tokens[index] and self.covers(seq)]
-        if not asked:
-            return trees
-        drafts = self.value.cut(seqs, trees)
+        return [index for index, seq in enumerate(seqs) if num_draft_tokens[index] and self.covers(seq)]
+
+    def _note(self, seqs: list[Sequence], trees: list[DraftTree], asked: list[int], drafts: CutDrafts) -> None:
         for index in asked:
             self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.tokens[index], drafts.added[index])
-        return drafts.trees
 
     # --- after a step -------------------------------------------------------------------------------------------------
 

@@ -219,10 +219,50 @@ class DraftInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftOutput:
-    """Draft tokens on the device: tokens [seqs, steps]; probs [seqs, steps, vocab], or None if chosen, not drawn."""
+    """Draft tokens on the device.
+
+    tokens      [seqs, steps]
+    probs       [seqs, steps, vocab]; None: chosen, not drawn
+    confidence  [seqs, steps], where the drafter states it
+    count       [1]: how many of the steps were taken, where the device decides it; what the others left means nothing
+    second      the second choice of every step, where there is one, …
+    second_confidence  … and how likely it is
+    """
 
     tokens: Tensor
     probs: Tensor | None = None
+    confidence: Tensor | None = None
+    count: Tensor | None = None
+    second: Tensor | None = None
+    second_confidence: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLimits:
+    """When a chain of draft tokens no longer pays, for a device that decides it by itself.
+
+    least  tokens that one more draft token of every sequence must promise, all together
+    rates  how often draft tokens are accepted, by bin of their confidence
+    """
+
+    least: float
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopProgress:
+    """What one of several steps in a row has brought, on the device.
+
+    accepted     draft tokens of each sequence, up to the first that is wrong
+    best         the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]
+    grown        tokens that each sequence has grown by
+    last_tokens  of each sequence, the last two
+    """
+
+    accepted: Tensor
+    best: Tensor
+    grown: Tensor
+    last_tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +291,16 @@ class LoopInput:
 
 @dataclass(frozen=True, slots=True)
 class LoopedStep:
-    """One of several steps in a row, of one sequence. source: as that of a draft tree."""
+    """One of several steps in a row, of one sequence. source, confidence: as those of a draft tree.
+
+    has_leaf  the last draft token is another choice for the one before it
+    """
 
     draft_tokens: list[int]
     verified: VerifyResult
     source: str = ""
+    confidence: list[float] | None = None
+    has_leaf: bool = False
 
 
 # The steps of all sequences, one after another. Sent True, no further one is begun; one that was begun still comes.

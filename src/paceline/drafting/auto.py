@@ -239,7 +239,7 @@ class AutoDrafter(Drafter):
         choice = self._choose(seqs, num_draft_tokens, choosers)
         steps, name = None, choice.drafter
         if name is not None and self._others_can_wait(name):
-            lengths = [self._shared.value.best_length(seq, k, name) for seq, k in zip(seqs, num_draft_tokens)]
+            lengths = [self._shared.length(seq, name, k) for seq, k in zip(seqs, num_draft_tokens)]
             is_probe = self._shared.turns[name].probed is not None
             most = min(num_steps, PROBE_STEPS) if is_probe else num_steps
             steps = self.others[name].draft_loop(target, seqs, lengths, most)

@@ -53,12 +53,14 @@ class DraftModel(Drafter):
         self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
         self._drafted_from: dict[int, int] = {}  # the length of each sequence when its draft tokens were made
-        self._stop: ChainStop | None = None
+        self._stop: ChainStop | None = None  # asked by the host, …
+        self._limits: ChainStop | None = None  # … or given to the device
         self._prepared_k: int | None = None
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        """Where the host waits for nothing, confidences are free: chains stop where they no longer pay."""
-        self._stop = None if supports_graphs(self.runner.info.device) else ChainStop(value, source)
+        """Chains stop where they no longer pay: where the host waits for nothing, it asks; else a loop is told."""
+        stop = ChainStop(value, source)
+        self._stop, self._limits = (None, stop) if supports_graphs(self.runner.info.device) else (stop, None)
 
     def with_runner(self, wrap: Callable[[Runner], Runner]) -> DraftModel:
         """The same drafter without its sequences, over a wrapped runner, which may have another vocabulary."""
@@ -101,7 +103,8 @@ class DraftModel(Drafter):
         self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
     ) -> LoopedSteps | None:
         """The runner of the draft model drafts by itself, what it has not read of a sequence included."""
-        source = self.runner.loop_source() if self.runner.info.vocab_size == self._vocab_size else None
+        limits = None if self._limits is None else self._limits.of_loop(seqs)
+        source = self.runner.loop_source(limits) if self.runner.info.vocab_size == self._vocab_size else None
         if source is None:
             return None
         ks = [self._prepared(seq, k) for seq, k in zip(seqs, num_draft_tokens)]

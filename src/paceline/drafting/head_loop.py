@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.protocols import LoopSource
 from paceline.core.state_view import StateView
-from paceline.core.types import DraftOutput, LoopInput, RowOutput
+from paceline.core.types import DraftOutput, LoopInput, LoopProgress, RowOutput
 from paceline.device.graphs import Graph
 from paceline.drafting.eagle_state import HeadState
 
@@ -51,15 +51,15 @@ class HeadSource(LoopSource):
         self._graph = self.prepare(inputs, num_steps)
         return True
 
-    def draft(self) -> Tensor:
+    def draft(self) -> DraftOutput:
         assert self._graph is not None, "begin comes first"
-        return self._graph.run().tokens
+        return self._graph.run()
 
-    def go_on(self, step: int, accepted: Tensor, best: Tensor, states: RowOutput) -> None:
+    def go_on(self, step: int, progress: LoopProgress, states: RowOutput) -> None:
         features = self.view.of(states)
         assert self._graph is not None and features is not None, "the target returns the states that its head reads"
-        given, (count, nodes) = self._graph.buffers, best.shape
-        given.go_on(accepted, best)
+        given, (count, nodes) = self._graph.buffers, progress.best.shape
+        given.go_on(progress.accepted, progress.best)
         given.states[:count, :nodes] = features
         self._held[step % AHEAD] = features.clone()
 

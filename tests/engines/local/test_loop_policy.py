@@ -66,12 +66,13 @@ class TimedGraphs(TorchGraphs):
         self._clock, self._plain, self._row = clock, plain, row
 
     def _forward_work(self, inputs: PassInputs) -> PassOutput:
-        self._clock.queue(self._plain + self._row * (inputs.token_ids.numel() - 1))
+        self._clock.queue(self._plain + self._row * (int(inputs.batch.counts.sum()) - 1))
         return super()._forward_work(inputs)
 
     def _draft_work(self, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
-        self._clock.queue(key.num_tokens * self._plain)
-        return super()._draft_work(buffers, key)
+        output = super()._draft_work(buffers, key)
+        self._clock.queue(int(buffers.chain.count) * self._plain)
+        return output
 
 
 @pytest.fixture
@@ -132,16 +133,24 @@ def pair_engine(
         runner.decode_steps = 8
         runners.append(runner)
     target, draft = runners
-    made = drafter(DraftModel(draft, target.info.vocab_size))
-    if (value := policy.draft_value()) is not None:
-        made.use_value(value)
+    alone = DraftModel(draft, target.info.vocab_size)
+    made = drafter(alone)
+    use_value(made, alone, policy)
     engine = toy_engine(target, made, policy, max_num_seqs=1)
     rehearsals = [Rehearsal(engine, part) for part in made.rehearsed()]
     for rehearsal in rehearsals:
         for prepare in rehearsal.preparations(WarmupPlan((1, 2), (1, 2, 3, 4, 6), 200)):
             prepare()
     policy.rehearsed(rehearsals[0].timings)
+    use_value(made, alone, policy)
     return engine
+
+
+def use_value(drafter: Drafter, draft: DraftModel, policy: DraftLengthPolicy) -> None:
+    if (value := policy.draft_value()) is not None:
+        drafter.use_value(value)
+        if draft._stop is not None:  # as on a device with graphs
+            draft._stop, draft._limits = None, draft._stop
 
 
 def _timed_reading(clock: Clock, dispatch: Any, rows: list[Row], last_only: bool) -> ModelOutput:

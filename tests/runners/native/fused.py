@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from paceline.core.confidence import bin_of
 from paceline.core.types import DraftOutput, Row
 from paceline.device.graphs import EagerPool
 from paceline.layers.attention_triton import TritonBatch
@@ -14,11 +16,37 @@ from paceline.runners.native import NativeRunner
 from paceline.runners.native.decode_graphs import DecodeGraphs, DraftBuffers, DraftKey, PassOutput
 from paceline.runners.native.kv_cache import NativeSequenceCache
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, PassInputs
+from paceline.runners.native.persistent_pass import (
+    CHAIN_COUNT,
+    CHAIN_GOES_ON,
+    CHAIN_LEAST,
+    CHAIN_MOST,
+    CHAIN_RATES,
+    CHAIN_SURVIVAL,
+)
 
 
 def eager_graphs(runner: NativeRunner) -> DecodeGraphs:
     parts = (runner.model, runner.kv, runner._rope_caches, runner.options)
     return DecodeGraphs(*parts, EagerPool(), batch_invariant=runner.batch_invariant)
+
+
+class ChainReference:
+    """What the kernel does with a draft chain (persistent_pass.cu), in torch."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+
+    def has_ended(self, step: int) -> bool:
+        return step > 0 and not self.words[CHAIN_GOES_ON]
+
+    def extend(self, step: int, confidence: Tensor, counts: Tensor) -> None:
+        words, survival = self.words, self.words[CHAIN_SURVIVAL:]
+        rates = words[CHAIN_RATES:CHAIN_SURVIVAL][[bin_of(value) for value in confidence.tolist()]]
+        survival[:] = (survival if step else 1.0) * rates
+        words[CHAIN_COUNT] = step + 1
+        gain = float((survival * rates)[counts > 0].sum())
+        words[CHAIN_GOES_ON] = float(step + 1 < words[CHAIN_MOST] and gain >= words[CHAIN_LEAST])
 
 
 class TorchGraphs(DecodeGraphs):
@@ -35,12 +63,22 @@ class TorchGraphs(DecodeGraphs):
         return self._pass(inputs.batch, inputs.token_ids)
 
     def _draft_work(self, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
-        batch, tokens = buffers.inputs.batch, [buffers.inputs.token_ids]
+        batch, tokens, chosen = buffers.inputs.batch, [buffers.inputs.token_ids], []
+        chain = ChainReference(buffers.chain.words)
         for step in range(key.num_tokens):
-            best = self._pass(replace(batch, nodes=tokens[-1].shape[1]), tokens[-1], single=step > 0).best
-            tokens.append(best.view(batch.num_seqs, -1)[:, -1:])
+            if chain.has_ended(step):
+                break
+            output = self._pass(replace(batch, nodes=tokens[-1].shape[1]), tokens[-1], single=step > 0)
+            tokens.append(output.best.view(batch.num_seqs, -1)[:, -1:])
+            nodes = output.logits.softmax(-1).view(batch.num_seqs, -1, output.logits.shape[-1])
+            chosen.append(nodes[:, -1].topk(2))
+            chain.extend(step, chosen[-1].values[:, 0], batch.counts)
             batch = replace(batch, offset=LEAD_TOKENS + step)
-        return DraftOutput(torch.cat(tokens[1:], dim=1))
+        missing = (0, key.num_tokens - len(chosen))
+        drafted = pad(torch.cat(tokens[1:], dim=1), missing)
+        probs, others = (torch.stack([getattr(two, name) for two in chosen], dim=1) for name in ("values", "indices"))
+        stated, second_stated = pad(probs[..., 0], missing), pad(probs[..., 1], missing)
+        return DraftOutput(drafted, None, stated, buffers.chain.count, pad(others[..., 1], missing), second_stated)
 
     def _pass(self, batch: TritonBatch, token_ids: Tensor, *, single: bool = False) -> PassOutput:
         """Padding has zeros."""

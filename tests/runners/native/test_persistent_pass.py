@@ -8,11 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.types import DraftInput, Row
+from paceline.core.confidence import NUM_BINS
+from paceline.core.types import ChainLimits, DraftInput, Row
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.loading import load_from_model
+from paceline.runners.native.pass_inputs import LEAD_TOKENS, PassInputs, PassSize
 from paceline.runners.native.pass_weights import PLAIN_SLOTS, PLAIN_WEIGHTS
-from paceline.runners.native.persistent_pass import definitions, fits, fits_shapes, max_rows, slots, tiles_of
+from paceline.runners.native.persistent_pass import (
+    CHAIN_MOST,
+    CHAIN_SURVIVAL,
+    OutputWish,
+    PersistentPass,
+    TokenSource,
+    definitions,
+    fits,
+    fits_shapes,
+    max_rows,
+    slots,
+    tiles_of,
+)
+from tests.runners.native.fused import ChainReference
 from tests.runners.native.models import tiny
 from tests.runners.native.rounding import relative_errors
 
@@ -106,8 +121,12 @@ def test_it_rounds_no_worse_than_the_eager_pass(kind: str, changes: dict[str, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [20, 505, 700], ids=["short", "across a split", "two splits"])
-def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(length: int) -> None:
-    runner = persistent(gpu_model("qwen3", head_dim=128))
+@pytest.mark.parametrize("sizes", [{"head_dim": 128}, {"head_dim": 64, "intermediate_size": 4864}], ids=["128", "64"])
+def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
+    length: int, sizes: dict[str, int]
+) -> None:
+    """Of the wide intermediate size one token is handed on in another way than many are."""
+    runner = persistent(gpu_model("qwen3", **sizes))
     prompt, tokens = torch.randint(0, 1003, (length,)).tolist(), torch.randint(0, 1003, (9,)).tolist()
     cache, neighbour = runner.new_cache(), runner.new_cache()
     runner.forward([Row.chain(cache, prompt)], last_only=True)
@@ -140,6 +159,61 @@ def test_a_drafting_loop_drafts_what_single_passes_choose() -> None:
         last = [int(logits[-1].argmax())]
         expected += last
     assert drafted.tokens[0].tolist() == expected
+
+
+@pytest.mark.gpu
+def test_a_drafting_loop_states_its_confidence_and_its_second_choice() -> None:
+    runner, prompt = persistent(gpu_model("qwen2")), torch.randint(0, 1003, (50,)).tolist()
+    cache = runner.new_cache()
+    runner.forward([Row.chain(cache, prompt)], last_only=True)
+    inputs = PassInputs(PassSize(1, 4, 1), 8, runner.kv.device)
+    row = Row.chain(cache, [5, 6, 7])
+    runner.kv.reserve_rows([row], 1)
+    inputs.begin()
+    inputs.put_row(0, row, runner.kv.tables(cache))
+    inputs.send(1)
+    inputs.send_tokens([row])
+    run = PersistentPass.of(runner.model, runner.kv, runner._rope_caches[0])
+    assert run is not None
+    output = run(TokenSource(inputs.token_ids, 4), inputs.batch, OutputWish())
+    probs, best = output.logits[:3].softmax(-1).topk(2)
+    assert torch.equal(output.best[:3], best[:, 0]) and torch.equal(output.second_best[:3], best[:, 1])
+    torch.testing.assert_close(output.confidence[:3], probs[:, 0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(output.second_confidence[:3], probs[:, 1], rtol=1e-4, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_seqs", [1, 3])
+def test_a_drafting_loop_ends_where_its_limits_say(num_seqs: int) -> None:
+    """Against the same rule in torch, over limits from never to at once."""
+    runner = persistent(gpu_model("qwen2"))
+    graphs, k = runner.decode_graphs, 7
+    assert graphs is not None
+    drafts = [DraftInput(runner.new_cache(), torch.randint(0, 1003, (40 + seq,)).tolist()) for seq in range(num_seqs)]
+    whole = runner.draft(drafts, k)
+    assert whole is not None
+    tokens = whole.tokens.clone()
+    size = graphs.fits(num_seqs, LEAD_TOKENS, 100)
+    assert size is not None
+    graph = graphs.draft_graph(size, k, sampled=False)
+    stated = graph.run().confidence
+    assert stated is not None
+    confidence, counts = stated[:num_seqs].cpu().clone(), set()
+    rates = tuple(0.3 + 0.04 * index for index in range(NUM_BINS))
+    for least in (0.0, *(num_seqs * 0.3 * 0.6**power for power in range(-1, 8)), 100.0):
+        limits = ChainLimits(least, rates)
+        reference = ChainReference(torch.zeros(CHAIN_SURVIVAL + num_seqs))
+        reference.words[CHAIN_MOST:CHAIN_SURVIVAL] = torch.tensor([k, least, *rates])
+        step = 0
+        while step < k and not reference.has_ended(step):
+            reference.extend(step, confidence[:, step], torch.ones(num_seqs))
+            step += 1
+        graph.buffers.chain.set(k, limits)
+        output = graph.run()
+        assert output.count is not None and int(output.count) == step
+        assert torch.equal(output.tokens[:num_seqs, :step], tokens[:, :step])
+        counts.add(step)
+    assert {1, k} <= counts and len(counts) > 2
 
 
 @pytest.mark.gpu

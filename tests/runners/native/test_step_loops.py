@@ -12,19 +12,21 @@ import torch
 
 pytest.importorskip("triton")
 
+from paceline.core.confidence import NUM_BINS
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
 from paceline.core.protocols import LoopSource
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.types import LoopInput, Row, WarmupPlan
+from paceline.core.types import ChainLimits, LoopInput, Row, WarmupPlan
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
-from paceline.runners.native import NativeRunner
-from paceline.runners.native.step_loops import PLAIN_GROUP, num_accepted
+from paceline.runners.native import NativeRunner, step_loops
+from paceline.runners.native.step_kernels import settle
+from paceline.runners.native.step_loops import FIELDS, PLAIN_GROUP
 from tests.runners.native.fused import TorchGraphs
 from tests.runners.native.models import tiny
 from tests.support.build import add, finish, sequence, toy_engine
@@ -85,10 +87,79 @@ def counts_of(seq: Sequence) -> tuple[int, int, list[int]]:
     return seq.stats.steps, seq.stats.accepted, seq.stats.accepted_at
 
 
+@dataclass
+class Settled:
+    """Outputs of the kernel that ends a step."""
+
+    rows: list[list[int]]
+    next_tokens: list[int]
+    lengths: list[int]
+    grown: list[int]
+    last_tokens: list[list[int]]
+
+
+def settled(drafted: list[list[int]], best: list[list[int]], counts: list[int]) -> Settled:
+    """The kernel over draft tokens of which as many are read as `counts` say, the last token included."""
+    [(num_seqs, k), nodes] = (len(drafted), len(drafted[0])), len(best[0])
+    tensors = [torch.tensor(values, device=DEVICE) for values in (drafted, best, counts)]
+    tokens, argmaxes, held = tensors
+    ids = torch.full((num_seqs, nodes), 50, device=DEVICE)
+    lengths = torch.full((num_seqs,), 10, device=DEVICE)
+    accepted, grown, leaf = torch.zeros(3, num_seqs, dtype=torch.int64, device=DEVICE)
+    last_tokens = torch.zeros(num_seqs, 2, dtype=torch.int64, device=DEVICE)
+    rows = torch.zeros(num_seqs, FIELDS + 2 * k, dtype=torch.int64, device=DEVICE)
+    settle[(num_seqs,)](
+        *(tokens, tokens, tokens, tokens, held, held, argmaxes, ids, held, lengths),
+        *(accepted, grown, last_tokens, leaf, rows, k, nodes, k),
+        HAS_COUNT=False,
+        HAS_LEAF=False,
+        HAS_CONFIDENCE=False,
+        UNIT=1,
+        FIELDS=FIELDS,
+        BLOCK=8,
+    )
+    return Settled(rows.tolist(), ids[:, 0].tolist(), lengths.tolist(), grown.tolist(), last_tokens.tolist())
+
+
 def test_accepted_are_draft_tokens_up_to_the_first_wrong_one_and_within_the_limit() -> None:
-    best = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]])
-    drafted = torch.tensor([[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3]])
-    assert num_accepted(drafted, best, torch.tensor([3, 3, 3, 2])).tolist() == [3, 0, 1, 2]
+    drafted = [[1, 2, 3], [9, 2, 3], [1, 9, 3], [1, 2, 3]]
+    found = settled(drafted, [[1, 2, 3, 4]] * 4, [4, 4, 4, 3])
+    assert [row[0] for row in found.rows] == [3, 0, 1, 2]
+    assert found.next_tokens == [row[1] for row in found.rows] == [4, 1, 2, 3]
+    assert found.last_tokens == [[3, 4], [50, 1], [1, 2], [2, 3]]
+    assert found.grown == [4, 1, 2, 3] and found.lengths == [14, 11, 12, 13]
+    assert [row[FIELDS : FIELDS + 3] for row in found.rows] == drafted
+
+
+@pytest.mark.parametrize("least", [0.0, 0.02, 9.0], ids=["long chains", "some", "single draft tokens"])
+def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
+    least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_loops, "LEAST_LEAF", 0.0)
+    target, draft = runner(), runner(0.012)
+    caches = [model.new_cache() for model in (target, draft)]
+    ids, lengths, leaves = list(PROMPTS[0]), set(), [0, 0]
+    target.forward([Row.chain(caches[0], ids[:-1])], last_only=True)
+    rates = tuple(0.3 + 0.05 * index for index in range(NUM_BINS))
+    while len(ids) < len(PROMPTS[0]) + 120:
+        source = draft.loop_source(ChainLimits(least, rates))
+        loop = LoopInput(caches[0], ids, lambda: False, 5, caches[1])
+        steps = target.draft_loop(source, [loop], 6) if source is not None else None
+        assert steps is not None
+        for [step] in steps:
+            assert step.confidence is not None and len(step.confidence) == len(step.draft_tokens)
+            lengths.add(len(step.draft_tokens) - step.has_leaf)
+            leaves[0] += step.has_leaf
+            leaves[1] += step.has_leaf and len(step.draft_tokens) - 1 in step.verified.accepted
+            ids += [*step.verified.tokens, step.verified.next_token]
+            assert caches[0].length == len(ids) - 1
+    expected = plain(PROMPTS[:1], 180)[0]
+    assert ids[len(PROMPTS[0]) :] == expected[: len(ids) - len(PROMPTS[0])]
+    assert max(lengths) == (1 if least == 9.0 else 5)
+    if least:
+        assert leaves[0] > leaves[1] > 0, "leaves were sent, and some were accepted"
+    else:
+        assert leaves[0] == 0, "as many draft tokens as the pass has room for"
 
 
 def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:

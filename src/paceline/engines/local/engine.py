@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from paceline.config import NONE, EngineConfig
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
-from paceline.core.draft_tree import DraftTree, chain, empty
+from paceline.core.draft_tree import DraftTree, empty
 from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence, loop_input
@@ -297,12 +297,12 @@ class LocalEngine:
         for steps in loop.groups:
             part = batch.unfinished()
             trees = [_looped_tree(steps[place]) for place in part.places]
-            self._draft_length.cut(part.seqs, trees)  # noted; they were sent whole
+            self._draft_length.sent(part.seqs, trees)
             results = [
                 self._settle_looped(seq, tree, steps[place].verified)
                 for seq, tree, place in zip(part.seqs, trees, part.places)
             ]
-            sizes = [tree.num_draft_tokens for tree in trees]
+            sizes = [tree.num_draft_tokens - steps[place].has_leaf for tree, place in zip(trees, part.places)]
             self._pauses.end(part.seqs)
             self._draft_length.observe(part.seqs, results, loop.timing(sizes))
             yield _StepOfBatch(part, results)
@@ -422,7 +422,9 @@ def _argmax_alone(seq: Sequence) -> bool:
 
 
 def _looped_tree(step: LoopedStep) -> DraftTree:
-    return replace(chain(step.draft_tokens), source=step.source)
+    count, confidence = len(step.draft_tokens), step.confidence
+    parents = [*range(-1, count - 2), count - 3] if step.has_leaf else list(range(-1, count - 1))
+    return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=confidence, source=step.source)
 
 
 def _explained(error: Exception) -> PacelineError:

@@ -17,13 +17,29 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
 from paceline.core.types import StepResult, WarmupPlan
+from paceline.device.properties import supports_graphs
 from paceline.engines.local.engine import EngineParts, LocalEngine
+from paceline.engines.local.warmup import run_preparations
 from paceline.errors import PacelineError
 from paceline.kv.prefix_cache import TARGET, PrefixCache
 
 PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
 USUAL_KS = 8  # draft tokens: where the policy decides, more of them are only rehearsed after the shortest prompt
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
+
+
+def rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
+    """Run the loop a few times where its first steps compile and capture; elsewhere that would only delay loading."""
+    if plan is None or not supports_graphs(engine.info.device):
+        return
+    drafter, policy = engine.parts.drafter, engine.parts.draft_length
+    rehearsals = [Rehearsal(engine, part) for part in drafter.rehearsed()]
+    pieces = [piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)]
+    run_preparations(pieces, "rehearsing", engine.info.device)
+    if engine.config.tuned is None:
+        policy.rehearsed(rehearsals[0].timings)
+    if (value := policy.draft_value()) is not None:
+        drafter.use_value(value)  # what was made up must not be held against those who drafted it
 
 
 def _at_the_end(plan: WarmupPlan) -> range:
@@ -98,7 +114,9 @@ class Rehearsal:
         """A sequence that fails here says so when it is a user's."""
         self.steps.begin(k, measured=temperature == 0)
         token = min(7, self._engine.info.vocab_size - 1)
-        params = SequenceParams(SamplingParams(temperature=temperature), StopRules(num_steps * (k + 1)))
+        sampling = SamplingParams(temperature=temperature)
+        # A number that the sequence has named itself: no draft ends before it has as many.
+        params = SequenceParams(sampling, StopRules(num_steps * (k + 1)), num_draft_tokens=k or None)
         try:
             self._engine.run([Sequence([token] * length, params) for _ in range(num_seqs)])
         except PacelineError:

@@ -30,17 +30,20 @@ from paceline.runners.native.eager_pass import attention_sizes
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
-from paceline.runners.native.persistent_pass import OutputWish, PersistentPass, TokenSource
+from paceline.runners.native.persistent_pass import ChainLink, DraftChain, OutputWish, PersistentPass, TokenSource
 from paceline.runners.native.sequence_state import StateSpan
 
 NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
 # One sequence: all sizes up to a tile cost the same within 3%, and each graph costs a second or two, once.
 FEW_NODES = (1, 2, 6, 16, 24, 32, 48, MAX_NODES)
+# The same where a pass is one kernel: it reads only the nodes that there are, but tiles of eight cost more than one.
+FEW_TILES = (1, 2, 8, 16, 24, 32, 48, MAX_NODES)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256)  # of context that graphs are captured for: at most half of them are empty
 MAX_ROWS = 512  # nodes of a pass, over all sequences
 MAX_FORWARD_GRAPHS = 512
 MAX_DRAFT_GRAPHS = 64
 QUICK_KS = (2, 4, 8)  # draft tokens that batches are prepared for where the policy decides: near ones run them too
+CHAIN_LENGTHS = (8, 16, 32, MAX_NODES)  # of one graph's passes, where those that are not needed end at once
 OFTEN = 4  # a number of draft tokens that is asked for so often in a row gets a graph of its own
 
 
@@ -77,6 +80,7 @@ class DraftBuffers:
     """The fixed tensors of a drafting graph."""
 
     inputs: PassInputs
+    chain: DraftChain
     temperatures: Tensor  # float32 [sequences, 1]
     uniforms: Tensor  # float64 [sequences, draft tokens]
 
@@ -151,7 +155,8 @@ class DecodeGraphs:
     def fits(self, num_seqs: int, nodes: int, tokens: int) -> PassSize | None:
         """The size a pass runs at; None: too wide, too many or too long for any."""
         chunks = rounded_up(-(-tokens // CHUNK), CHUNKS)
-        width, seqs = rounded_up(nodes, FEW_NODES if num_seqs == 1 else NODES), rounded_up(num_seqs, NUM_SEQS)
+        few = FEW_TILES if self.is_persistent(nodes) else FEW_NODES
+        width, seqs = rounded_up(nodes, few if num_seqs == 1 else NODES), rounded_up(num_seqs, NUM_SEQS)
         if chunks is None or width is None or seqs is None:
             return None
         # The one kernel reads as much context as there is, so one graph serves every length.
@@ -205,6 +210,7 @@ class DecodeGraphs:
     def draft(self, graph: DraftGraph, inputs: list[DraftInput], num_tokens: int) -> DraftOutput:
         """Draft tokens for these sequences; blocks for all tokens of the graph are reserved."""
         self.put_leads(graph, inputs)
+        graph.buffers.chain.set(num_tokens)
         if graph.key.sampled:
             graph.buffers.put_sampling(inputs)
         output = graph.run()
@@ -252,8 +258,11 @@ class DecodeGraphs:
         """The graph of so many draft tokens; captured if there is none.
 
         A graph of a few more serves the end of a sequence, where every step has room for fewer than the one before. But
-        each costs time: a number that is asked for again and again gets a graph of its own.
+        each costs time: a number that is asked for again and again gets a graph of its own. Where passes end at once
+        that are not needed, one graph serves many numbers.
         """
+        if not sampled and self.is_persistent(size.rows):
+            num_tokens = rounded_up(num_tokens, CHAIN_LENGTHS) or num_tokens
         key = DraftKey(size, num_tokens, sampled)
         near = self._draft.nearest(key)
         asked = (num_tokens, sampled)
@@ -290,6 +299,7 @@ class DecodeGraphs:
         device, num_seqs = self._kv.device, key.size.num_seqs
         return DraftBuffers(
             self._inputs(key.size),
+            DraftChain(num_seqs, device),
             torch.ones(num_seqs, 1, device=device),
             torch.zeros(num_seqs, key.num_tokens, dtype=torch.float64, device=device),
         )
@@ -343,20 +353,25 @@ class DecodeGraphs:
     def _persistent_draft(self, run: PersistentPass, buffers: DraftBuffers, key: DraftKey) -> DraftOutput:
         """One launch a draft token; each reads its tokens where the one before has left them."""
         batch, wish = buffers.inputs.batch, OutputWish(logits=key.sampled)
-        source, tokens = TokenSource(buffers.inputs.token_ids, LEAD_TOKENS), []
+        source, tokens, outputs = TokenSource(buffers.inputs.token_ids, LEAD_TOKENS), [], []
         probs = self._new_draft_probs(batch, key)
         for step in range(key.num_tokens):
-            output = run(source, batch, wish)
+            output = run(source, batch, wish, None if key.sampled else ChainLink(buffers.chain, step))
             if probs is None:
                 source = TokenSource(output.best, batch.nodes, batch.nodes - 1)
-                tokens.append(output.best.view(batch.num_seqs, -1)[:, -1])
+                outputs.append(output)
             else:
                 last = output.logits.view(batch.num_seqs, batch.nodes, -1)[:, -1]
                 probs[:, step] = torch.softmax(last / buffers.temperatures, dim=-1)
                 tokens.append(draw_keyed(probs[:, step], buffers.uniforms[:, step]))
                 source = TokenSource(tokens[-1], 1)
             batch = replace(batch, nodes=1, offset=LEAD_TOKENS + step)  # of single nodes the kernel reads no depths
-        return DraftOutput(torch.stack(tokens, dim=1), probs)
+        if probs is not None:
+            return DraftOutput(torch.stack(tokens, dim=1), probs)
+
+        chosen = [(each.best, each.confidence, each.second_best, each.second_confidence) for each in outputs]
+        best, stated, second, second_stated = (_of_last_nodes(parts, batch.num_seqs) for parts in zip(*chosen))
+        return DraftOutput(best, None, stated, buffers.chain.count, second, second_stated)
 
     def _new_draft_probs(self, batch: TritonBatch, key: DraftKey) -> Tensor | None:
         shape = (batch.num_seqs, key.num_tokens, self._model.lm_head.out_features)
@@ -392,6 +407,11 @@ def _persistent_pass(
     if options.last_layer < model.config.num_layers:
         return None
     return PersistentPass.of(model, kv, rope_caches[0])
+
+
+def _of_last_nodes(parts: Sequence[Tensor], num_seqs: int) -> Tensor:
+    """What passes left for the last node of every sequence: [sequences, passes]"""
+    return torch.stack([part.view(num_seqs, -1)[:, -1] for part in parts], dim=1)
 
 
 def _single(batch: TritonBatch, offset: int) -> TritonBatch:

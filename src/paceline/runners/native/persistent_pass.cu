@@ -1,16 +1,16 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS; PACKED, and which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K,
+// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K,
 // WITH_Q6_K, WITH_FP8.
 //
 // The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
 // readers ask for the words until they have that number, so a hand-over costs one trip to L2 and not a store, a fence, a flag
-// and a load. Only the widest one, from gate to down, goes through flags. The first weights of the next product are on their way
-// while a block waits.
+// and a load. Only the widest one, from gate to down, goes through flags, and where there are few tokens it does not either. The
+// first weights of the next product are on their way while a block waits.
 //
-// Why nothing is overwritten that is still read: the flags of gate come from every block, once a layer; a block that owns no
-// rows of a product does not read its input; and output and down are divided alike, so whoever reads what attention or gate
+// Why nothing is overwritten that is still read: down needs what every block has written of gate, once a layer; a block that owns
+// no rows of a product does not read its input; and output and down are divided alike, so whoever reads what attention or gate
 // wrote must finish before the next layer has an input.
 //
 // Every sum runs in an order that depends on absolute positions only. So a token's numbers are the same bits whether it
@@ -49,6 +49,7 @@ constexpr int SUMS_STRIDE = (HIDDEN > INTER ? (HIDDEN > QUERY ? HIDDEN : QUERY) 
 constexpr int SLOT_BYTES = PART_BYTES;             // of the ring of weights: a unit of every warp
 constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
 #endif
+constexpr int MOST_WORDS = 6144;                   // pairs of values that are handed from gate to down as words
 constexpr int PAUSE = 200;                         // ns between two questions whether attention has finished
 constexpr int PIECE_FIELDS = 9;                    // of a piece of a packed weight
 constexpr int PIECES = 2;                          // of a weight at most
@@ -169,19 +170,85 @@ __device__ __forceinline__ u32 transposed(u32 v) {  // an 8 x 8 matrix across th
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
   return d;
 }
-__device__ __forceinline__ void better(float& value, int& place, float other, int other_place) {  // the first of equals
-  if (other > value || (other == value && other_place < place)) {
-    value = other;
-    place = other_place;
+// What is kept of many logits: the two best and where they are, and the sum of all exponentials over that of the best.
+struct Best {
+  float value, second, mass;
+  int place, second_place;
+
+  __device__ __forceinline__ void clear() {
+    value = second = NEGATIVE;
+    mass = 0.f;
+    place = second_place = VOCAB;
   }
-}
-__device__ __forceinline__ void best_of_warp(float& value, int& place) {
+  __device__ __forceinline__ void add(float logit, int at) {  // of places in rising order
+    if (logit > value) {
+      second = value, second_place = place;
+      mass = mass * __expf(value - logit) + 1.f;
+      value = logit, place = at;
+    } else {
+      mass += __expf(logit - value);
+      if (logit > second) second = logit, second_place = at;
+    }
+  }
+  __device__ __forceinline__ void join(Best other) {  // the first of equals is the best
+    if (other.value > value || (other.value == value && other.place < place)) {
+      const Best own = *this;
+      *this = other;
+      other = own;
+    }
+    if (other.value == NEGATIVE) return;
+    mass += other.mass * __expf(other.value - value);
+    if (other.value > second || (other.value == second && other.place < second_place)) second = other.value, second_place = other.place;
+  }
+  __device__ __forceinline__ void join_warp() {
 #pragma unroll
-  for (int step = 16; step; step >>= 1) {
-    float other = __shfl_xor_sync(0xffffffffu, value, step);
-    better(value, place, other, __shfl_xor_sync(0xffffffffu, place, step));
+    for (int step = 16; step; step >>= 1) {
+      Best other;
+      other.value = __shfl_xor_sync(0xffffffffu, value, step);
+      other.second = __shfl_xor_sync(0xffffffffu, second, step);
+      other.mass = __shfl_xor_sync(0xffffffffu, mass, step);
+      other.place = __shfl_xor_sync(0xffffffffu, place, step);
+      other.second_place = __shfl_xor_sync(0xffffffffu, second_place, step);
+      join(other);
+    }
   }
+};
+__device__ __forceinline__ Best load_best(const Best* at) {  // written by another block
+  Best best;
+  const float* words = reinterpret_cast<const float*>(at);
+  best.value = load_float(words), best.second = load_float(words + 1), best.mass = load_float(words + 2);
+  best.place = __float_as_int(load_float(words + 3)), best.second_place = __float_as_int(load_float(words + 4));
+  return best;
 }
+
+// A draft model's passes in a row, each a launch of its own: whether the next one is worth its time, decided by the one before.
+// In memory: whether the chain goes on; draft tokens so far; how many there may be; the least tokens that a further one must
+// promise to all sequences together; how often draft tokens are accepted, by confidence; of every sequence the probability that
+// all its draft tokens are.
+struct DraftChain {
+  float* words;
+  int step;                                   // passes before this one; less than zero: it is not of a chain
+
+  enum Place { GOES_ON, COUNT, MOST, LEAST, RATES, SURVIVAL = RATES + CONFIDENCE_BINS };
+
+  __device__ __forceinline__ bool has_ended() const { return step > 0 && words[GOES_ON] == 0.f; }
+  // One more draft token; returns what the one after it promises if it is as sure.
+  __device__ __forceinline__ float extend(int seq, float confidence) const {
+    constexpr float edges[] = {CONFIDENCE_EDGES};
+    int bin = 0;
+#pragma unroll
+    for (int i = 0; i < CONFIDENCE_BINS - 1; ++i) bin += confidence >= edges[i];
+    const float rate = words[RATES + bin], survival = (step ? words[SURVIVAL + seq] : 1.f) * rate;
+    words[SURVIVAL + seq] = survival;
+    return survival * rate;
+  }
+  __device__ __forceinline__ void decide(const float* gains, int num_seqs) const {
+    float sum = 0.f;
+    for (int seq = 0; seq < num_seqs; ++seq) sum += gains[seq];
+    words[COUNT] = step + 1;
+    words[GOES_ON] = words[COUNT] < words[MOST] && sum >= words[LEAST];
+  }
+};
 __device__ __forceinline__ float warp_sum(float v) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
@@ -533,6 +600,31 @@ __device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, cons
   __syncthreads();
 }
 
+// The same for long rows that all blocks write: a thread asks for many words together.
+__device__ __forceinline__ void stage_long_tagged(u16* x, int rows, int columns, const u64* from, u32 tag, float* x_sums) {
+  constexpr int BATCH = 4;
+#pragma unroll 1
+  for (int at = this_thread() * 4; at < rows * columns; at += BATCH * THREADS * 4) {
+    Tagged values[BATCH];
+    bool ready;
+    do {
+      ready = true;
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) values[i].load(from + min(at + i * THREADS * 4, rows * columns - 4) / 2);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) ready &= values[i].has(tag);
+    } while (!ready);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const int place = at + i * THREADS * 4, row = place / columns, column = place - row * columns;
+      const bool inside = place < rows * columns;
+      if (inside) *reinterpret_cast<uint2*>(x + row * (columns + X_STRIDE_PAD) + column) = make_uint2((u32)values[i].first, (u32)values[i].second);
+      keep_sum<4>(x_sums, sum_of((u32)values[i].first) + sum_of((u32)values[i].second), row, column, inside);
+    }
+  }
+  __syncthreads();
+}
+
 // Some columns of rows as they are into shared memory, `stride` apart. pitch: elements between rows where they lie.
 __device__ __forceinline__ void stage(u16* x, int rows, int columns, int stride, const u16* from, int pitch, float* x_sums) {
   constexpr int BATCH = 4;  // loads of a thread on the way together
@@ -567,7 +659,8 @@ struct SeqInfo { int length, count, chain; };
 constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
 
 // A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
-__device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain, const float* rope, int position, u16* to) {
+// kept: a second place for the result, or null.
+__device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain, const float* rope, int position, u16* to, u16* kept = nullptr) {
   int lane = threadIdx.x & 31;
   constexpr int STEPS = HALF / 32;
   float low[STEPS], high[STEPS], cosine[STEPS], sine[STEPS], squares = 0.f;
@@ -594,8 +687,13 @@ __device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain
   }
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
-    to[i * 32 + lane] = narrow(low[i] * cosine[i] - high[i] * sine[i]);
-    to[HALF + i * 32 + lane] = narrow(high[i] * cosine[i] + low[i] * sine[i]);
+    const u16 first = narrow(low[i] * cosine[i] - high[i] * sine[i]), second = narrow(high[i] * cosine[i] + low[i] * sine[i]);
+    to[i * 32 + lane] = first;
+    to[HALF + i * 32 + lane] = second;
+    if (kept) {
+      kept[i * 32 + lane] = first;
+      kept[HALF + i * 32 + lane] = second;
+    }
   }
 }
 
@@ -626,6 +724,7 @@ __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, cons
 
 struct AttentionMemory {
   alignas(16) u16 queries[HEAD_ROWS][HEAD_DIM + 32];
+  alignas(16) u16 new_keys[MAX_ROWS][HEAD_DIM + 8], new_values[MAX_ROWS][HEAD_DIM + 8];  // of this pass
   int ancestors[MAX_ROWS];
   float stats[WARPS][HEAD_ROWS][2], scales[WARPS][HEAD_ROWS], most[HEAD_ROWS];
   int last;
@@ -670,12 +769,28 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       place = length + memory.ancestors[min(place - length, depths[first_row + first_node])];
     places[i] = args.keys + cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + quarter * 8;
   }
-  uint4 keys[UNITS][4];
+  constexpr bool VALUES_EARLY = false;
+  uint4 keys[UNITS][4], early_values[VALUES_EARLY ? UNITS : 1][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
+    for (int unit = 0; unit < UNITS; ++unit) {
+      keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
+      if (VALUES_EARLY) early_values[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
+    }
   }
+  // Tokens of this pass are not in the cache yet: theirs are taken from shared memory, which is a trip to L2 less.
+  auto replace_new = [&](uint4 (&parts)[UNITS][4], const u16 (&fresh)[MAX_ROWS][HEAD_DIM + 8]) {
+    if (start + CHUNK <= length) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = min(start + i * 8 + group, end - 1) - length;
+      if (place < 0) continue;
+      const int node = chain ? place : memory.ancestors[min(place, depths[first_row + first_node])];
+#pragma unroll
+      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = *reinterpret_cast<const uint4*>(&fresh[node][unit * 32 + quarter * 8]);
+    }
+  };
   const u32 tag = args.base + layer_index + 1;
 
   auto hand_over = [&](float value, i64 at) {  // a warp has neighbouring columns of one row
@@ -702,10 +817,14 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       const u64* from = args.qkv + ((i64)(first_row + node) * QKV + QUERY + head * HEAD_DIM) / 2;
       const u64* from_value = from + KV_STRIDE / 2 + lane / 2;
       u64 words[HEAD_DIM / 32];
-      rotate(from, tag, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at);
+      rotate(from, tag, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at, memory.new_keys[node]);
       load_words(words, from_value, tag);
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 32; ++i) args.values[at + i * 32 + lane] = value_of(words[i], lane);
+      for (int i = 0; i < HEAD_DIM / 32; ++i) {
+        const u16 value = value_of(words[i], lane);
+        args.values[at + i * 32 + lane] = value;
+        memory.new_values[node][i * 32 + lane] = value;
+      }
     }
   }
   __syncthreads();
@@ -718,12 +837,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     limits[i] = row < nodes_per_tile * GROUP && node < count ? length + depths[first_row + node] : -1;
   }
   if (warp < warps) {
-    if (start + CHUNK > length) {  // new keys are stored by now
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
-    }
+    replace_new(keys, memory.new_keys);
     float scores[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -742,7 +856,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the keys are used up: their registers take the values
 #pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
+      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = VALUES_EARLY ? early_values[VALUES_EARLY ? unit : 0][i] : load_shared_by_blocks(places[i] + to_values + unit * 32);
     // --- probabilities
     float most[2] = {NEGATIVE, NEGATIVE}, total[2] = {0.f, 0.f};
 #pragma unroll
@@ -772,6 +886,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
     }
     // --- weighted values, 32 columns of the head at a time
+    replace_new(keys, memory.new_values);
     u32 probs[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -885,9 +1000,12 @@ extern __shared__ __align__(16) unsigned char memory[];
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
     const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
-    u64* attended, u16* activated, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, float* best_value,
-    int* best_index, u16* hidden_out, int* flags, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
-    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit, int embedded) {
+    u64* attended, u16* activated, u64* activated_words, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, i64* second_best,
+    float* confidence, float* second_confidence, Best* block_best, u16* hidden_out, int* flags, float* chain_words, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
+    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit, int embedded, int chain_step) {
+  const DraftChain chain = {chain_words, chain_step};
+  if (chain.has_ended()) return;
+  __shared__ float row_gains[MAX_ROWS];
   __shared__ SeqInfo infos[MAX_ROWS];
   __shared__ int depths[MAX_ROWS];
   __shared__ u64 masks[MAX_ROWS];
@@ -902,7 +1020,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   for (int i = threadIdx.x; i < min(num_seqs * table_width, TABLE_SIZE); i += THREADS) block_table[i] = (int)blocks[i];
   if (threadIdx.x == 0)
     args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits, flags[BLOCKS]};
-  const int rows = num_seqs * nodes, thread = threadIdx.x;
+  // Of a single sequence no node is read that only fills up the pass.
+  const int rows = num_seqs == 1 ? max(1, min(nodes, (int)counts[0])) : num_seqs * nodes, thread = threadIdx.x;
+  const bool by_words = rows * (INTER / 2) <= MOST_WORDS && rows * (INTER + WARPS * 128) <= x_limit;  // from gate to down
   float* joined = reinterpret_cast<float*>(memory);
   unsigned char* ring = memory + WARPS * SUMS * sizeof(float);
   const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
@@ -948,8 +1068,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   };
   Stream opened = run_of(products[0], 0, 0, segment_of(0));
 #endif
-  float most = NEGATIVE;         // the best logit among the sums that this thread joins, which are all of one token
-  int place = 0;
+  Best found;                    // among the logits that this thread joins, which are all of one token
+  found.clear();
 #pragma unroll 1
   for (int step = 0; step <= 4 * num_layers; ++step) {
     const int index = step / 4, kind = kind_of(step, num_layers);
@@ -997,7 +1117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, 0, product.tiles, rows));
     if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
     wait_groups<SLOTS>();  // the gain is there
-    if (kind == DOWN_PRODUCT) gates_done.wait(index);
+    if (kind == DOWN_PRODUCT && !by_words) gates_done.wait(index);
     else __syncthreads();
 
     if (thread == THREADS - 32 && step + PRODUCTS_AHEAD <= 4 * num_layers) {
@@ -1023,7 +1143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #if PACKED  // segment by segment
       stride = segment * product.unit_columns + X_STRIDE_PAD;
 #else
-      if (rows * (INTER + X_STRIDE_PAD) <= x_limit) {
+      if (by_words) {
+        stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
+      } else if (rows * (INTER + X_STRIDE_PAD) <= x_limit) {
         stage(x, rows, INTER, stride, activated, INTER, x_sums);
       } else {  // read where they lie
         input = activated;
@@ -1076,7 +1198,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #if PACKED
       if (kind == DOWN_PRODUCT && tile == 0) {
         const int first = begin * product.unit_columns;
-        stage(x, rows, min(INTER - first, stride - X_STRIDE_PAD), stride, activated + first, INTER, x_sums);
+        if (by_words) stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
+        else stage(x, rows, min(INTER - first, stride - X_STRIDE_PAD), stride, activated + first, INTER, x_sums);
       }
       int format = first_format;
       if (((int)blockIdx.x + tile * BLOCKS) * outputs >= end_of_piece) format = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
@@ -1145,15 +1268,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #pragma unroll
       for (int warp = 0; warp < WARPS; ++warp) total += from[warp * SUMS];
       const float up = __shfl_down_sync(0xffffffffu, total, 2);
-      const float output = total + (wide(bias) + wide(residual)), next = __shfl_down_sync(0xffffffffu, output, 16);  // of the next row
+      const float gated = __fdividef(total, 1.f + __expf(-total)) * up;
+      const float output = kind == GATE_PRODUCT ? gated : total + (wide(bias) + wide(residual));
+      const float next = __shfl_down_sync(0xffffffffu, output, 16);  // of the next row
       if (target.valid) {
         const i64 token = target.token;
         const bool first = !(target.row & 1);
         if (kind == QKV_PRODUCT) { if (first) store_tagged(qkv + (token * QKV + target.row) / 2, narrow2(output, next), tag); }
-        else if (kind == GATE_PRODUCT) activated[token * INTER + target.row] = narrow(__fdividef(total, 1.f + __expf(-total)) * up);
+        else if (kind == GATE_PRODUCT) {
+          if (!by_words) activated[token * INTER + target.row] = narrow(output);
+          else if (first) store_tagged(activated_words + (token * INTER + target.row) / 2, narrow2(output, next), tag);
+        }
         else if (kind == LM_HEAD) {
           if (want_logits) logits[token * VOCAB + target.row] = total;
-          if (total > most) { most = total; place = target.row; }
+          found.add(total, target.row);
         } else if (first) store_tagged((kind == OUTPUT_PRODUCT ? between : hidden) + (token * HIDDEN + target.row) / 2, narrow2(output, next), tag);
       }
       if (tile < tiles) ask_for_added(target_of(product, tile, tiles - tile, rows));
@@ -1161,7 +1289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       __syncthreads();
     }
     if (kind == LM_HEAD) break;
-    if (kind == GATE_PRODUCT) gates_done.arrive(index);
+    if (kind == GATE_PRODUCT && !by_words) gates_done.arrive(index);
     if (kind != QKV_PRODUCT) continue;
 
     // --- attention: blocks without a share of it go on at once
@@ -1177,25 +1305,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     }
   }
 
-  // --- the argmax of this block
+  // --- the best of this block
   __syncthreads();
-  joined[thread] = most;
-  joined[THREADS + thread] = __int_as_float(place);
+  Best* all_found = reinterpret_cast<Best*>(joined);
+  all_found[thread] = found;
   __syncthreads();
   const int lane = thread & 31;
 #pragma unroll 1
   for (int token = thread >> 5; token < rows; token += WARPS) {
-    float value = NEGATIVE;
-    int found = VOCAB;
-    for (int i = lane; i < SUMS / MAX_ROWS; i += 32) {
-      int sum = i / 16 * TOKEN_TILES * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2;
-      better(value, found, joined[sum], __float_as_int(joined[THREADS + sum]));
-    }
-    best_of_warp(value, found);
-    if (lane == 0) {
-      best_value[token * BLOCKS + blockIdx.x] = value;
-      best_index[token * BLOCKS + blockIdx.x] = found;
-    }
+    found.clear();
+    for (int i = lane; i < SUMS / MAX_ROWS; i += 32)
+      found.join(all_found[i / 16 * TOKEN_TILES * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2]);
+    found.join_warp();
+    if (lane == 0) block_best[token * BLOCKS + blockIdx.x] = found;
   }
   // --- the last block joins the blocks and counts the layers
   __shared__ int last;
@@ -1209,14 +1331,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   if (!last) return;
 #pragma unroll 1
   for (int row = thread >> 5; row < rows; row += WARPS) {
-    float value = NEGATIVE;
-    int found = VOCAB;
-    for (int block = lane; block < BLOCKS; block += 32)
-      better(value, found, load_float(best_value + row * BLOCKS + block), load_int(best_index + row * BLOCKS + block));
-    best_of_warp(value, found);
-    if (lane == 0) best[row] = found < VOCAB ? found : 0;
+    found.clear();
+    for (int block = lane; block < BLOCKS; block += 32) found.join(load_best(block_best + row * BLOCKS + block));
+    found.join_warp();
+    if (lane == 0) {
+      best[row] = found.place < VOCAB ? found.place : 0;
+      second_best[row] = found.second_place < VOCAB ? found.second_place : 0;
+      confidence[row] = __fdividef(1.f, found.mass);
+      second_confidence[row] = __fdividef(__expf(found.second - found.value), found.mass);
+      if (chain_step >= 0 && row % nodes == nodes - 1) row_gains[row / nodes] = counts[row / nodes] ? chain.extend(row / nodes, confidence[row]) : 0.f;
+    }
   }
+  __syncthreads();
   if (thread == 0) {
+    if (chain_step >= 0) chain.decide(row_gains, num_seqs);
     flags[BLOCKS] = gates_done.base + num_layers;
     flags[BLOCKS + 1] = 0;
   }

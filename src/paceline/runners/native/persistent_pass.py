@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.core.confidence import EDGES, NUM_BINS
+from paceline.core.types import ChainLimits
 from paceline.device.kernel_cache import CompileError
 from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
@@ -32,11 +34,15 @@ WARPS = 16
 LEAST_SLOTS = 2  # of the ring of weights
 SPLIT = 512  # tokens of context that one block attends to
 HEAD_ROWS = 16
+BEST_FIELDS = 5  # of the best logits of a block
+MOST_WORDS = 6144  # of `activated_words`
 BLOCKS = 132  # of most devices that have the kernel
 PACKED_ROWS = 16  # fewer would verify long drafts in another way, whose last bits differ
 MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, unless those have few bits (docs/log.md)
 MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
+CHAIN_GOES_ON, CHAIN_COUNT, CHAIN_MOST, CHAIN_LEAST, CHAIN_RATES = range(5)  # places in a draft chain
+CHAIN_SURVIVAL = CHAIN_RATES + NUM_BINS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,6 +51,9 @@ class PersistentOutput:
 
     logits: Tensor  # float32 [rows, vocab]; not written unless asked for
     best: Tensor  # int64 [rows]
+    second_best: Tensor  # int64 [rows]
+    confidence: Tensor  # float32 [rows]: the probability of the best, …
+    second_confidence: Tensor  # … and of the second best
     hidden: Tensor | None  # [rows, hidden_size], normed
     features: Tensor | None  # [rows, layers · hidden_size]; the kernel itself writes [layers, rows, hidden_size]
 
@@ -67,6 +76,44 @@ class OutputWish:
     features: tuple[int, ...] = ()
 
 
+NO_LIMITS = ChainLimits(-1.0, (1.0,) * NUM_BINS)
+
+
+class DraftChain:
+    """How far the passes of a draft model in a row go, in the memory of the device: they decide it themselves.
+
+    words  float32: whether the chain goes on, draft tokens so far, how many there may be, what the limits say, and of
+           every sequence the probability that all its draft tokens are accepted
+    """
+
+    def __init__(self, num_seqs: int, device: torch.device) -> None:
+        self.words = torch.zeros(CHAIN_SURVIVAL + num_seqs, device=device)
+        self._set: tuple[int, ChainLimits] | None = None
+
+    @property
+    def count(self) -> Tensor:
+        """Draft tokens that were made, [1]"""
+        return self.words[CHAIN_COUNT : CHAIN_COUNT + 1]
+
+    @torch.inference_mode()
+    def set(self, most: int, limits: ChainLimits | None = None) -> None:
+        """most: draft tokens. Without limits there are as many."""
+        wanted = (most, limits or NO_LIMITS)
+        if wanted == self._set:
+            return
+        self._set = wanted
+        words = torch.tensor([float(most), wanted[1].least, *wanted[1].rates])
+        self.words[CHAIN_MOST:CHAIN_SURVIVAL].copy_(words, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainLink:
+    """A pass of a chain. step: of those before it."""
+
+    chain: DraftChain
+    step: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PassWorkspace:
     """Memory that blocks exchange results through. Passes of one runner follow each other, so they share it.
@@ -79,11 +126,11 @@ class PassWorkspace:
     qkv: Tensor
     attended: Tensor
     activated: Tensor
+    activated_words: Tensor  # the same as the first four, of few rows
     partial: Tensor
     partial_stats: Tensor
     splits_done: Tensor
-    best_value: Tensor
-    best_index: Tensor
+    block_best: Tensor
     flags: Tensor
 
     @classmethod
@@ -101,11 +148,11 @@ class PassWorkspace:
             qkv=zeros(rows, (query + 2 * kv) // 2, dtype=torch.int64),
             attended=zeros(rows, query // 2, dtype=torch.int64),
             activated=zeros(rows, config.intermediate_size, dtype=dtype),
+            activated_words=zeros(MOST_WORDS, dtype=torch.int64),
             partial=zeros(items * splits * HEAD_ROWS, config.head_dim),
             partial_stats=zeros(items * splits * HEAD_ROWS, 2),
             splits_done=zeros(items, dtype=torch.int32),
-            best_value=zeros(rows, blocks),
-            best_index=zeros(rows, blocks, dtype=torch.int32),
+            block_best=zeros(rows, blocks, BEST_FIELDS),
             flags=zeros(blocks + 2, dtype=torch.int32),
         )
 
@@ -154,14 +201,16 @@ class PersistentPass:
             self._kernels[tiles] = compiled_kernel(kernel_source(), "decode_pass", constants, MAX_SHARED_MEMORY)
         return self._kernels[tiles]
 
-    def __call__(self, source: TokenSource, batch: TritonBatch, wish: OutputWish) -> PersistentOutput:
-        """One launch. Its output is read before the next one of this runner."""
+    def __call__(
+        self, source: TokenSource, batch: TritonBatch, wish: OutputWish, link: ChainLink | None = None
+    ) -> PersistentOutput:
+        """One launch. Its output is read before the next one of this runner; a link that is not needed leaves none."""
         output = self._new_output(batch.num_seqs * batch.nodes, wish)
         self.kernel(batch.num_seqs * batch.nodes)(
             grid=(self.blocks, 1, 1),
             block=(THREADS, 1, 1),
             shared_mem=MAX_SHARED_MEMORY,
-            args=self._arguments(source, batch, wish, output),
+            args=self._arguments(source, batch, wish, output, link),
         )
         return self._with_last_feature(output, wish.features)
 
@@ -170,10 +219,17 @@ class PersistentPass:
         logits = torch.empty(rows if wish.logits else 1, self.model.lm_head.out_features, device=device)
         hidden = torch.empty(rows, size, dtype=dtype, device=device) if wish.hidden else None
         features = torch.empty(len(wish.features), rows, size, dtype=dtype, device=device) if wish.features else None
-        return PersistentOutput(logits, torch.empty(rows, dtype=torch.int64, device=device), hidden, features)
+        best, second = torch.empty(2, rows, dtype=torch.int64, device=device)
+        stated, second_stated = torch.empty(2, rows, device=device)
+        return PersistentOutput(logits, best, second, stated, second_stated, hidden, features)
 
     def _arguments(
-        self, source: TokenSource, batch: TritonBatch, wish: OutputWish, output: PersistentOutput
+        self,
+        source: TokenSource,
+        batch: TritonBatch,
+        wish: OutputWish,
+        output: PersistentOutput,
+        link: ChainLink | None,
     ) -> list[Tensor | int]:
         """In the order of the kernel's parameters."""
         model, kv, work = self.model, self.kv, self.workspace
@@ -182,15 +238,17 @@ class PersistentPass:
         table = self._table(wish.features, output.features)
         weights = [table, embedding, model.final_norm.weight, self.weights.lm_head]
         handed = [work.between, work.hidden, work.qkv, work.attended]
-        exchanged = [*handed, work.activated, work.partial, work.partial_stats]
+        exchanged = [*handed, work.activated, work.activated_words, work.partial, work.partial_stats]
         hidden = work.hidden if output.hidden is None else output.hidden
-        results = [output.logits, output.best, work.best_value, work.best_index, hidden, work.flags]
+        best = [output.best, output.second_best, output.confidence, output.second_confidence, work.block_best]
+        results = [output.logits, *best, hidden, work.flags]
         sizes = [batch.num_seqs, batch.nodes, batch.blocks.shape[1], batch.offset, model.config.num_layers]
         places = [kv.keys.shape[1], source.stride, source.offset, self.splits]
         limit = self._input_limit(batch.num_seqs * batch.nodes)
-        wishes = [int(wish.hidden), int(wish.logits), limit, int(embedded)]
+        wishes = [int(wish.hidden), int(wish.logits), limit, int(embedded), -1 if link is None else link.step]
         tensors = [*inputs, *weights, self.rope_cache, kv.keys, kv.values, *exchanged, work.splits_done, *results]
-        return [*tensors, *sizes, *places, *wishes]
+        chain = work.block_best if link is None else link.chain.words  # any: a pass of no chain reads none
+        return [*tensors, chain, *sizes, *places, *wishes]
 
     def _embedding(self, source: TokenSource, batch: TritonBatch) -> tuple[Tensor, bool]:
         """The embedding; or of a packed one the rows of this pass, and that they are."""
@@ -306,6 +364,8 @@ def definitions(
         "SCALE": f"{config.head_dim**-0.5!r}f",
         "QK_NORM": int(head_norms is not None and head_norms.query_norm is not None),
         "SLOTS": slots(config, tiles, formats),
+        "CONFIDENCE_BINS": NUM_BINS,
+        "CONFIDENCE_EDGES": ",".join(f"{edge!r}f" for edge in EDGES),
         **formats.constants(),
     }
     return [f"-D{name}={value}" for name, value in values.items()]

@@ -14,6 +14,7 @@ from paceline.core.protocols import Adapter, LoopSource, Preparation
 from paceline.core.state_view import StateView, all_layers
 from paceline.core.types import (
     Capability,
+    ChainLimits,
     DraftInput,
     DraftOutput,
     LoopedSteps,
@@ -303,9 +304,9 @@ class NativeRunner(PagedRunner):
         loops = self._step_loops()
         return None if loops is None else loops.plain(inputs, num_steps)
 
-    def loop_source(self) -> LoopSource | None:
+    def loop_source(self, limits: ChainLimits | None = None) -> LoopSource | None:
         loops = self._step_loops()
-        return None if loops is None else loops.source(self._catch_up)
+        return None if loops is None else loops.source(self._catch_up, limits)
 
     def _step_loops(self) -> StepLoops | None:
         """None: this model cannot go on without the host."""

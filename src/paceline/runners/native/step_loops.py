@@ -3,7 +3,7 @@
 With draft tokens a step is
     draft     what the source of draft tokens queues: the drafting graph of a draft model, the block of a head
     verify    the forward graph of the target over the last token and the draft tokens
-    accept    draft tokens that are the target's argmax, and the argmax after them: on the device
+    settle    draft tokens that are the target's argmax, and the argmax after them: on the device
     go on     the inputs of target and source grow by what was accepted
 and without them a pass over the last token, of which a few are read together.
 
@@ -21,10 +21,13 @@ from torch import Tensor
 
 from paceline.core.protocols import LoopSource
 from paceline.core.types import (
+    ChainLimits,
     DraftInput,
+    DraftOutput,
     LoopedStep,
     LoopedSteps,
     LoopInput,
+    LoopProgress,
     PlainGroups,
     Row,
     RowOutput,
@@ -36,9 +39,13 @@ from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.pass_inputs import LEAD_TOKENS
+from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
 
 AHEAD = 2  # results that are queued or being read
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
+CONFIDENCE_UNIT = 1 << 20
+FIELDS = 7  # of the row that the device leaves of a step, before its draft tokens and their confidences
+LEAST_LEAF = 0.1  # a second choice for the last draft token is sent if it is as likely
 PLAIN_GROUP = 2  # plain steps that are read together: the host needs less time than they take
 
 
@@ -80,9 +87,9 @@ class StepLoops:
     def __init__(self, passes: DecodeGraphs, kv: KVCache, max_seq_len: int) -> None:
         self._passes, self._kv, self._max_seq_len = passes, kv, max_seq_len
 
-    def source(self, catch_up: CatchUp) -> DraftModelSource:
+    def source(self, catch_up: CatchUp, limits: ChainLimits | None = None) -> DraftModelSource:
         """For the loop of another runner."""
-        return DraftModelSource(self._passes, self._kv, self._max_seq_len, catch_up)
+        return DraftModelSource(self._passes, self._kv, self._max_seq_len, catch_up, limits)
 
     def plain(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
         """None: these sequences cannot, or there is no room."""
@@ -102,8 +109,8 @@ class StepLoops:
                 self._kv.shrink(loop.seq_cache)
             return None
         k = max(loop.num_draft_tokens for loop in inputs)
-        steps, reader = DraftedSteps(graph, source, len(inputs), k), StepReader(len(inputs), 2 * k + 2, self._kv.device)
-        return _steps(steps, reader, inputs, num_steps)
+        steps = DraftedSteps.of(graph, source, self._kv, inputs, k)
+        return _steps(steps, StepReader(len(inputs), FIELDS + 2 * k, self._kv.device), inputs, num_steps)
 
     @torch.inference_mode()
     def _graph(self, inputs: list[LoopInput], num_steps: int) -> ForwardGraph | None:
@@ -117,7 +124,7 @@ class StepLoops:
             return None
         rows = list(map(_row, inputs))
         try:
-            self._kv.reserve_rows(rows, 1 + (num_steps - 1) * nodes)
+            self._kv.reserve_rows(rows, 2 + (num_steps - 1) * nodes)  # one more than nodes: the place of a leaf
         except OutOfMemory:
             return None
         return self._passes.prepared(rows, size)
@@ -172,26 +179,97 @@ def _queue_group(graph: ForwardGraph, reader: StepReader, group: int, num_seqs: 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftedSteps:
-    """Queues steps. k: draft tokens of a step at most."""
+    """Queues steps.
+
+    limits  draft tokens of each sequence in a step, on the device
+    k       the most of them
+    leaf    whether the leaf of the last step was accepted, where a step may have one
+    """
 
     graph: ForwardGraph
     source: LoopSource
-    num_seqs: int
+    kv: KVCache
+    limits: Tensor
     k: int
+    leaf: Tensor | None
+
+    @classmethod
+    def of(
+        cls, graph: ForwardGraph, source: LoopSource, kv: KVCache, inputs: list[LoopInput], k: int
+    ) -> DraftedSteps:
+        limits = torch.tensor([loop.num_draft_tokens for loop in inputs], device=kv.device)
+        leaf = torch.zeros(1, dtype=torch.int64, device=kv.device) if source.sends_leaves and len(inputs) == 1 else None
+        return cls(graph, source, kv, limits, k, leaf)
+
+    @property
+    def num_seqs(self) -> int:
+        return self.limits.shape[0]
 
     @torch.inference_mode()
     def queue(self, step: int) -> Tensor:
-        """Of each sequence: the number accepted, k + 1 argmaxes, k draft tokens. [num_seqs, 2k + 2]"""
-        inputs = self.graph.buffers
-        drafted = self.source.draft()[: self.num_seqs, : self.k]
-        inputs.token_ids[: self.num_seqs, 1 : self.k + 1] = drafted
+        """A row of each sequence, for `_looped_step`: [num_seqs, FIELDS + 2k]"""
+        draft = self.source.draft()
+        self._put(draft)
         output = self.graph.run()
-        best = self._by_sequence(output.best)
-        accepted = num_accepted(drafted, best, inputs.batch.counts[: self.num_seqs] - 1)
-        self.source.go_on(step, accepted, best, self._states(output))
-        inputs.token_ids[: self.num_seqs, :1] = best.gather(1, accepted[:, None])
-        inputs.batch.lengths[: self.num_seqs] += accepted + 1
-        return torch.cat([accepted[:, None], best, drafted], dim=1)
+        result, progress = self._settle(draft, output)
+        if self.leaf is not None:
+            self._move_leaf(self.leaf)
+        self.source.go_on(step, progress, self._states(output))
+        return result
+
+    def _put(self, draft: DraftOutput) -> None:
+        inputs, nodes = self.graph.buffers, self.graph.key.size.nodes
+        batch, second, stated = inputs.batch, *self._second(draft)
+        put_drafts[(self.num_seqs,)](
+            *(draft.tokens, second, stated, self._count(draft), self.limits),
+            *(inputs.token_ids, batch.counts, batch.depths, batch.tree_mask),
+            *(draft.tokens.stride(0), nodes, self.k, LEAST_LEAF),
+            HAS_COUNT=draft.count is not None,
+            HAS_LEAF=self._has_leaf(draft),
+            BLOCK=_power_of_two(nodes),
+        )
+
+    def _settle(self, draft: DraftOutput, output: PassOutput) -> tuple[Tensor, LoopProgress]:
+        inputs, nodes, device = self.graph.buffers, self.graph.key.size.nodes, self.limits.device
+        accepted, grown = torch.empty(2, self.num_seqs, dtype=torch.int64, device=device)
+        last_tokens = torch.empty(self.num_seqs, 2, dtype=torch.int64, device=device)
+        result = torch.empty(self.num_seqs, FIELDS + 2 * self.k, dtype=torch.int64, device=device)
+        second, second_stated = self._second(draft)
+        stated = second_stated if draft.confidence is None else draft.confidence
+        settle[(self.num_seqs,)](
+            *(draft.tokens, stated, second, second_stated, self._count(draft), self.limits),
+            *(output.best, inputs.token_ids, inputs.batch.counts, inputs.batch.lengths),
+            *(accepted, grown, last_tokens, accepted if self.leaf is None else self.leaf, result),
+            *(draft.tokens.stride(0), nodes, self.k),
+            HAS_COUNT=draft.count is not None,
+            HAS_LEAF=self._has_leaf(draft),
+            HAS_CONFIDENCE=draft.confidence is not None,
+            UNIT=CONFIDENCE_UNIT,
+            FIELDS=FIELDS,
+            BLOCK=_power_of_two(nodes),
+        )
+        return result, LoopProgress(accepted, self._by_sequence(output.best), grown, last_tokens)
+
+    def _move_leaf(self, leaf: Tensor) -> None:
+        keys, batch = self.kv.keys, self.graph.buffers.batch
+        size = keys[0, 0].numel()
+        move_leaf[(keys.shape[0],)](
+            *(keys, self.kv.values, batch.blocks, batch.lengths, leaf, keys.stride(0), self.kv.block_size),
+            SIZE=size,
+            BLOCK=_power_of_two(size),
+        )
+
+    def _has_leaf(self, draft: DraftOutput) -> bool:
+        return self.leaf is not None and draft.second is not None
+
+    def _second(self, draft: DraftOutput) -> tuple[Tensor, Tensor]:
+        """Second choices and how likely they are; any tensors where nobody reads them."""
+        if draft.second is None or draft.second_confidence is None:
+            return draft.tokens, draft.tokens
+        return draft.second, draft.second_confidence
+
+    def _count(self, draft: DraftOutput) -> Tensor:
+        return self.limits if draft.count is None else draft.count
 
     def _by_sequence(self, rows: Tensor) -> Tensor:
         """[sequences · nodes, …] -> [num_seqs, k + 1, …]"""
@@ -204,11 +282,9 @@ class DraftedSteps:
         return RowOutput(output.logits, hidden, features)
 
 
-def num_accepted(drafted: Tensor, best: Tensor, limits: Tensor) -> Tensor:
-    """Draft tokens up to the first that is not the argmax before it, at most `limits` of them. int64 [sequences]"""
-    places = torch.arange(drafted.shape[1], device=drafted.device)
-    right = (drafted == best[:, :-1]) & (places < limits[:, None])
-    return right.long().cumprod(dim=1).sum(dim=1)
+def _power_of_two(size: int) -> int:
+    """The least one that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def _steps(
@@ -222,7 +298,7 @@ def _steps(
         results = [_looped_step(row, steps.k, loop) for row, loop in zip(reader.read(step), inputs)]
         for index, (loop, result) in enumerate(zip(inputs, results)):
             if not loop.has_ended():
-                num_tokens = len(result.verified.accepted) + 1
+                num_tokens = len(result.verified.tokens) + 1
                 _grow(loop, num_tokens)
                 steps.source.keep(step, index, num_tokens)
         step += 1
@@ -231,15 +307,34 @@ def _steps(
 
 
 def _looped_step(row: list[int], k: int, loop: LoopInput) -> LoopedStep:
-    count, best, drafted = row[0], row[1 : k + 2], row[k + 2 :]
-    return LoopedStep(drafted[: loop.num_draft_tokens], VerifyResult(list(range(count)), best[count], best[:count]))
+    """The row that the device has left of a step (step_kernels.settle)."""
+    accepted, next_token, made, has_leaf, leaf_accepted, leaf, leaf_stated = row[:FIELDS]
+    drafted, stated = row[FIELDS : FIELDS + made], row[FIELDS + k : FIELDS + k + made]
+    nodes, tokens = list(range(accepted)), drafted[:accepted]
+    if has_leaf:
+        drafted, stated = [*drafted, leaf], [*stated, leaf_stated]
+    if leaf_accepted:
+        nodes, tokens = [*nodes, made], [*tokens, leaf]
+    confidence = [part / CONFIDENCE_UNIT for part in stated] if stated and stated[0] >= 0 else None
+    verified = VerifyResult(nodes, next_token, tokens)
+    return LoopedStep(drafted, verified, confidence=confidence, has_leaf=bool(has_leaf))
 
 
 class DraftModelSource(LoopSource):
     """A draft model: its drafting graph reads the last two tokens of every sequence, whatever was accepted."""
 
-    def __init__(self, passes: DecodeGraphs, kv: KVCache, max_seq_len: int, catch_up: CatchUp) -> None:
+    def __init__(
+        self,
+        passes: DecodeGraphs,
+        kv: KVCache,
+        max_seq_len: int,
+        catch_up: CatchUp,
+        limits: ChainLimits | None = None,
+    ) -> None:
+        """limits: where chains end earlier, if the device can tell."""
         self._passes, self._kv, self._max_seq_len, self._catch_up = passes, kv, max_seq_len, catch_up
+        self._limits = limits
+        self.sends_leaves = limits is not None
         self._inputs: list[LoopInput] = []
         self._graph: DraftGraph | None = None
 
@@ -257,6 +352,7 @@ class DraftModelSource(LoopSource):
         if not self._made_ready(drafts, num_steps * (k + 1) + self._graph.key.num_tokens):
             return False
         self._passes.put_leads(self._graph, drafts)
+        self._graph.buffers.chain.set(k, self._limits)
         return True
 
     def _made_ready(self, drafts: list[DraftInput], num_tokens: int) -> bool:
@@ -272,17 +368,15 @@ class DraftModelSource(LoopSource):
             return False
         return True
 
-    def draft(self) -> Tensor:
+    def draft(self) -> DraftOutput:
         assert self._graph is not None, "begin comes first"
-        return self._graph.run().tokens
+        return self._graph.run()
 
-    def go_on(self, step: int, accepted: Tensor, best: Tensor, states: RowOutput) -> None:
+    def go_on(self, step: int, progress: LoopProgress, states: RowOutput) -> None:
         assert self._graph is not None, "begin comes first"
-        leads, count = self._graph.buffers.inputs, best.shape[0]
-        tokens = leads.token_ids[:count]
-        run = torch.cat([tokens[:, -1:], best], dim=1)  # the last token, then what follows if all is accepted
-        tokens[:] = run.gather(1, accepted[:, None] + torch.arange(LEAD_TOKENS, device=run.device))
-        leads.batch.lengths[:count] += accepted + 1
+        leads, count = self._graph.buffers.inputs, progress.grown.shape[0]
+        leads.token_ids[:count] = progress.last_tokens
+        leads.batch.lengths[:count] += progress.grown
 
     def keep(self, step: int, index: int, num_tokens: int) -> None:
         """What its next graph reads again does not count."""

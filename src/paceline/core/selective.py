@@ -21,7 +21,7 @@ from paceline.core.types import StepResult
 
 HORIZON = 64  # steps within which drafting must earn what the drafter has to read first
 MAX_LOSS = 2.0  # plain steps that one draft may count to have lost
-PLAIN_EVERY = 64  # steps with draft tokens after which a plain one keeps its cost up to date
+PLAIN_EVERY = 128  # steps with draft tokens after which a plain one keeps its cost up to date
 
 
 @dataclass(slots=True)

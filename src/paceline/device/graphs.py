@@ -97,6 +97,19 @@ def _warmup_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool_handle: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """What is queued in the block becomes the graph. As `torch.cuda.graph`, which also gives back all free memory of
+    the process first: where many graphs are captured, each would allocate it again."""
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool_handle)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 class CudaGraph(Generic[Output]):
     """Repeats `work` by replaying it. Its inputs and outputs are tensors that keep their addresses."""
 
@@ -111,7 +124,7 @@ class CudaGraph(Generic[Output]):
         torch.cuda.current_stream().wait_stream(stream)
         try:
             graph = torch.cuda.CUDAGraph()
-            with garbage_collection_paused(), torch.cuda.graph(graph, pool=pool_handle):
+            with garbage_collection_paused(), _capture(graph, pool_handle, stream):
                 self._output = work()
             self._graph = graph
         except RuntimeError as error:

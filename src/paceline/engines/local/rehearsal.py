@@ -108,15 +108,18 @@ class Rehearsal:
             pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
             pieces += [partial(self._run, k, length, 2, temperature=1.0) for length in fitting[:1]]
         pieces += [partial(self._run, k, PROMPTS[0], 1, temperature=1.0) for k in _at_the_end(plan)]
+        if len(plan.num_draft_tokens) > 1:
+            pieces.append(partial(self._run, plan.num_draft_tokens[-1], PROMPTS[0], 2, whole=False))
         return pieces
 
-    def _run(self, k: int, length: int, num_steps: int, num_seqs: int = 1, temperature: float = 0.0) -> None:
-        """A sequence that fails here says so when it is a user's."""
-        self.steps.begin(k, measured=temperature == 0)
+    def _run(
+        self, k: int, length: int, num_steps: int, num_seqs: int = 1, temperature: float = 0.0, *, whole: bool = True
+    ) -> None:
+        """A sequence that fails here says so when it is a user's. whole: no draft ends before it has k tokens."""
+        self.steps.begin(k, measured=temperature == 0 and whole)
         token = min(7, self._engine.info.vocab_size - 1)
-        sampling = SamplingParams(temperature=temperature)
-        # A number that the sequence has named itself: no draft ends before it has as many.
-        params = SequenceParams(sampling, StopRules(num_steps * (k + 1)), num_draft_tokens=k or None)
+        sampling, stopping = SamplingParams(temperature=temperature), StopRules(num_steps * (k + 1))
+        params = SequenceParams(sampling, stopping, num_draft_tokens=(k or None) if whole else None)
         try:
             self._engine.run([Sequence([token] * length, params) for _ in range(num_seqs)])
         except PacelineError:

@@ -49,7 +49,7 @@ constexpr int SUMS_STRIDE = (HIDDEN > INTER ? (HIDDEN > QUERY ? HIDDEN : QUERY) 
 constexpr int SLOT_BYTES = PART_BYTES;             // of the ring of weights: a unit of every warp
 constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
 #endif
-constexpr int MOST_WORDS = 6144;                   // pairs of values that are handed from gate to down as words
+constexpr int MOST_WORDS = 7168;                   // pairs of values that are handed from gate to down as words
 constexpr int PAUSE = 200;                         // ns between two questions whether attention has finished
 constexpr int PIECE_FIELDS = 9;                    // of a piece of a packed weight
 constexpr int PIECES = 2;                          // of a weight at most
@@ -655,7 +655,7 @@ __device__ __forceinline__ void stage(u16* x, int rows, int columns, int stride,
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-struct SeqInfo { int length, count, chain; };
+struct SeqInfo { int length, count, chain; };  // chain: so many of its first nodes are one
 constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
 
 // A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
@@ -701,7 +701,9 @@ __device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain
 // are given out from the last block on: it has fewer rows of the products than the first, often none of the output, whose weights
 // a block that attends could only ask for afterwards.
 __device__ __forceinline__ int first_share() { return BLOCKS - 1 - (int)blockIdx.x; }
-__device__ __forceinline__ int node_tiles(const SeqInfo& info) { return info.chain ? divided_up(info.count, NODES_PER_TILE) : info.count; }
+// Nodes of the chain share tiles, the others have one each.
+__device__ __forceinline__ int chain_tiles(const SeqInfo& info) { return divided_up(info.chain, NODES_PER_TILE); }
+__device__ __forceinline__ int node_tiles(const SeqInfo& info) { return chain_tiles(info) + info.count - info.chain; }
 __device__ __forceinline__ int shares(const SeqInfo& info) {
   return KV_HEADS * node_tiles(info) * divided_up(info.length + info.count, SPLIT);
 }
@@ -736,9 +738,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
                        const int* depths, const u64* masks, int seq, int head, int tile, int split) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quarter = lane & 3;
   int length = infos[seq].length, count = infos[seq].count, end = length + count;
-  bool chain = infos[seq].chain;
-  int nodes_per_tile = chain ? NODES_PER_TILE : 1;
-  int first_node = tile * nodes_per_tile, first_row = seq * args.nodes;
+  bool chain = tile < chain_tiles(infos[seq]);
+  int nodes_per_tile = chain ? NODES_PER_TILE : 1, end_node = chain ? infos[seq].chain : count;
+  int first_node = chain ? tile * NODES_PER_TILE : infos[seq].chain + tile - chain_tiles(infos[seq]), first_row = seq * args.nodes;
   int splits = (end + SPLIT - 1) / SPLIT, begin = split * SPLIT;
   i64 cache_base = (i64)layer_index * args.cache_tokens * KV_STRIDE + head * HEAD_DIM;
   auto block_of = [&](int place) -> i64 {
@@ -769,15 +771,11 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       place = length + memory.ancestors[min(place - length, depths[first_row + first_node])];
     places[i] = args.keys + cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + quarter * 8;
   }
-  constexpr bool VALUES_EARLY = false;
-  uint4 keys[UNITS][4], early_values[VALUES_EARLY ? UNITS : 1][4];
+  uint4 keys[UNITS][4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
 #pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-      keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
-      if (VALUES_EARLY) early_values[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
-    }
+    for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
   }
   // Tokens of this pass are not in the cache yet: theirs are taken from shared memory, which is a trip to L2 less.
   auto replace_new = [&](uint4 (&parts)[UNITS][4], const u16 (&fresh)[MAX_ROWS][HEAD_DIM + 8]) {
@@ -801,7 +799,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
   // --- queries, a warp each
   {
     int node = first_node + warp / GROUP;
-    if (warp < nodes_per_tile * GROUP && node < count) {
+    if (warp < nodes_per_tile * GROUP && node < end_node) {
       const u64* from = args.qkv + ((i64)(first_row + node) * QKV + (head * GROUP + warp % GROUP) * HEAD_DIM) / 2;
       rotate(from, tag, (const u16*)layer[QUERY_NORM], args.rope, length + depths[first_row + node], memory.queries[warp]);
     } else {
@@ -834,7 +832,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     int row = group + i * 8, node = first_node + row / GROUP;
-    limits[i] = row < nodes_per_tile * GROUP && node < count ? length + depths[first_row + node] : -1;
+    limits[i] = row < nodes_per_tile * GROUP && node < end_node ? length + depths[first_row + node] : -1;
   }
   if (warp < warps) {
     replace_new(keys, memory.new_keys);
@@ -856,7 +854,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // the keys are used up: their registers take the values
 #pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = VALUES_EARLY ? early_values[VALUES_EARLY ? unit : 0][i] : load_shared_by_blocks(places[i] + to_values + unit * 32);
+      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
     // --- probabilities
     float most[2] = {NEGATIVE, NEGATIVE}, total[2] = {0.f, 0.f};
 #pragma unroll
@@ -943,7 +941,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll 1
   for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
     int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-    if (node >= count) continue;
+    if (node >= end_node) continue;
     float most = memory.most[row], total = 0.f, sum = 0.f;
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) {
@@ -974,7 +972,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll 1
       for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
         int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-        if (node >= count) continue;
+        if (node >= end_node) continue;
         float most = NEGATIVE, total = 0.f, sum = 0.f;
 #pragma unroll 1
         for (int s = 0; s < splits; ++s)
@@ -1051,8 +1049,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   if (thread < LAYER_FIELDS) table[0][thread] = layers[thread];
   __syncthreads();
   if (thread < num_seqs) {
-    int count = min((int)counts[thread], nodes), chain = 1;
-    for (int node = 0; node < count; ++node) chain &= masks[thread * nodes + node] == (2ull << node) - 1;
+    int count = min((int)counts[thread], nodes), chain = 0;
+    while (chain < count && masks[thread * nodes + chain] == (2ull << chain) - 1) ++chain;
     infos[thread].length = (int)lengths[thread] + offset;
     infos[thread].count = count;
     infos[thread].chain = chain;

@@ -38,12 +38,13 @@ from paceline.device.memory import host_buffer
 from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
 from paceline.runners.native.kv_cache import KVCache, own
-from paceline.runners.native.pass_inputs import LEAD_TOKENS
+from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES
 from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
 
 AHEAD = 2  # results that are queued or being read
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
 CONFIDENCE_UNIT = 1 << 20
+BLOCK = MAX_NODES + 1  # one size for all graphs, so that none has to compile
 FIELDS = 7  # of the row that the device leaves of a step, before its draft tokens and their confidences
 LEAST_LEAF = 0.1  # a second choice for the last draft token is sent if it is as likely
 PLAIN_GROUP = 2  # plain steps that are read together: the host needs less time than they take
@@ -226,7 +227,8 @@ class DraftedSteps:
             *(draft.tokens.stride(0), nodes, self.k, LEAST_LEAF),
             HAS_COUNT=draft.count is not None,
             HAS_LEAF=self._has_leaf(draft),
-            BLOCK=_power_of_two(nodes),
+            BLOCK=BLOCK,
+            num_warps=1,
         )
 
     def _settle(self, draft: DraftOutput, output: PassOutput) -> tuple[Tensor, LoopProgress]:
@@ -246,7 +248,8 @@ class DraftedSteps:
             HAS_CONFIDENCE=draft.confidence is not None,
             UNIT=CONFIDENCE_UNIT,
             FIELDS=FIELDS,
-            BLOCK=_power_of_two(nodes),
+            BLOCK=BLOCK,
+            num_warps=1,
         )
         return result, LoopProgress(accepted, self._by_sequence(output.best), grown, last_tokens)
 
@@ -256,7 +259,7 @@ class DraftedSteps:
         move_leaf[(keys.shape[0],)](
             *(keys, self.kv.values, batch.blocks, batch.lengths, leaf, keys.stride(0), self.kv.block_size),
             SIZE=size,
-            BLOCK=_power_of_two(size),
+            BLOCK=1 << (size - 1).bit_length(),
         )
 
     def _has_leaf(self, draft: DraftOutput) -> bool:
@@ -280,11 +283,6 @@ class DraftedSteps:
         parts = (output.hidden, output.features)
         hidden, features = (None if part is None else self._by_sequence(part) for part in parts)
         return RowOutput(output.logits, hidden, features)
-
-
-def _power_of_two(size: int) -> int:
-    """The least one that is not smaller."""
-    return 1 << (size - 1).bit_length()
 
 
 def _steps(

@@ -44,7 +44,7 @@ class DraftLengthPolicy(Protocol):
         return trees
 
     def sent(self, seqs: list[Sequence], trees: list[DraftTree]) -> None:
-        """Drafts for the last plan that nobody could cut: steps in a row send them as they were made."""
+        """Drafts for the last plan that could not be cut: steps in a row send them as they were made."""
         return
 
     def draft_value(self) -> DraftValue | None:
@@ -60,9 +60,11 @@ class DraftLengthPolicy(Protocol):
 
     def forget(self, seq: Sequence) -> None:
         """The sequence is over."""
+        return
 
     def rehearsed(self, timings: list[StepTiming]) -> None:
         """What steps of made-up sequences took before the first real one."""
+        return
 
 
 def within_room(seq: Sequence, k: int) -> int:
@@ -86,12 +88,6 @@ class FixedDraftLength(DraftLengthPolicy):
         )
 
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
-        pass
-
-    def forget(self, seq: Sequence) -> None:
-        pass
-
-    def rehearsed(self, timings: list[StepTiming]) -> None:
         pass
 
 

@@ -163,8 +163,8 @@ class DraftValue:
         return _pays(self.costs.pass_alone, count + 1, survival * self.token_seconds(1) - making)
 
     def chain_limits(self, seqs: list[Sequence], source: str = "") -> ChainLimits | None:
-        """The same for a loop on a device, which asks nobody: one more draft token of all sequences is worth making if
-        it promises as many tokens as its seconds would bring. None: they have as many as the client asked for."""
+        """The same for a loop on a device, which decides by itself: one more draft token of all sequences is worth
+        making if it promises as many tokens as its seconds would bring. None: the client asked for a number."""
         if any(seq.params.num_draft_tokens is not None for seq in seqs):
             return None
         record, num_seqs = self.record(seqs[0], source), len(seqs)

@@ -655,7 +655,10 @@ __device__ __forceinline__ void stage(u16* x, int rows, int columns, int stride,
 
 // --- attention ----------------------------------------------------------------------------------------------------------
 
-struct SeqInfo { int length, count, chain; };  // chain: so many of its first nodes are one
+struct SeqInfo {
+  int length, count, chain;                   // chain: so many of its first nodes are one
+  int chain_tiles, tiles;                     // nodes of the chain share tiles of attention, the others have one each
+};
 constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
 
 // A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
@@ -701,11 +704,8 @@ __device__ __forceinline__ void rotate(const u64* from, u32 tag, const u16* gain
 // are given out from the last block on: it has fewer rows of the products than the first, often none of the output, whose weights
 // a block that attends could only ask for afterwards.
 __device__ __forceinline__ int first_share() { return BLOCKS - 1 - (int)blockIdx.x; }
-// Nodes of the chain share tiles, the others have one each.
-__device__ __forceinline__ int chain_tiles(const SeqInfo& info) { return divided_up(info.chain, NODES_PER_TILE); }
-__device__ __forceinline__ int node_tiles(const SeqInfo& info) { return chain_tiles(info) + info.count - info.chain; }
 __device__ __forceinline__ int shares(const SeqInfo& info) {
-  return KV_HEADS * node_tiles(info) * divided_up(info.length + info.count, SPLIT);
+  return KV_HEADS * info.tiles * divided_up(info.length + info.count, SPLIT);
 }
 
 // Ask L2 for the keys and values that this block's first share of the layer's attention reads: a token a thread.
@@ -713,7 +713,7 @@ __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, cons
   int share = first_share(), seq = 0;
   while (seq < num_seqs && share >= shares(infos[seq])) share -= shares(infos[seq++]);
   if (seq == num_seqs) return;
-  int place = share / KV_HEADS / node_tiles(infos[seq]) * SPLIT + this_thread(), at = seq * args.table_width + place / BLOCK_SIZE;
+  int place = share / KV_HEADS / infos[seq].tiles * SPLIT + this_thread(), at = seq * args.table_width + place / BLOCK_SIZE;
   if (place >= infos[seq].length) return;
   i64 block = args.table ? args.table[at] : args.blocks[at];
   i64 token = ((i64)layer * args.cache_tokens + block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + share % KV_HEADS * HEAD_DIM;
@@ -738,9 +738,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
                        const int* depths, const u64* masks, int seq, int head, int tile, int split) {
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quarter = lane & 3;
   int length = infos[seq].length, count = infos[seq].count, end = length + count;
-  bool chain = tile < chain_tiles(infos[seq]);
+  bool chain = tile < infos[seq].chain_tiles;
   int nodes_per_tile = chain ? NODES_PER_TILE : 1, end_node = chain ? infos[seq].chain : count;
-  int first_node = chain ? tile * NODES_PER_TILE : infos[seq].chain + tile - chain_tiles(infos[seq]), first_row = seq * args.nodes;
+  int first_node = chain ? tile * NODES_PER_TILE : infos[seq].chain + tile - infos[seq].chain_tiles, first_row = seq * args.nodes;
   int splits = (end + SPLIT - 1) / SPLIT, begin = split * SPLIT;
   i64 cache_base = (i64)layer_index * args.cache_tokens * KV_STRIDE + head * HEAD_DIM;
   auto block_of = [&](int place) -> i64 {
@@ -1054,6 +1054,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     infos[thread].length = (int)lengths[thread] + offset;
     infos[thread].count = count;
     infos[thread].chain = chain;
+    infos[thread].chain_tiles = divided_up(chain, NODES_PER_TILE);
+    infos[thread].tiles = infos[thread].chain_tiles + count - chain;
   }
   if (thread < PRODUCTS_AHEAD) products[thread].set(thread, table[0], lm_head);
   __syncthreads();
@@ -1066,8 +1068,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   };
   Stream opened = run_of(products[0], 0, 0, segment_of(0));
 #endif
-  Best found;                    // among the logits that this thread joins, which are all of one token
-  found.clear();
 #pragma unroll 1
   for (int step = 0; step <= 4 * num_layers; ++step) {
     const int index = step / 4, kind = kind_of(step, num_layers);
@@ -1153,6 +1153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     }
 
     // --- the product
+    Best found;  // among the logits that this thread joins, which are all of one token
+    found.clear();
     float sums[TOKEN_TILES][4];
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile)
@@ -1286,7 +1288,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       in_batch = 0;
       __syncthreads();
     }
-    if (kind == LM_HEAD) break;
+    if (kind == LM_HEAD) {
+      reinterpret_cast<Best*>(joined)[thread] = found;
+      break;
+    }
     if (kind == GATE_PRODUCT && !by_words) gates_done.arrive(index);
     if (kind != QKV_PRODUCT) continue;
 
@@ -1294,7 +1299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     int base = 0;
 #pragma unroll 1
     for (int seq = 0; seq < num_seqs; ++seq) {
-      const int items = shares(infos[seq]), tiles = node_tiles(infos[seq]);
+      const int items = shares(infos[seq]), tiles = infos[seq].tiles;
 #pragma unroll 1
       for (int item = (first_share() - base % BLOCKS + BLOCKS) % BLOCKS; item < items; item += BLOCKS) {
         attend(args, layer, index, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles);
@@ -1305,10 +1310,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 
   // --- the best of this block
   __syncthreads();
-  Best* all_found = reinterpret_cast<Best*>(joined);
-  all_found[thread] = found;
-  __syncthreads();
+  const Best* all_found = reinterpret_cast<const Best*>(joined);
   const int lane = thread & 31;
+  Best found;
 #pragma unroll 1
   for (int token = thread >> 5; token < rows; token += WARPS) {
     found.clear();

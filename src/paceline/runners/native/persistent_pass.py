@@ -98,11 +98,11 @@ class DraftChain:
     @torch.inference_mode()
     def set(self, most: int, limits: ChainLimits | None = None) -> None:
         """most: draft tokens. Without limits there are as many."""
-        wanted = (most, limits or NO_LIMITS)
-        if wanted == self._set:
+        limits = limits or NO_LIMITS
+        if self._set == (most, limits):
             return
-        self._set = wanted
-        words = torch.tensor([float(most), wanted[1].least, *wanted[1].rates])
+        self._set = (most, limits)
+        words = torch.tensor([float(most), limits.least, *limits.rates])
         self.words[CHAIN_MOST:CHAIN_SURVIVAL].copy_(words, non_blocking=True)
 
 

@@ -43,7 +43,7 @@ def put_drafts(
 ):
     """The draft tokens of a step into the inputs of the target.
 
-    With a leaf the second choice for the last draft token stands beside it, where it is likely enough.
+    With a leaf the last draft token has its second choice beside it, if that has at least the probability `least`.
     """
     seq = tl.program_id(0)
     place = tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ the device's time. A step past the end of a sequence is computed in vain, and dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,6 +102,9 @@ class StepLoops:
 
     def drafted(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
         """The same with draft tokens."""
+        if source.sends_leaves:  # the policy decides how many there are: not so many that rounding differs
+            most = self._passes.most_nodes(len(inputs)) - 1
+            inputs = [replace(loop, num_draft_tokens=min(loop.num_draft_tokens, most)) for loop in inputs]
         graph = self._graph(inputs, num_steps)
         if graph is None:
             return None
@@ -266,7 +269,7 @@ class DraftedSteps:
         return self.leaf is not None and draft.second is not None
 
     def _second(self, draft: DraftOutput) -> tuple[Tensor, Tensor]:
-        """Second choices and how likely they are; any tensors where nobody reads them."""
+        """Second choices and how likely they are; any tensors where they are not read."""
         if draft.second is None or draft.second_confidence is None:
             return draft.tokens, draft.tokens
         return draft.second, draft.second_confidence

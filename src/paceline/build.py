@@ -383,7 +383,7 @@ def make_draft_length(config: EngineConfig, target: Runner, drafter: Drafter) ->
     if not supports_graphs(target.info.device):
         return AdaptiveDraftLength(costs)
     # Wider passes than a tile are multiplied in another way, and a near-tie might fall to the other side.
-    return AdaptiveDraftLength(costs, AUTO_KS[-1])
+    return AdaptiveDraftLength(costs, AUTO_KS[-1], target.info.rows_rounded_alike)
 
 
 def _fixed_k(config: EngineConfig) -> int | None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
+from paceline.core.draft_choice import DraftLimits
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength, within_room
 from paceline.core.draft_tree import chain
 from paceline.core.sequence import Sequence
@@ -133,3 +134,13 @@ def test_a_choice_stands_while_no_draft_token_is_verified_and_no_longer() -> Non
         policy.plan([one])
         verified(policy, one, 0, 0)
     assert policy._kept is not None and policy._kept.uses < 40, "costs are looked at again after a few steps"
+
+
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, 15), (2, 15), (3, 7), (4, 7), (5, 3), (8, 3), (12, 1), (32, 0)])
+def test_a_batch_has_no_more_draft_tokens_than_are_rounded_as_plain_steps_are(num_seqs: int, most: int) -> None:
+    assert DraftLimits(15, 32).of_each(num_seqs) == most
+    policy = AdaptiveDraftLength(CostModel.known({1: 1.0, 64: 1.0}, {1: 1e-6}), 15, 32)
+    seqs = [sequence([1, 2, 3], 100) for _ in range(num_seqs)]
+    assert max(policy.plan(seqs)) <= most
+    named = sequence([1, 2, 3], 100, num_draft_tokens=9)
+    assert policy.plan([named, *seqs[1:]])[0] == 9, "a number that a client names is kept"

@@ -13,13 +13,13 @@ adaptive   the k that has paid best lately, from acceptance by position and the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from operator import is_
-from typing import ClassVar, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from paceline.config import checked_k
 from paceline.core.acceptance import PositionRates, expected_tokens
 from paceline.core.cost_model import CostModel, StepTiming
+from paceline.core.draft_choice import Choice, DraftCandidates, DraftedSequence, DraftLimits, Gain, KeptChoice
 from paceline.core.draft_tree import DraftTree, depths
 from paceline.core.draft_value import PREDICTION, DraftValue, kind_of
 from paceline.core.probing import ProbeSchedule
@@ -97,70 +97,6 @@ class FixedDraftLength(DraftLengthPolicy):
 PREDICTION_PRIOR, PRIOR = 0.9, 0.55  # acceptance before any observation: of a client's prediction, of other drafts
 
 
-@dataclass(slots=True)
-class _SequenceState:
-    """What the policy knows of one sequence."""
-
-    rates: PositionRates
-    kind: str  # how it is drafted for; see `kind_of`
-    num_read: int  # tokens that the drafter had read when it last drafted, or when the sequence began
-    num_draft_tokens: int = 0  # in this step
-    num_unread: int = 0  # tokens that the drafter had to read first in this step
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A k for each sequence, the tokens that a step then promises, and its seconds."""
-
-    ks: list[int]
-    tokens: float = 0.0
-    seconds: float = 1.0
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
-@dataclass(slots=True)
-class _KeptChoice:
-    """The best choice of an earlier plan, which stands while no draft token is verified: only costs change a little."""
-
-    choice: _Choice
-    states: list[_SequenceState]
-    limits: list[int]
-    uses: int = 0
-
-    MAX_USES: ClassVar[int] = 8
-
-    def take(self, states: list[_SequenceState], limits: list[int]) -> _Choice | None:
-        """None: it was made for others, or too many steps ago."""
-        self.uses += 1
-        same = len(states) == len(self.states) and all(map(is_, states, self.states)) and limits == self.limits
-        return self.choice if same and self.uses <= self.MAX_USES else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Gain:
-    """Tokens that one more draft token promises to a sequence."""
-
-    tokens: float
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """The sequences whose k the policy may choose, by their index in the batch."""
-
-    indices: list[int]
-    limits: list[int]  # of every sequence of the batch
-    num_unread: dict[int, int]  # tokens that the drafter has not read
-    plain: float  # seconds of a plain step
-
-    @property
-    def count(self) -> int:
-        return len(self.indices)
-
-
 class AdaptiveDraftLength(DraftLengthPolicy):
     """The k that maximises tokens per second for the whole batch, from what was observed.
 
@@ -178,18 +114,20 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     MIN_GAIN = 0.001  # tokens: smaller gains are not considered
     MAX_LOSS = 2.0  # times the expected seconds that a probe is charged for: more is a hiccup of the machine
 
-    def __init__(self, costs: CostModel | None = None, max_draft_tokens: int = 16) -> None:
+    def __init__(
+        self, costs: CostModel | None = None, max_draft_tokens: int = 16, rows_rounded_alike: int | None = None
+    ) -> None:
+        """rows_rounded_alike: as that of the target."""
         self.costs = costs or CostModel()
         self._selective = SelectiveDrafts(DraftValue(self.costs))
-        self.max_draft_tokens = checked_k(max_draft_tokens)
+        self._limits = DraftLimits(checked_k(max_draft_tokens), rows_rounded_alike)
         self._overall: dict[str, PositionRates] = {}  # of all sequences of a kind
-        self._states: dict[int, _SequenceState] = {}
+        self._states: dict[int, DraftedSequence] = {}
         self._depth_share = 1.0  # depths a draft token adds: 1 for a chain, less for a tree
         self._probe_nodes = 0.0  # nodes a drafting sequence adds that cannot be accepted (lookahead's window)
         self._schedule = ProbeSchedule()
-        self._is_probe = False  # the step that is under way
-        self._steps_since_plain = 0
-        self._kept: _KeptChoice | None = None
+        self._is_probe, self._steps_since_plain = False, 0  # is_probe: the step that is under way
+        self._kept: KeptChoice | None = None
         self._resting: frozenset[int] = frozenset()  # sequences for which nothing pays while no probe is due
 
     # --- before a step ------------------------------------------------------------------------------------------------
@@ -198,7 +136,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         if self._resting and self._still_resting(seqs):
             return [0] * len(seqs)
         states = [self._state(seq) for seq in seqs]
-        limits = [within_room(seq, self.max_draft_tokens) for seq in seqs]
+        limits = [within_room(seq, self._limits.of_each(len(seqs))) for seq in seqs]
         ks = self._choose(seqs, states, limits)
         for seq, state, k in zip(seqs, states, ks):
             state.num_draft_tokens, state.num_unread = k, len(seq.ids) - state.num_read if k else 0
@@ -214,14 +152,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return False
         return all(seq.params.num_draft_tokens is None for seq in seqs)
 
-    def _choose(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int]) -> list[int]:
+    def _choose(self, seqs: list[Sequence], states: list[DraftedSequence], limits: list[int]) -> list[int]:
         ks = [0 if seq.params.num_draft_tokens is None else limit for seq, limit in zip(seqs, limits)]
         indices = self._ask(seqs, states, limits, ks)
         self._is_probe, self._resting = False, frozenset()
         if not any(limits[index] for index in indices):
             return ks
         num_unread = {index: len(seqs[index].ids) - states[index].num_read for index in indices}
-        candidates = _Candidates(indices, limits, num_unread, self.costs.plain_pass(len(indices)))
+        candidates = DraftCandidates(indices, limits, num_unread, self.costs.plain_pass(len(indices)))
         self._schedule.open(candidates.plain, self.costs.catching_up(max(num_unread.values())))
         best = self._best([states[index] for index in indices], [limits[index] for index in indices])
         gain = best.rate * candidates.plain / candidates.count
@@ -236,7 +174,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             self._probe_or_rest(seqs, best, candidates, ks)
         return ks
 
-    def _ask(self, seqs: list[Sequence], states: list[_SequenceState], limits: list[int], ks: list[int]) -> list[int]:
+    def _ask(self, seqs: list[Sequence], states: list[DraftedSequence], limits: list[int], ks: list[int]) -> list[int]:
         """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
         indices: list[int] = []
         plain = self.costs.plain_pass(len(seqs))
@@ -263,17 +201,17 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> list[DraftTree]:
         return self._selective.cut(seqs, trees, [self._state(seq).num_draft_tokens for seq in seqs])
 
-    def _pays(self, gain: float, best: _Choice, candidates: _Candidates) -> bool:
+    def _pays(self, gain: float, best: Choice, candidates: DraftCandidates) -> bool:
         """Whether drafting beats plain decoding, and soon earns what the drafter must read first."""
         unread = sum(candidates.num_unread[index] for index, k in zip(candidates.indices, best.ks) if k)
         return gain > self.MARGIN and (gain - 1) * candidates.plain * self.HORIZON > self.costs.catching_up(unread)
 
-    def _draft(self, best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
+    def _draft(self, best: Choice, candidates: DraftCandidates, ks: list[int]) -> None:
         for index, k in zip(candidates.indices, best.ks):
             ks[index] = k
         self._probe_an_omitted_sequence(candidates, ks)
 
-    def _probe_or_rest(self, seqs: list[Sequence], best: _Choice, candidates: _Candidates, ks: list[int]) -> None:
+    def _probe_or_rest(self, seqs: list[Sequence], best: Choice, candidates: DraftCandidates, ks: list[int]) -> None:
         """Probe the sequence that the drafter has read least of, or plan no sums for these sequences for a while."""
         drafting = {index: k for index, k in zip(candidates.indices, best.ks) if k}
         probe = max(drafting, key=candidates.num_unread.__getitem__)
@@ -290,7 +228,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _is_due(self, cost: float, plain: float) -> bool:
         return self._schedule.is_due(cost, plain, sure=self.costs.draft.is_confirmed)
 
-    def _probe_an_omitted_sequence(self, candidates: _Candidates, ks: list[int]) -> None:
+    def _probe_an_omitted_sequence(self, candidates: DraftCandidates, ks: list[int]) -> None:
         """Where drafting pays for some sequences, one that got no draft token gets one when the account allows it."""
         omitted = [index for index in candidates.indices if not ks[index] and candidates.limits[index]]
         if not omitted:
@@ -303,19 +241,19 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             self._schedule.balance -= cost
             ks[probe] = 1
 
-    def _best(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
+    def _best(self, states: list[DraftedSequence], limits: list[int]) -> Choice:
         """The choice with draft tokens that promises the most tokens a second."""
         best = None if self._kept is None else self._kept.take(states, limits)
         if best is None:
             best = self._best_alone(states[0], limits[0]) if len(states) == 1 else self._best_together(states, limits)
-            self._kept = _KeptChoice(best, states, limits)
+            self._kept = KeptChoice(best, states, limits)
         return best
 
-    def _best_together(self, states: list[_SequenceState], limits: list[int]) -> _Choice:
+    def _best_together(self, states: list[DraftedSequence], limits: list[int]) -> Choice:
         """Add the draft token that promises most, one by one; the best batch with draft tokens on the way."""
         ks, tokens, longest, drafting, probes = [0] * len(states), float(len(states)), 0, 0, 0.0
         costs = self.costs.of(len(states))
-        best = _Choice(list(ks))
+        best = Choice(list(ks))
         for nodes, gain in enumerate(self._gains(states, limits), start=len(states) + 1):
             if not ks[gain.index]:
                 drafting, probes = drafting + 1, probes + self._probe_nodes
@@ -324,10 +262,10 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             tokens += gain.tokens
             seconds = max(costs.step(nodes + round(probes), longest, drafting), self.MIN_SECONDS)
             if tokens / seconds > best.rate:
-                best = _Choice(list(ks), tokens, seconds)
+                best = Choice(list(ks), tokens, seconds)
         return best
 
-    def _best_alone(self, state: _SequenceState, limit: int) -> _Choice:
+    def _best_alone(self, state: DraftedSequence, limit: int) -> Choice:
         """The same for one sequence, whose draft tokens come in one order. Planned before every step: it is quick."""
         rates = state.rates.rates(limit, self._rates_of(state.kind).rates(limit))
         costs, probes = self.costs.of(1), 1 + round(self._probe_nodes)
@@ -337,16 +275,16 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             seconds = max(costs.step(k + probes, k, 1), self.MIN_SECONDS)
             if tokens * best_seconds > best_tokens * seconds:
                 best_k, best_tokens, best_seconds = k, tokens, seconds
-        return _Choice([best_k], best_tokens, best_seconds)
+        return Choice([best_k], best_tokens, best_seconds)
 
-    def _gains(self, states: list[_SequenceState], limits: list[int]) -> list[_Gain]:
+    def _gains(self, states: list[DraftedSequence], limits: list[int]) -> list[Gain]:
         """What each further draft token for each sequence promises, most first. Those of one sequence only fall."""
         longest = max(limits)
         overall = {kind: self._rates_of(kind).rates(longest) for kind in {state.kind for state in states}}
-        gains: list[_Gain] = []
+        gains: list[Gain] = []
         for index, (state, limit) in enumerate(zip(states, limits)):
             rates = state.rates.rates(limit, overall[state.kind])
-            gains += [_Gain(tokens, index) for tokens in self._gains_of(rates)]
+            gains += [Gain(tokens, index) for tokens in self._gains_of(rates)]
         gains.sort(key=lambda gain: -gain.tokens)  # stable: of equals, the earlier sequence and the earlier draft token
         return gains
 
@@ -391,10 +329,10 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         verify = min(timing.verify_seconds, self.costs.of(timing.num_seqs).pass_of(timing.nodes))
         return replace(timing, draft_seconds=timing.verify_seconds - verify, verify_seconds=verify)
 
-    def _caught_up(self, states: list[_SequenceState]) -> int:
+    def _caught_up(self, states: list[DraftedSequence]) -> int:
         return sum(state.num_unread for state in states if state.num_unread > self.FEW_UNREAD)
 
-    def _observe_result(self, seq: Sequence, state: _SequenceState, result: StepResult) -> None:
+    def _observe_result(self, seq: Sequence, state: DraftedSequence, result: StepResult) -> None:
         if state.num_draft_tokens:
             state.num_read, state.num_unread = len(seq.ids), 0  # of several steps in a row only the first catches up
         count = result.tree.num_draft_tokens
@@ -408,7 +346,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         state.rates.observe(reach, accepted)
         self._rates_of(state.kind).observe(reach, accepted)
 
-    def _settle(self, states: list[_SequenceState], timing: StepTiming, emitted: int) -> None:
+    def _settle(self, states: list[DraftedSequence], timing: StepTiming, emitted: int) -> None:
         """Keep the probe account: a draft wins the plain time of its tokens, less what it took.
 
         Tokens count half as they came and half as they are to be expected: luck must not end a probe.
@@ -423,7 +361,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         tokens = (emitted + sum(self._expected_tokens(state) for state in states)) / 2
         self._schedule.drafted(plain * tokens / timing.num_seqs - seconds, plain, probe=self._is_probe)
 
-    def _expected_tokens(self, state: _SequenceState) -> float:
+    def _expected_tokens(self, state: DraftedSequence) -> float:
         k = state.num_draft_tokens
         return expected_tokens(state.rates.rates(k, self._rates_of(state.kind).rates(k)))
 
@@ -433,11 +371,11 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def rehearsed(self, timings: list[StepTiming]) -> None:
         self.costs.adopt(timings)
 
-    def _state(self, seq: Sequence) -> _SequenceState:
+    def _state(self, seq: Sequence) -> DraftedSequence:
         state = self._states.get(seq.seq_id)
         if state is None:
             rates = PositionRates(fade=0.97, weight=6.0)
-            state = self._states[seq.seq_id] = _SequenceState(rates, kind_of(seq), seq.num_cached_tokens)
+            state = self._states[seq.seq_id] = DraftedSequence(rates, kind_of(seq), seq.num_cached_tokens)
         return state
 
     def _rates_of(self, kind: str) -> PositionRates:

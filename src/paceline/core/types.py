@@ -30,7 +30,10 @@ class Capability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the rest of the program may know of a model."""
+    """What the rest of the program may know of a model.
+
+    rows_rounded_alike  of a pass: more of them are rounded in another way. None: nothing depends on their number
+    """
 
     name: str
     vocab_size: int
@@ -40,6 +43,7 @@ class ModelInfo:
     hidden_size: int
     device: str
     dtype: str
+    rows_rounded_alike: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
 from paceline.runners.native import NativeRunner, step_loops
-from paceline.runners.native.pass_inputs import MAX_NODES
 from paceline.runners.native.step_kernels import settle
 from paceline.runners.native.step_loops import FIELDS, PLAIN_GROUP
 from tests.runners.native.fused import TorchGraphs
@@ -277,24 +276,6 @@ def test_a_loop_that_is_told_to_end_still_hands_out_what_was_begun(kind: str) ->
     with pytest.raises(StopIteration):
         next(steps)
     assert caches[0].length >= len(PROMPTS[0]) - 1 + 2
-
-
-def test_where_the_policy_decides_a_batch_has_no_more_nodes_than_one_kernel_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, draft = runner(), runner(0.02)
-    graphs = target.decode_graphs
-    assert graphs is not None and graphs.most_nodes(3) == MAX_NODES
-    monkeypatch.setattr(graphs, "is_persistent", lambda rows: rows <= 12)
-    assert [graphs.most_nodes(count) for count in (1, 3, 6)] == [12, 4, 2]
-    inputs = []
-    for prompt in PROMPTS:
-        caches = [model.new_cache() for model in (target, draft)]
-        target.forward([Row.chain(caches[0], prompt[:-1])], last_only=True)
-        inputs.append(LoopInput(caches[0], prompt, lambda: False, 6, caches[1]))
-    source = draft.loop_source(ChainLimits(0.0, (1.0,) * NUM_BINS))
-    steps = target.draft_loop(source, inputs, 2) if source is not None else None
-    assert steps is not None and [len(step.draft_tokens) for step in next(steps)] == [3, 3, 3]
 
 
 def plain_engine(max_num_seqs: int = 3) -> LocalEngine:

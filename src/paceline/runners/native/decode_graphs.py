@@ -287,11 +287,10 @@ class DecodeGraphs:
             return self.is_persistent(captured.rows) and self.is_persistent(size.rows)
         return ops.path(captured.rows) == ops.path(size.rows)
 
-    def most_nodes(self, num_seqs: int) -> int:
-        """Nodes of each of so many sequences that are read as one node is: by the one kernel, where there is one."""
-        seqs = rounded_up(num_seqs, NUM_SEQS) or num_seqs
-        held = [nodes for nodes in NODES if self.is_persistent(seqs * nodes)]
-        return held[-1] if held else NODES[-1]
+    @property
+    def persistent_rows(self) -> int | None:
+        """Rows that one kernel reads at most; None: there is no such kernel."""
+        return None if self._persistent is None else self._persistent.max_rows
 
     def is_persistent(self, rows: int) -> bool:
         """Whether so many rows are read by one kernel."""

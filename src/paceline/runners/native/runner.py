@@ -88,7 +88,8 @@ class NativeRunner(PagedRunner):
         self._rope_caches = tuple(rope_cache(rope, positions, self.kv.device) for rope in model.config.ropes)
         self._make_passes()
         if self.decode_graphs is not None:
-            self.decode_steps = SHORT_DECODE_STEPS if self.decode_graphs.is_persistent(1) else DECODE_STEPS
+            self.info = replace(info, rows_rounded_alike=self.decode_graphs.persistent_rows)
+            self.decode_steps = DECODE_STEPS if self.info.rows_rounded_alike is None else SHORT_DECODE_STEPS
             if batch_invariant:
                 self.capabilities |= {Capability.BATCH_INVARIANT}
 

@@ -14,7 +14,7 @@ the device's time. A step past the end of a sequence is computed in vain, and dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -102,9 +102,6 @@ class StepLoops:
 
     def drafted(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
         """The same with draft tokens."""
-        if source.sends_leaves:  # the policy decides how many there are: not so many that rounding differs
-            most = self._passes.most_nodes(len(inputs)) - 1
-            inputs = [replace(loop, num_draft_tokens=min(loop.num_draft_tokens, most)) for loop in inputs]
         graph = self._graph(inputs, num_steps)
         if graph is None:
             return None

@@ -51,6 +51,7 @@ def put_drafts(
     tokens = tl.load(drafted + seq * drafted_stride + place - 1, mask=inside, other=0)
     if HAS_COUNT:
         made = tl.minimum(tl.load(limits + seq), tl.load(count).to(tl.int64))
+        tokens = tl.where(place <= made, tokens, 0)  # what steps left that were not taken may be no token at all
         held = made + 1
         if HAS_LEAF:
             at = seq * drafted_stride + made - 1

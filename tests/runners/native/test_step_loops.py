@@ -25,7 +25,7 @@ from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
 from paceline.runners.native import NativeRunner, step_loops
-from paceline.runners.native.step_kernels import settle
+from paceline.runners.native.step_kernels import put_drafts, settle
 from paceline.runners.native.step_loops import FIELDS, PLAIN_GROUP
 from tests.runners.native.fused import TorchGraphs
 from tests.runners.native.models import tiny
@@ -129,6 +129,30 @@ def test_accepted_are_draft_tokens_up_to_the_first_wrong_one_and_within_the_limi
     assert found.last_tokens == [[3, 4], [50, 1], [1, 2], [2, 3]]
     assert found.grown == [4, 1, 2, 3] and found.lengths == [14, 11, 12, 13]
     assert [row[FIELDS : FIELDS + 3] for row in found.rows] == drafted
+
+
+@pytest.mark.parametrize("made", [1, 2, 3])
+def test_places_of_draft_tokens_that_were_not_made_hold_a_token_all_the_same(made: int) -> None:
+    """What a pass that was not taken has left is whatever its memory held; an embedding would fail on it."""
+    garbage = 1 << 40
+    tokens = torch.tensor([[5, 6, 7]], device=DEVICE)
+    tokens[0, made:] = garbage
+    second = torch.tensor([[15, 16, 17]], device=DEVICE)
+    stated = torch.full((1, 3), 0.4, device=DEVICE)
+    ids, depths, masks = torch.full((3, 1, 6), 50, device=DEVICE)
+    counts, limits = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([3], device=DEVICE)
+    put_drafts[(1,)](
+        *(tokens, second, stated, torch.tensor([float(made)], device=DEVICE), limits, ids, counts, depths, masks),
+        *(3, 6, 3, 0.1),
+        HAS_COUNT=True,
+        HAS_LEAF=True,
+        BLOCK=8,
+    )
+    chain, leaf = [5, 6, 7][:made], [15, 16, 17][made - 1]
+    assert counts.tolist() == [made + 2]
+    assert ids[0, : made + 2].tolist() == [50, *chain, leaf] and int(ids.max()) < garbage
+    assert depths[0, : made + 2].tolist() == [*range(made + 1), made]
+    assert masks[0, : made + 2].tolist() == [*((2 << node) - 1 for node in range(made + 1)), (1 << made) - 1 + (2 << made)]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.02, 9.0], ids=["long chains", "some", "single draft tokens"])

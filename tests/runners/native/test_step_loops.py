@@ -152,7 +152,8 @@ def test_places_of_draft_tokens_that_were_not_made_hold_a_token_all_the_same(mad
     assert counts.tolist() == [made + 2]
     assert ids[0, : made + 2].tolist() == [50, *chain, leaf] and int(ids.max()) < garbage
     assert depths[0, : made + 2].tolist() == [*range(made + 1), made]
-    assert masks[0, : made + 2].tolist() == [*((2 << node) - 1 for node in range(made + 1)), (1 << made) - 1 + (2 << made)]
+    path = [(2 << node) - 1 for node in range(made + 1)]
+    assert masks[0, : made + 2].tolist() == [*path, (1 << made) - 1 + (2 << made)]
 
 
 @pytest.mark.parametrize("least", [0.0, 0.02, 9.0], ids=["long chains", "some", "single draft tokens"])

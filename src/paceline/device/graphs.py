@@ -88,7 +88,14 @@ def garbage_collection_paused() -> Iterator[None]:
 
 def captures_in_a_row(device: torch.device | str) -> AbstractContextManager[None]:
     """Around work in which many graphs may be captured, on a device that has graphs."""
-    return garbage_collection_paused() if supports_graphs(torch.device(device)) else nullcontext()
+    return _captures_in_a_row() if supports_graphs(torch.device(device)) else nullcontext()
+
+
+@contextmanager
+def _captures_in_a_row() -> Iterator[None]:
+    with garbage_collection_paused():
+        yield
+    torch.cuda.empty_cache()  # what the work took before its capture lies with another stream than sequences use
 
 
 @cache

@@ -43,7 +43,7 @@ from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
 
 AHEAD = 2  # results that are queued or being read
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
-CONFIDENCE_UNIT = 1 << 20
+CONFIDENCE_UNIT = 1 << 20  # parts of one that a confidence is sent to the host in
 BLOCK = MAX_NODES + 1  # one size for all graphs, so that none has to compile
 FIELDS = 7  # of the row that the device leaves of a step, before its draft tokens and their confidences
 LEAST_LEAF = 0.1  # a second choice for the last draft token is sent if it is as likely
@@ -179,6 +179,14 @@ def _queue_group(graph: ForwardGraph, reader: StepReader, group: int, num_seqs: 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Settled:
+    """A step that was settled: rows for the host, and what the next step begins from."""
+
+    rows: Tensor
+    progress: LoopProgress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DraftedSteps:
     """Queues steps.
 
@@ -212,11 +220,11 @@ class DraftedSteps:
         draft = self.source.draft()
         self._put(draft)
         output = self.graph.run()
-        result, progress = self._settle(draft, output)
+        settled = self._settle(draft, output)
         if self.leaf is not None:
             self._move_leaf(self.leaf)
-        self.source.go_on(step, progress, self._states(output))
-        return result
+        self.source.go_on(step, settled.progress, self._states(output))
+        return settled.rows
 
     def _put(self, draft: DraftOutput) -> None:
         inputs, nodes = self.graph.buffers, self.graph.key.size.nodes
@@ -231,17 +239,17 @@ class DraftedSteps:
             num_warps=1,
         )
 
-    def _settle(self, draft: DraftOutput, output: PassOutput) -> tuple[Tensor, LoopProgress]:
+    def _settle(self, draft: DraftOutput, output: PassOutput) -> _Settled:
         inputs, nodes, device = self.graph.buffers, self.graph.key.size.nodes, self.limits.device
         accepted, grown = torch.empty(2, self.num_seqs, dtype=torch.int64, device=device)
         last_tokens = torch.empty(self.num_seqs, 2, dtype=torch.int64, device=device)
-        result = torch.empty(self.num_seqs, FIELDS + 2 * self.k, dtype=torch.int64, device=device)
+        rows = torch.empty(self.num_seqs, FIELDS + 2 * self.k, dtype=torch.int64, device=device)
         second, second_stated = self._second(draft)
         stated = second_stated if draft.confidence is None else draft.confidence
         settle[(self.num_seqs,)](
             *(draft.tokens, stated, second, second_stated, self._count(draft), self.limits),
             *(output.best, inputs.token_ids, inputs.batch.counts, inputs.batch.lengths),
-            *(accepted, grown, last_tokens, accepted if self.leaf is None else self.leaf, result),
+            *(accepted, grown, last_tokens, accepted if self.leaf is None else self.leaf, rows),
             *(draft.tokens.stride(0), nodes, self.k),
             HAS_COUNT=draft.count is not None,
             HAS_LEAF=self._has_leaf(draft),
@@ -251,7 +259,7 @@ class DraftedSteps:
             BLOCK=BLOCK,
             num_warps=1,
         )
-        return result, LoopProgress(accepted, self._by_sequence(output.best), grown, last_tokens)
+        return _Settled(rows, LoopProgress(accepted, self._by_sequence(output.best), grown, last_tokens))
 
     def _move_leaf(self, leaf: Tensor) -> None:
         keys, batch = self.kv.keys, self.graph.buffers.batch
@@ -293,7 +301,7 @@ def _steps(
     while step < num_steps:
         if step + 1 < num_steps:
             reader.send(step + 1, steps.queue(step + 1))
-        results = [_looped_step(row, steps.k, loop) for row, loop in zip(reader.read(step), inputs)]
+        results = [_looped_step(row, steps.k) for row in reader.read(step)]
         for index, (loop, result) in enumerate(zip(inputs, results)):
             if not loop.has_ended():
                 num_tokens = len(result.verified.tokens) + 1
@@ -304,7 +312,7 @@ def _steps(
             num_steps = min(num_steps, step + 1)
 
 
-def _looped_step(row: list[int], k: int, loop: LoopInput) -> LoopedStep:
+def _looped_step(row: list[int], k: int) -> LoopedStep:
     """The row that the device has left of a step (step_kernels.settle)."""
     accepted, next_token, made, has_leaf, leaf_accepted, leaf, leaf_stated = row[:FIELDS]
     drafted, stated = row[FIELDS : FIELDS + made], row[FIELDS + k : FIELDS + k + made]

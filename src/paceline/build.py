@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 AUTO_KS = tuple(range(1, 16))  # draft tokens that are prepared for where the policy decides: a tile of 16 rows
 FAST_CONTEXT = 2048  # tokens of a sequence that a fast warm-up prepares for …
-FAST_KS = tuple(range(1, 8))  # … and draft tokens, where the policy decides: more are rare, and each graph takes time
+FAST_KS = tuple(range(1, 8))  # … and draft tokens, where the policy decides: with the last token a tile of eight rows
 QUICK_BATCHES = (2, 4, 8)  # sequences; the graphs of a size also run the sizes down to half of it
 USUAL_WIDTHS = (1, 8)  # tokens in a pass, where the draft-length policy decides how many draft tokens there are
 LIBRARY_PREFIX_TOKENS = 8192  # of finished sequences, where no server shares them among clients

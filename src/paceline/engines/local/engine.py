@@ -422,9 +422,10 @@ def _argmax_alone(seq: Sequence) -> bool:
 
 
 def _looped_tree(step: LoopedStep) -> DraftTree:
-    count, confidence = len(step.draft_tokens), step.confidence
-    parents = [*range(-1, count - 2), count - 3] if step.has_leaf else list(range(-1, count - 1))
-    return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=confidence, source=step.source)
+    parents = list(range(-1, len(step.draft_tokens) - 1))
+    if step.has_leaf:
+        parents[-1] -= 1
+    return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=step.confidence, source=step.source)
 
 
 def _explained(error: Exception) -> PacelineError:

@@ -1,8 +1,8 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K,
-// WITH_Q6_K, WITH_FP8.
+// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and which formats there are:
+// WITH_PLAIN, WITH_INT4, WITH_Q4_K, WITH_Q6_K, WITH_FP8.
 //
 // The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
 // readers ask for the words until they have that number, so a hand-over costs one trip to L2 and not a store, a fence, a flag
@@ -998,9 +998,10 @@ extern __shared__ __align__(16) unsigned char memory[];
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
     const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
-    u64* attended, u16* activated, u64* activated_words, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best, i64* second_best,
-    float* confidence, float* second_confidence, Best* block_best, u16* hidden_out, int* flags, float* chain_words, int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens,
-    int token_stride, int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit, int embedded, int chain_step) {
+    u64* attended, u16* activated, u64* activated_words, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best,
+    i64* second_best, float* confidence, float* second_confidence, Best* block_best, u16* hidden_out, int* flags, float* chain_words,
+    int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens, int token_stride,
+    int token_offset, int max_splits, int want_hidden, int want_logits, int x_limit, int embedded, int chain_step) {
   const DraftChain chain = {chain_words, chain_step};
   if (chain.has_ended()) return;
   __shared__ float row_gains[MAX_ROWS];

@@ -218,6 +218,7 @@ class DraftedSteps:
     def queue(self, step: int) -> Tensor:
         """A row of each sequence, for `_looped_step`: [num_seqs, FIELDS + 2k]"""
         draft = self.source.draft()
+        assert draft.tokens.stride(1) == 1, "kernels read the draft tokens of a sequence as neighbours"
         self._put(draft)
         output = self.graph.run()
         settled = self._settle(draft, output)

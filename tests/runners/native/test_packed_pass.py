@@ -22,7 +22,7 @@ from paceline.runners.native import NativeRunner, pass_weights
 from paceline.runners.native.kv_cache import block_manager
 from paceline.runners.native.loading import load_from_model, model_info
 from paceline.runners.native.pass_weights import PassFormats, PassWeights
-from paceline.runners.native.persistent_pass import fits_shapes, max_rows, slots
+from paceline.runners.native.persistent_pass import BLOCKS, fits_shapes, max_rows, slots
 from tests.runners.native.models import tiny
 from tests.runners.native.rounding import relative_errors
 from tests.support.packed import random_packed
@@ -102,7 +102,7 @@ def runner_of(model: DecoderModel, device: str = "cuda") -> NativeRunner:
 
 @pytest.mark.parametrize("form", [*FORMATS, "mixed"])
 def test_every_format_is_read(form: str) -> None:
-    weights = PassWeights.of(packed_model(form, SMALL, "cpu"))
+    weights = PassWeights.of(packed_model(form, SMALL, "cpu"), BLOCKS)
     assert weights is not None
     wanted = {PieceFormat.Q4_K, PieceFormat.Q6_K} if form == "mixed" else {FORMATS[form]}
     assert weights.formats.formats == wanted
@@ -129,13 +129,13 @@ def test_other_weights_run_in_another_way(change: str) -> None:
 def test_a_layer_with_one_weight_it_cannot_read_is_not_read() -> None:
     model = packed_model("INT4", SMALL, "cpu")
     odd = replace(model.layers[0], output=pack_int4(torch.randn(256, 96)))  # type: ignore[type-var]
-    assert PassWeights.of(replace(model, layers=[odd, *model.layers[1:]])) is None
+    assert PassWeights.of(replace(model, layers=[odd, *model.layers[1:]]), BLOCKS) is None
 
 
 def test_a_weight_that_is_too_large_for_offsets_of_32_bits_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed_model("INT4", SMALL, "cpu")
     monkeypatch.setattr(pass_weights, "MAX_BYTES", model.lm_head.nbytes // 2)
-    assert PassWeights.of(model) is None
+    assert PassWeights.of(model, BLOCKS) is None
 
 
 def test_larger_models_fit_when_their_weights_have_few_bits() -> None:

@@ -10,10 +10,11 @@ import torch
 
 from paceline.core.confidence import NUM_BINS
 from paceline.core.types import ChainLimits, DraftInput, Row
-from paceline.runners.native import NativeRunner
+from paceline.device.tensor_maps import MatrixMap
+from paceline.runners.native import NativeRunner, pass_weights
 from paceline.runners.native.loading import load_from_model
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, PassInputs, PassSize
-from paceline.runners.native.pass_weights import PLAIN_SLOTS, PLAIN_WEIGHTS
+from paceline.runners.native.pass_weights import MATRIX_FIELDS, PLAIN_SLOTS, PLAIN_WEIGHTS, PassWeights
 from paceline.runners.native.persistent_pass import (
     CHAIN_MOST,
     CHAIN_SURVIVAL,
@@ -72,14 +73,46 @@ def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
     small, larger = loaded(), loaded(hidden_size=2048)
     assert slots(small.config, 1) == PLAIN_SLOTS
     assert slots(larger.config, 4) < slots(larger.config, 1)
-    assert max_rows(small.config) == 32
+    assert max_rows(small.config) == max_rows(larger.config) == 32
     assert [tiles_of(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 4]
 
 
 def test_the_kernel_is_told_the_shapes_of_the_model() -> None:
     constants = definitions(loaded("qwen3"), PLAIN_WEIGHTS, 64, 2, 132)
     sizes = {"-DHIDDEN=256", "-DGROUP=2", "-DVOCAB=1003", "-DBLOCKS=132"}
-    assert sizes | {"-DQK_NORM=1", "-DTOKEN_TILES=2", "-DPACKED=0"} <= set(constants)
+    assert sizes | {"-DQK_NORM=1", "-DTOKEN_TILES=2", "-DPACKED=0", "-DSPLIT=512"} <= set(constants)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [(1152, 10), (896, 8), (2048, 16), (1536, 12), (4096, 16), (1, 8)],
+    ids=["116 blocks", "112 blocks", "128 blocks", "128 blocks of 12", "two rounds", "one row"],
+)
+def test_tiles_have_as_many_rows_as_give_blocks_equal_shares(rows: int, tile: int) -> None:
+    assert PLAIN_WEIGHTS.tile_rows(rows, 132) == tile
+    assert tile % 2 == 0  # two neighbours are handed on together
+
+
+def test_every_matrix_is_described_by_the_rows_of_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    described: list[MatrixMap] = []
+
+    def encode(maps: list[MatrixMap], device: torch.device) -> torch.Tensor:
+        described.extend(maps)
+        return torch.arange(len(maps) * 16, device=device).view(-1, 16)
+
+    monkeypatch.setattr(pass_weights, "encode", encode)
+    model = loaded("qwen2", num_hidden_layers=2)
+    weights = PassWeights.of(model, 132)
+    assert weights is not None
+    assert weights.maps is not None
+    first = weights.maps.data_ptr()
+    places = [[first + 128 * (4 * layer + product) for product in range(4)] for layer in range(2)]
+    assert weights.table[:, list(MATRIX_FIELDS)].tolist() == places
+    assert weights.lm_head.data_ptr() == first + 128 * 8
+    qkv, output, gate_up, down, *_, head = described
+    assert [one.box_rows for one in (qkv, output, gate_up, down, head)] == [8, 8, 8, 8, 16]
+    assert (gate_up.rows, gate_up.parts) == (512, 2)
+    assert (qkv.rows, output.rows, down.columns, head.rows) == (512, 256, 512, 1003)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -92,9 +92,8 @@ struct Stream {
   }
 };
 
-// The run from a tile of this block on, and from a unit on. segment: units whose inputs are in shared memory together, a multiple of
-// the warps or all. Not inlined: it is called rarely, and the code of a layer must stay in the instruction cache.
-__device__ __noinline__ Stream run_of(const volatile Product& product, int tile, int begin, int segment) {
+// The run from a tile of this block on, and from a unit on. A segment is a multiple of the warps or all. Not inlined: it is called rarely, and the code of a layer must stay in the instruction cache.
+__device__ __noinline__ Stream run_of(const volatile Product& product, int tile, int begin) {
   const int thread = this_thread(), warp = thread >> 5, group = (thread & 31) >> 2, outputs = product.outputs, step = BLOCKS * outputs;
   const int units = product.units, all_tiles = product.tiles, row = ((int)blockIdx.x + tile * BLOCKS) * outputs;
   const bool paired = product.paired;
@@ -108,7 +107,7 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
   if (!second && pieces[PIECE_FIELDS + PIECE_ROWS]) tiles = min(tiles, ((int)pieces[PIECE_ROWS] - row + step - 1) / step);
   stream.next_tile = tile + tiles == all_tiles ? 0 : tile + tiles;
   stream.begin = begin;
-  stream.end = min(units, begin + segment);
+  stream.end = min(units, begin + product.segment);
   stream.units = units;
   stream.first = (warp - tile * units) & (WARPS - 1);
   stream.unit = begin + stream.first;
@@ -133,13 +132,46 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
   return stream;
 }
 
+// The ring of weights in shared memory. Each thread copies what it multiplies itself, but for the numbers beside the codes. The stream
+// of a product is opened during the one before, while others are waited for.
+struct Ring {
+  Stream stream, opened;
+  u32 slot, last;                             // this thread's part: of the slot that is multiplied next, of the last one
+
+  __device__ __forceinline__ Ring(u32 memory, const volatile Product& product) {
+    last = memory + this_thread() * 16 + (SLOTS - 1) * SLOT_BYTES;
+    opened = run_of(product, 0, 0);
+  }
+  __device__ __forceinline__ void begin_product(const volatile Product* products, int step, int last_step) {
+    const volatile Product& product = products[step % PRODUCTS];
+    stream = opened;
+    slot = last - (SLOTS - 1) * SLOT_BYTES;
+#pragma unroll 1
+    for (int i = 0; i < SLOTS; ++i) ask(product, slot + i * SLOT_BYTES);
+    if (step < last_step) opened = run_of(products[(step + 1) % PRODUCTS], 0, 0);
+  }
+  __device__ __forceinline__ void ask(const volatile Product& product, u32 to) {  // at the end of the product a group is empty
+    while (!stream.tiles && (stream.next_tile || stream.end < product.units) && product.tiles)
+      stream = run_of(product, stream.next_tile, stream.next_tile ? stream.begin : stream.end);
+    if (stream.tiles) {
+      stream.copy(to);
+      stream.advance();
+    }
+    end_group();
+  }
+  __device__ __forceinline__ void wait() const {
+    wait_groups<SLOTS - 1>();
+    __syncwarp();  // scales are copied by other threads of the warp
+  }
+  __device__ __forceinline__ void refill(const volatile Product& product) {  // what was multiplied makes room
+    __syncwarp();
+    ask(product, slot);
+    slot = slot == last ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
+  }
+};
+
 // --- numbers out of codes ----------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint4 load_16(u32 at) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
 __device__ __forceinline__ uint2 load_8(u32 at) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.device.tensor_maps import BOX_COLUMNS, MatrixMap, encode
 from paceline.layers.decoder_layer import LayerWeights
 from paceline.layers.weight_pieces import NUM_FIELDS, PieceFormat, Pieces
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 
 FEATURE_FIELD = 10  # of a layer: where its input goes, if anywhere
+MATRIX_FIELDS = (1, 3, 6, 7)  # of a layer: its four products
 MAX_PIECES = 2  # of a weight
 TILE_ROWS = 16  # of a weight
 MAX_BYTES = 1 << 32  # of a piece
 KEPT_TILES = 4  # of packed weights and eight tokens: tiles of a block whose sums wait for further columns
-PART_BYTES = 2 * 512 * 16  # of a slot of the ring: 16 bytes of two rows for every thread
+WARPS = 16
+PLAIN_SLOT = WARPS * TILE_ROWS * BOX_COLUMNS * 2  # bytes of a slot of the ring: a unit for every warp
+RING_ALIGNMENT = 1024  # bytes: after so many a copy spreads rows over the banks in the same way again
+PART_BYTES = 2 * 512 * 16  # of a slot of packed weights: 16 bytes of two rows for every thread
 BESIDE_BYTES = 16 * 192  # of a slot: scales and minimums for every warp
-PLAIN_PAD, PACKED_PAD = 32, 16  # elements between rows of the input in shared memory
-PLAIN_SLOTS, PACKED_SLOTS = 5, 3  # more of them do not help
+PLAIN_PAD, PACKED_PAD = 8, 16  # elements between rows of the input in shared memory
+PLAIN_SLOTS, PACKED_SLOTS = 4, 3  # more of them do not help
 STEP = 128  # columns of a unit of packed weights
 SUMMED = 32  # inputs of a sum where groups of a step have minimums
-SEGMENT = 16 * STEP  # columns of packed weights that the warps of a block take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,34 @@ class PassFormats:
         return PACKED_SLOTS if self.packed else PLAIN_SLOTS
 
     @property
+    def least_slots(self) -> int:
+        """One is of plain weights: they are few and large, and what is on its way of one keeps memory busy enough."""
+        return 2 if self.packed else 1
+
+    @property
     def slot_bytes(self) -> int:
         """Of the ring of weights."""
         if not self.packed:
-            return PART_BYTES
+            return PLAIN_SLOT
         return PART_BYTES * (2 if self.two_parts else 1) + (PART_BYTES // 2 if self.high_bits else 0) + BESIDE_BYTES
+
+    @property
+    def ring_alignment(self) -> int:
+        return 1 if self.packed else RING_ALIGNMENT
+
+    @property
+    def unit_columns(self) -> int:
+        """Inputs of a product are a multiple of."""
+        return 32 if self.packed else BOX_COLUMNS
+
+    def tile_rows(self, rows: int, blocks: int) -> int:
+        """Of a product with so many: such that blocks get equal shares, which rounds of all of them times rows says.
+
+        They are even, for two neighbours are handed on together. Of packed weights eight take as long as sixteen.
+        """
+        if self.packed:
+            return 8 if -(-rows // 8) <= blocks else TILE_ROWS
+        return min(range(TILE_ROWS, 6, -2), key=lambda size: -(-rows // size // blocks) * size)
 
     def sums_bytes(self, config: ArchConfig, rows: int) -> int:
         """Of the sums of inputs."""
@@ -80,7 +107,7 @@ class PassFormats:
     def least_columns(self, config: ArchConfig) -> int:
         """Of the input that shared memory must hold together."""
         widest = max(config.hidden_size, config.query_size)
-        return max(widest, SEGMENT) if self.packed else widest
+        return max(widest, WARPS * STEP) if self.packed else widest  # the warps of a block take a step each
 
     def constants(self) -> dict[str, int]:
         """Of the kernel, by name."""
@@ -97,18 +124,19 @@ class PassWeights:
 
     formats: PassFormats
     table: Tensor  # int64 [layers, fields]
-    lm_head: Tensor  # the matrix, or int64 [fields] of its pieces
+    lm_head: Tensor  # int64: of the matrix its map, or the fields of its pieces
+    maps: Tensor | None = None  # int64 [products, 16], whose addresses are in the table
 
     @classmethod
-    def of(cls, model: DecoderModel) -> PassWeights | None:
-        """None: the kernel cannot read them all."""
+    def of(cls, model: DecoderModel, blocks: int) -> PassWeights | None:
+        """None: the kernel cannot read them all. blocks: of the kernel."""
         layers = [layer.weights() for layer in model.layers]
         weights = [layer for layer in layers if layer is not None]
         if len(weights) < len(layers):
             return None
         device, matrix = model.final_norm.weight.device, model.lm_head.matrix
         if matrix is not None and all(layer.is_plain for layer in weights):
-            return cls(PLAIN_WEIGHTS, _table([layer.addresses() for layer in weights], device), matrix)
+            return cls._plain(weights, matrix, model.config, blocks)
         heads = model.lm_head.pass_pieces
         if heads is None or len(heads) > 1 or not _joins(heads) or not all(map(_is_readable, weights)):
             return None
@@ -117,9 +145,32 @@ class PassWeights:
         formats = PassFormats(frozenset({*found, heads[0].format}))
         return cls(formats, _table(rows, device), _table(_fields([heads]), device))
 
+    @classmethod
+    def _plain(cls, weights: list[LayerWeights], lm_head: Tensor, config: ArchConfig, blocks: int) -> PassWeights:
+        addresses = [layer.addresses() for layer in weights]
+        described = [one for row in addresses for one in _matrices(row, config, blocks)]
+        described.append(MatrixMap(lm_head.data_ptr(), lm_head.shape[0], lm_head.shape[1], TILE_ROWS))
+        maps = encode(described, lm_head.device)
+        places = iter(range(maps.data_ptr(), maps.data_ptr() + maps.nbytes, maps[0].nbytes))
+        for row in addresses:
+            for field in MATRIX_FIELDS:
+                row[field] = next(places)
+        return cls(PLAIN_WEIGHTS, _table(addresses, lm_head.device), maps[-1], maps)
+
 
 def _table(rows: list[list[int]] | list[int], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def _matrices(addresses: list[int], config: ArchConfig, blocks: int) -> Iterator[MatrixMap]:
+    """Of a layer, in the order of its products. A tile of gate and up has eight rows of each."""
+    size, inner, rows = config.hidden_size, config.intermediate_size, PLAIN_WEIGHTS.tile_rows
+    qkv, output, gate_up, down = (addresses[field] for field in MATRIX_FIELDS)
+    heads = sum(config.qkv_sizes)
+    yield MatrixMap(qkv, heads, size, rows(heads, blocks))
+    yield MatrixMap(output, size, config.query_size, rows(size, blocks))
+    yield MatrixMap(gate_up, inner, size, TILE_ROWS // 2, parts=2)
+    yield MatrixMap(down, size, inner, rows(size, blocks))
 
 
 def _pieces(layer: LayerWeights) -> Iterator[Pieces]:

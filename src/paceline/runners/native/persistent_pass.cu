@@ -1,8 +1,8 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, EPS, SCALE, QK_NORM, SLOTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and which formats there are:
-// WITH_PLAIN, WITH_INT4, WITH_Q4_K, WITH_Q6_K, WITH_FP8.
+// TOKEN_TILES, BLOCK_SIZE, SPLIT, EPS, SCALE, QK_NORM, SLOTS, QKV_OUTPUTS, HIDDEN_OUTPUTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and
+// which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K, WITH_Q6_K, WITH_FP8.
 //
 // The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
 // readers ask for the words until they have that number, so a hand-over costs one trip to L2 and not a store, a fence, a flag
@@ -28,15 +28,14 @@ constexpr int HALF = HEAD_DIM / 2;
 constexpr int QKV = QUERY + 2 * KV_HEADS * HEAD_DIM;
 constexpr int KV_STRIDE = KV_HEADS * HEAD_DIM;     // between tokens of the cache
 constexpr int MAX_ROWS = 8 * TOKEN_TILES;
-constexpr int TILES_AT_ONCE = TOKEN_TILES == 1 ? 4 : (TOKEN_TILES == 2 ? 2 : 1);  // tiles whose partial sums are joined together
-constexpr int SUMS = TILES_AT_ONCE * TOKEN_TILES * 128;     // of one warp
-static_assert(SUMS == THREADS, "a thread joins one sum: TOKEN_TILES is 1, 2 or 4");
-constexpr int SPLIT = 512;                         // tokens of context that one block attends to
-constexpr int CHUNK = SPLIT / WARPS;               // tokens of context of one warp
+constexpr int SUMS = THREADS;                      // of one warp that are joined together: one a thread
+constexpr int CHUNK = 32;                          // tokens of context of one warp
+constexpr int CHUNKS = SPLIT / CHUNK;              // warps that attend; SPLIT: tokens of context that one block attends to
+static_assert(BLOCK_SIZE % CHUNK == 0 && CHUNKS <= WARPS, "the tokens of a chunk lie side by side");
 constexpr int HEAD_ROWS = 16;                      // (node, query head) pairs of one block
 constexpr int NODES_PER_TILE = HEAD_ROWS / GROUP;
-constexpr int PART_BYTES = 2 * THREADS * 16;       // 16 bytes of a row of the tile and 16 of its partner for every thread
 #if PACKED
+constexpr int PART_BYTES = 2 * THREADS * 16;       // 16 bytes of a row of the tile and 16 of its partner for every thread
 constexpr int STEP = 128;                          // columns of a unit of packed weights
 constexpr int HIGH_AT = (WITH_FP8 ? 2 : 1) * PART_BYTES;           // in a slot: upper bits of codes
 constexpr int BESIDE_AT = HIGH_AT + (WITH_Q6_K ? PART_BYTES / 2 : 0);  // scales and minimums
@@ -46,8 +45,11 @@ constexpr int X_STRIDE_PAD = 16;                   // elements: four rows of x s
 constexpr int SUMMED = WITH_Q4_K ? 32 : STEP;      // inputs of a sum of x
 constexpr int SUMS_STRIDE = (HIDDEN > INTER ? (HIDDEN > QUERY ? HIDDEN : QUERY) : (INTER > QUERY ? INTER : QUERY)) / SUMMED + 4;  // of a token
 #else
-constexpr int SLOT_BYTES = PART_BYTES;             // of the ring of weights: a unit of every warp
-constexpr int X_STRIDE_PAD = 32;                   // elements: rows of x start half a row of banks apart
+constexpr int UNIT_COLUMNS = 64;
+constexpr int UNIT_BYTES = 16 * UNIT_COLUMNS * 2;
+constexpr int SLOT_BYTES = WARPS * UNIT_BYTES;     // of the ring of weights: a unit of every warp
+constexpr u32 RING_ALIGNMENT = 1024;               // after so many bytes a copy spreads rows over the banks in the same way again
+constexpr int X_STRIDE_PAD = 8;                    // elements: a row of x starts 16 bytes after the banks of the one before
 #endif
 constexpr int MOST_WORDS = 7168;                   // pairs of values that are handed from gate to down as words
 constexpr int PAUSE = 200;                         // ns between two questions whether attention has finished
@@ -67,6 +69,9 @@ struct AttentionArgs {
   const int* table;  // the same in shared memory; null where they are too many
   const float* rope;
   u16 *keys, *values;
+  const void *key_map, *value_map;
+  u32 barriers;  // two of every warp, for its keys and for its values
+  u32* parities;  // of every warp: of its next copies
   const u64* qkv;
   u64* attended;
   float *partial, *partial_stats;
@@ -103,6 +108,11 @@ __device__ __forceinline__ uint4 load_shared_by_blocks(const u16* at) {  // writ
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
 }
+__device__ __forceinline__ uint4 load_16(u32 at) {  // of shared memory
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
 __device__ __forceinline__ float load_float(const float* at) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(at) : "memory");
@@ -113,22 +123,45 @@ __device__ __forceinline__ int load_int(const int* at) {
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
   return v;
 }
-// Sixteen bytes of weights into shared memory, beside everything else; zeros beyond `bytes`. Loads into registers
-// cannot run as far ahead: the compiler waits for the youngest of them whenever it waits for the oldest.
-__device__ __forceinline__ void copy_weights(u32 to, const u8* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
+#if PACKED
+// Sixteen bytes of weights into shared memory, beside everything else. Loads into registers cannot run as far ahead: the compiler
+// waits for the youngest of them whenever it waits for the oldest.
 __device__ __forceinline__ void copy_weights(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+#endif
+// A box of a matrix into shared memory, by the unit of the multiprocessor that copies tensors: what threads ask memory for does not
+// queue behind it. A barrier counts the bytes of copies that were announced to it.
+__device__ __forceinline__ void announce(u32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(0), "r"(barrier) : "memory");
+}
+// Both by one lane of a warp whose lanes all call it with the same arguments.
+__device__ __forceinline__ void ask_for_box(u32 to, const void* map, int column, int row, u32 barrier, int bytes) {
+  asm volatile("{\n.reg .pred chosen;\nelect.sync _|chosen, 0xffffffff;\n"
+               "@chosen mbarrier.arrive.expect_tx.shared::cta.b64 _, [%4], %5;\n"
+               "@chosen cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %6}], [%4];\n}"
+               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "r"(bytes), "r"(0) : "memory");
+}
+__device__ __forceinline__ void wait_for_boxes(u32 barrier, u32 parity) {
+  asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void init_barrier(u32 barrier) {  // one thread announces
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier) : "memory");
+}
+// What threads have read or written in shared memory comes before what is copied there from now on.
+__device__ __forceinline__ void fence_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_groups() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
-__device__ __forceinline__ void copy_async(u16* to, const u16* from) {
-  u32 at = (u32)__cvta_generic_to_shared(to);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+__device__ __forceinline__ void copy_async(u32 to, const u16* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
+__device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // --- words that blocks hand to each other: two values, and the number of the layer counted over all launches ---------------
 
@@ -282,144 +315,236 @@ struct Flags {
 // --- products ---------------------------------------------------------------------------------------------------------
 
 __host__ __device__ constexpr int divided_up(int value, int by) { return (value + by - 1) / by; }
-__host__ __device__ constexpr int balanced(int rows) {
-  // Rows of a tile, such that blocks get equal shares: rounds of all blocks times rows of a tile is least. Tiles that are not
-  // a multiple of four rows are read at half the speed.
-#if PACKED  // a tile of eight rows takes as long as one of sixteen
-  return divided_up(rows, 8) <= BLOCKS ? 8 : 16;
-#else
-  int best = 16;
-  for (int size = 12; size >= 8; size -= 4)
-    if (divided_up(divided_up(rows, size), BLOCKS) * size < divided_up(divided_up(rows, best), BLOCKS) * best) best = size;
-  return best;
-#endif
-}
-
 constexpr int GATE_OUTPUTS = 8;
 enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
 
-// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 32 at
+// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 64 at
 // a time, or of 128 where a weight has few bits. The tile of a gate is up to 8 rows of gate and as many of up. Sizes are variables and not
 // constants, because one copy of the code must serve all products: code that does not fit the instruction cache is fetched
 // again every layer.
 struct Product {
-  const u8* weight;
+  const void* weight;                         // a tensor map: see weight_maps.py
   const u16* bias;
   const i64* pieces;                          // of a packed model
   int columns, rows, outputs;                 // outputs: rows of a tile
   int unit_columns, units;
+  int segment;                                // units whose inputs are in shared memory together
   int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
-  int to_partner;                             // rows from a row of the tile's first half to the same row of the second
   int paired;                                 // both halves have as many rows: gate and up
 
-  // lm_head: the weight, or in a packed model its pieces.
-  __device__ void set(int kind, const i64* layer, const void* lm_head) volatile {
+  // lm_head: the weight, or in a packed model its pieces. down_segment: units of packed weights.
+  __device__ void set(int kind, const i64* layer, const void* lm_head, int down_segment) volatile {
     const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
 #if PACKED
     pieces = kind == LM_HEAD ? (const i64*)lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS;
-    weight = (const u8*)pieces[PIECE_CODES];
     unit_columns = pieces[PIECE_FORMAT] == PLAIN ? 32 : STEP;
 #else
-    weight = kind == LM_HEAD ? (const u8*)lm_head : (const u8*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
-    unit_columns = 32;
+    weight = kind == LM_HEAD ? lm_head : (const void*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
+    unit_columns = UNIT_COLUMNS;
+    asm volatile("prefetch.tensormap [%0];" ::"l"((const void*)weight) : "memory");
 #endif
     bias = kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
     paired = kind == GATE_PRODUCT;
     columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
     rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : VOCAB;
-    outputs = kind == QKV_PRODUCT ? balanced(QKV) : is_hidden ? balanced(HIDDEN) : paired ? GATE_OUTPUTS : 16;
+    outputs = kind == QKV_PRODUCT ? QKV_OUTPUTS : is_hidden ? HIDDEN_OUTPUTS : paired ? GATE_OUTPUTS : 16;
     units = columns / unit_columns;
+    segment = kind != DOWN_PRODUCT ? units : min(units, unit_columns == 32 ? 4 * down_segment : down_segment);
     int all = divided_up(rows, outputs);
     tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
-    to_partner = paired ? INTER : 8;
   }
 };
 
 __device__ __forceinline__ int kind_of(int step, int num_layers) { return step == 4 * num_layers ? (int)LM_HEAD : step % 4; }
 
+constexpr int PRODUCTS_AHEAD = 4, PRODUCTS = 8;    // that may be asked for before they are multiplied; that are described
+constexpr int TABLES = 3;                          // of layers: products of three are described or multiplied
+
 static_assert(!PACKED || (BLOCKS % 2 == 0 && INTER % 16 == 0 && VOCAB % 16 == 0), "tiles of a block lie alike in their sixteen rows");
-__host__ __device__ constexpr int units_of_warp(int units, int warp) { return (units - warp + WARPS - 1) / WARPS; }
 
 #if PACKED
 #include "packed_units.cuh"
 #else
-// Streams the weights of a product through a ring in shared memory. Each thread copies what it multiplies itself, and
-// waits for no other: a slot has 16 bytes of a row of the tile and 16 of its partner for every thread. What changes from unit
-// to unit lies in registers: asking for a unit must cost few instructions, for it is done between waiting and multiplying.
+// The weights of a product, unit by unit of a warp: it takes every sixteenth of a tile. Which one it begins with goes on from tile to
+// tile, so that all warps have as many.
 struct Stream {
-  const u8* at;
-  i64 to_partner, to_next_tile;               // bytes
-  int units, unit, tiles;                     // units of this warp in a tile; tiles that are left
-  int row, group, step, outputs, rows;        // step: rows from a tile of this block to its next one
-  int low_bytes, high_bytes, partner;
+  const void* map;
+  int row, step;                              // of the tile; rows from a tile of this block to its next one
+  int unit, first, units;                     // the next one of this warp; its first of the tile; of a whole tile
+  int tiles;                                  // that are left
+  int bytes;                                  // of a unit
 
-  __device__ __forceinline__ Stream(const volatile Product& product) {
-    const int thread = this_thread(), warp = thread >> 5;
-    group = (thread & 31) >> 2;
-    units = units_of_warp(product.units, warp);
-    unit = 0;
-    tiles = units ? product.tiles : 0;
-    outputs = product.outputs;
-    rows = product.rows;
+  __device__ __forceinline__ void open(const volatile Product& product) {
+    const int outputs = product.outputs;
+    map = product.weight;
+    units = product.units;
+    tiles = product.tiles;
     row = (int)blockIdx.x * outputs;
     step = BLOCKS * outputs;
-    partner = product.paired ? group : group + 8;
-    const i64 row_bytes = product.columns * 2;
-    to_partner = product.to_partner * row_bytes;
-    at = product.weight + (row + group) * row_bytes + warp * 64 + (thread & 3) * 16;
-    to_next_tile = step * row_bytes - units * (WARPS * 64);
-    choose();
+    bytes = (product.paired ? 16 : outputs) * UNIT_COLUMNS * 2;
+    unit = first = this_thread() >> 5;
+    skip();
   }
-  __device__ __forceinline__ void choose() {  // the rows of this tile that are read
-    low_bytes = group < outputs && row + group < rows ? 16 : 0;
-    high_bytes = partner < outputs && row + partner < rows ? 16 : 0;
-  }
-  // Ask for the next unit of this warp. At the end of the product a group is empty.
-  __device__ __forceinline__ void ask(u32 slot) {
-    if (tiles) {
-      copy_weights(slot, at, low_bytes);
-      copy_weights(slot + THREADS * 16, at + to_partner, high_bytes);
-      at += WARPS * 64;
-      if (++unit == units) {
-        unit = 0;
-        --tiles;
-        at += to_next_tile;
-        row += step;
-        choose();
-      }
+  __device__ __forceinline__ void skip() {    // to the tile that has the next unit
+    while (unit >= units && tiles) {
+      --tiles;
+      row += step;
+      unit = first = (first - units) & (WARPS - 1);
     }
-    end_group();
+  }
+  __device__ __forceinline__ void advance() {
+    unit += WARPS;
+    skip();
+  }
+  __device__ __forceinline__ void close() {
+    map = nullptr;
+    row = step = unit = first = units = tiles = bytes = 0;
   }
 };
 
-// Multiply one unit from its slot. slot: this thread's part. x: this thread's part of the input, rows `stride` apart.
-__device__ __forceinline__ uint4 load_slot(u32 at) {
+// A warp's weights on their way into shared memory, product after product: asking does not end with the product that is multiplied,
+// so that memory is busy while blocks wait for each other.
+struct Ring {
+  Stream stream;
+  u32 slots, barriers;                        // of this warp, in shared memory: the first ones
+  u32 pointed;                                // in a slot: the row this lane points at
+  int to, from;                               // the slot that is filled next; the one that is multiplied next
+  u32 parity;                                 // of the copies into it
+  int ahead;                                  // units asked for and not multiplied yet
+  int opened;                                 // the step whose product is streamed
+
+  __device__ __forceinline__ Ring(u32 memory, u32 barriers_of_block, const volatile Product& product) {
+    const int warp = this_thread() >> 5, lane = this_thread() & 31;
+    slots = memory + warp * UNIT_BYTES;
+    pointed = (lane & 15) * 128 + (lane >> 4 ^ lane & 7) * 16;
+    barriers = barriers_of_block + warp * 8;
+    to = from = ahead = opened = 0;
+    parity = 0;
+    stream.open(product);
+  }
+  __device__ __forceinline__ void fill(const volatile Product* products, int last) {  // last: the step whose product may be opened last
+#pragma unroll 1
+    while (ahead < SLOTS) {
+      if (!stream.tiles) {
+        if (opened == last) return;
+        stream.open(products[++opened % PRODUCTS]);
+        continue;
+      }
+      ask_for_box(slots + to * SLOT_BYTES, stream.map, stream.unit * UNIT_COLUMNS, stream.row, barriers + to * (WARPS * 8), stream.bytes);
+      stream.advance();
+      to = to == SLOTS - 1 ? 0 : to + 1;
+      ++ahead;
+    }
+  }
+  __device__ __forceinline__ u32 wait() const {  // for the unit that is multiplied next; returns the row this lane points at
+    wait_for_boxes(barriers + from * (WARPS * 8), parity);
+    return slots + pointed + from * SLOT_BYTES;
+  }
+  __device__ __forceinline__ void release() {    // all lanes have read it
+    __syncwarp();
+    --ahead;
+    from = from == SLOTS - 1 ? 0 : from + 1;
+    parity ^= !from;
+  }
+};
+
+// Four 8 x 8 matrices, as operands of a product. A lane points at a row: the first eight at those of the first matrix, and so on.
+__device__ __forceinline__ uint4 load_matrices(u32 at) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void add_unit(u32 slot, const u16* x, int stride, int rows, float (&sums)[TOKEN_TILES][4]) {
-  const uint4 low = load_slot(slot), high = load_slot(slot + THREADS * 16);
+
+// The input of a product, by tiles of tokens: where this lane points at in shared memory for the columns of the first unit, or where
+// its part lies if it is read in place. Rows that no token has are those of the last one: their sums are not used.
+struct Input {
+  u32 at[TOKEN_TILES];                        // offsets in place
+  const u16* place;                           // null: in shared memory
+
+  __device__ __forceinline__ Input(const u16* x, int stride, int rows, const u16* in_place) {
+    const int lane = this_thread() & 31;
+    place = in_place;
 #pragma unroll
-  for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (tile * 8 < rows) v = *reinterpret_cast<const uint4*>(x + tile * 8 * stride);
-    multiply(sums[tile], low.x, high.x, low.y, high.y, v.x, v.y);
-    multiply(sums[tile], low.z, high.z, low.w, high.w, v.z, v.w);
+    for (int i = 0; i < TOKEN_TILES; ++i) {
+      if (in_place) at[i] = min(i * 8 + (lane >> 2), rows - 1) * INTER + (lane & 3) * 16;
+      else at[i] = (u32)__cvta_generic_to_shared(x) + (min(i * 8 + (lane & 7), rows - 1) * stride + (lane >> 3) * 8) * 2;
+    }
   }
+  __device__ __forceinline__ void load(uint4 (&x)[TOKEN_TILES][2], int column) const {  // each of 32 columns
+#pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        x[tile][i] = place ? load_shared_by_blocks(place + at[tile] + column + i * 8) : load_matrices(at[tile] + (column + i * 32) * 2);
+  }
+};
+
+__device__ __forceinline__ void add_unit(const Ring& ring, const Input& input, int column, float (&sums)[TOKEN_TILES][4]) {
+  uint4 x[TOKEN_TILES][2];
+  input.load(x, column);
+  const u32 unit = ring.wait();
+  uint4 weights[4];         // each of 16
+#pragma unroll
+  for (int i = 0; i < 4; ++i) weights[i] = load_matrices(unit ^ i * 32);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int tile = 0; tile < TOKEN_TILES; ++tile) {
+      const uint4& v = x[tile][i / 2];
+      multiply(sums[tile], weights[i].x, weights[i].y, weights[i].z, weights[i].w, i % 2 ? v.z : v.x, i % 2 ? v.w : v.y);
+    }
 }
 #endif
+
+// Where sums lie that are joined together, and so how many tiles those are. Of each tile of eight tokens a lane has four sums: of two
+// rows and of two neighbouring tokens. The fewer tokens there are, the fewer lanes have any that are used.
+struct SumsLayout {
+  int shift;                                  // 2^shift lanes of a row have sums that are used
+  u32 own;                                    // in shared memory: of this thread, of the first tile; 0: it keeps none
+
+  __device__ __forceinline__ SumsLayout(int rows, const float* joined) {
+    const int thread = this_thread(), quarter = thread & 3;
+    shift = TOKEN_TILES > 1 || rows > 4 ? 2 : rows > 2;
+    own = quarter >> shift ? 0 : (u32)__cvta_generic_to_shared(joined) + ((thread >> 5) * (SUMS / 4) + ((thread >> 2 & 7) << shift) + quarter) * 16;
+  }
+  __device__ __forceinline__ int tiles_at_once() const { return (16 >> shift) / TOKEN_TILES; }
+  __device__ __forceinline__ int next_row() const { return 4 << shift; }  // threads from a row's sum to that of the next one
+  __device__ __forceinline__ u32 place_of(int in_batch, int tokens) const { return own + ((in_batch * TOKEN_TILES + tokens) * 128 << shift); }
+  __device__ __forceinline__ void keep(int in_batch, float (&sums)[TOKEN_TILES][4]) const {
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i) {
+      if (own) asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place_of(in_batch, i)), "f"(sums[i][0]), "f"(sums[i][1]), "f"(sums[i][2]), "f"(sums[i][3]) : "memory");
+      sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
+    }
+  }
+  __device__ __forceinline__ void take(int in_batch, float (&sums)[TOKEN_TILES][4]) const {  // what was kept
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i) {
+      if (!own) continue;
+      const uint4 kept = load_16(place_of(in_batch, i));
+      sums[i][0] = __uint_as_float(kept.x), sums[i][1] = __uint_as_float(kept.y), sums[i][2] = __uint_as_float(kept.z), sums[i][3] = __uint_as_float(kept.w);
+    }
+  }
+  // The thread that joins the sum of a token and of the i-th of all its rows.
+  __device__ __forceinline__ int thread_of(int token, int i) const {
+    const int tile = (i >> 4) * TOKEN_TILES + token / 8;
+    return ((((tile * 8 + (i >> 1 & 7)) << shift) + token % 8 / 2) << 2) + (i & 1) * 2 + token % 2;
+  }
+};
+
+// Where the gate's outputs lie that are read in place: of every 64 what a lane multiplies is together, two neighbours of every eight.
+__device__ __forceinline__ int place_of(int row) { return row & ~63 | (row >> 1 & 3) << 4 | (row >> 3 & 7) << 1 | row & 1; }
 
 // Which output the sum is that a thread joins: of `count` tiles from `tile` on.
 struct Target {
   int token, row;
   bool valid;
 };
-__device__ __forceinline__ Target target_of(const volatile Product& product, int tile, int count, int rows) {
-  const int thread = this_thread(), index = thread % 4, in_batch = thread / (TOKEN_TILES * 128), outputs = product.outputs, paired = product.paired;
-  const int in_tile = thread / 16 % 8 + (paired ? 0 : index / 2 * 8);
+__device__ __forceinline__ Target target_of(const volatile Product& product, const SumsLayout& layout, int tile, int count, int rows) {
+  const int thread = this_thread(), index = thread & 3, lane_row = thread >> (2 + layout.shift), outputs = product.outputs, paired = product.paired;
+  const int in_tile = (lane_row & 7) + (paired ? 0 : index / 2 * 8), in_batch = (lane_row >> 3) / TOKEN_TILES;
   Target target;
-  target.token = thread / 128 % TOKEN_TILES * 8 + thread / 4 % 4 * 2 + index % 2;
+  target.token = (lane_row >> 3) % TOKEN_TILES * 8 + (thread >> 2 & (1 << layout.shift) - 1) * 2 + index % 2;
   target.row = ((int)blockIdx.x + (tile + in_batch) * BLOCKS) * outputs + in_tile;
   target.valid = in_batch < count && target.token < rows && in_tile < outputs && target.row < product.rows && (!paired || index < 2);
   return target;
@@ -427,9 +552,11 @@ __device__ __forceinline__ Target target_of(const volatile Product& product, int
 
 // --- inputs of products -----------------------------------------------------------------------------------------------
 
-// The weights of a norm into shared memory, while others are waited for.
+// The weights of a norm into shared memory, a product before they are needed.
 __device__ __forceinline__ void fetch_gain(u16* gain, const u16* from) {
-  for (int at = threadIdx.x * 8; at < HIDDEN; at += THREADS * 8) copy_async(gain + at, from + at);
+  const u32 to = (u32)__cvta_generic_to_shared(gain);
+#pragma unroll 1
+  for (int at = this_thread() * 8; at < HIDDEN; at += THREADS * 8) copy_async(to + at * 2, from + at);
 }
 
 // Where the sums of inputs go that the minimums of packed weights are multiplied by. VALUES: inputs that a thread has.
@@ -714,7 +841,7 @@ __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, cons
   while (seq < num_seqs && share >= shares(infos[seq])) share -= shares(infos[seq++]);
   if (seq == num_seqs) return;
   int place = share / KV_HEADS / infos[seq].tiles * SPLIT + this_thread(), at = seq * args.table_width + place / BLOCK_SIZE;
-  if (place >= infos[seq].length) return;
+  if (this_thread() >= SPLIT || place >= infos[seq].length) return;
   i64 block = args.table ? args.table[at] : args.blocks[at];
   i64 token = ((i64)layer * args.cache_tokens + block * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + share % KV_HEADS * HEAD_DIM;
 #pragma unroll
@@ -724,14 +851,25 @@ __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, cons
   }
 }
 
-struct AttentionMemory {
-  alignas(16) u16 queries[HEAD_ROWS][HEAD_DIM + 32];
+constexpr int BOX_COLUMNS = 64, BOX_BYTES = CHUNK * BOX_COLUMNS * 2;  // of a copy of keys or values
+constexpr int CHUNK_BYTES = CHUNK * HEAD_DIM * 2;
+
+struct AttentionMemory {                      // begins at a multiple of 1024, and so do its chunks
+  u8 keys[CHUNKS][CHUNK_BYTES], values[CHUNKS][CHUNK_BYTES];  // the sums of a warp take the place of its values
+  alignas(16) u16 queries[HEAD_ROWS][HEAD_DIM + 8];
   alignas(16) u16 new_keys[MAX_ROWS][HEAD_DIM + 8], new_values[MAX_ROWS][HEAD_DIM + 8];  // of this pass
   int ancestors[MAX_ROWS];
-  float stats[WARPS][HEAD_ROWS][2], scales[WARPS][HEAD_ROWS], most[HEAD_ROWS];
+  float stats[CHUNKS][HEAD_ROWS][2];          // the largest score; the sum of all
+  float2 scales[CHUNKS][HEAD_ROWS];           // of the warp's sums; of the sum of all, scaled
+  float most[HEAD_ROWS];
   int last;
-  alignas(16) float sums[WARPS][HEAD_ROWS][HEAD_DIM];
+
+  // Neighbouring rows lie in other banks, two columns at a time.
+  __device__ __forceinline__ float* sum(int warp, int row, int column) {
+    return reinterpret_cast<float*>(values[warp]) + row * HEAD_DIM + (column ^ (row & 7) << 1);
+  }
 };
+static_assert(HEAD_ROWS * HEAD_DIM * 4 == CHUNK_BYTES && CHUNK_BYTES % 1024 == 0, "sums fit, chunks are aligned");
 
 // One (sequence, key head, tile of nodes, split of the context).
 __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer, int layer_index, AttentionMemory& memory, const SeqInfo* infos,
@@ -749,11 +887,20 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
   };
 
   // --- what does not depend on this layer's products: ask for it before waiting
-  constexpr int UNITS = HEAD_DIM / 32;
+  constexpr int UNITS = HEAD_DIM / 32;        // 16 bytes of a thread in every row
   int start = begin + warp * CHUNK;
-  int warps = min(WARPS, (end - begin + CHUNK - 1) / CHUNK);
-  const u16* places[4];  // of the keys of this thread's tokens; of tokens that no node sees, any that is in the cache
-  const i64 to_values = args.values - args.keys;
+  int warps = min(CHUNKS, (end - begin + CHUNK - 1) / CHUNK);
+  const u32 barrier = args.barriers + warp * 16;
+  fence_copies();                             // the memory was in use
+  __syncthreads();
+  if (warp < warps && lane == 0) {            // tokens of this pass and behind them are not in the cache: what is read there is not used
+    const int token = layer_index * args.cache_tokens + (int)block_of(start) * BLOCK_SIZE + start % BLOCK_SIZE;
+    const u32 to = (u32)__cvta_generic_to_shared(memory.keys[warp]), to_values = (u32)__cvta_generic_to_shared(memory.values[warp]);
+    announce(barrier, CHUNK_BYTES);
+    for (int i = 0; i < HEAD_DIM / BOX_COLUMNS; ++i) copy_box(to + i * BOX_BYTES, args.key_map, head * HEAD_DIM + i * BOX_COLUMNS, token, barrier);
+    announce(barrier + 8, CHUNK_BYTES);
+    for (int i = 0; i < HEAD_DIM / BOX_COLUMNS; ++i) copy_box(to_values + i * BOX_BYTES, args.value_map, head * HEAD_DIM + i * BOX_COLUMNS, token, barrier + 8);
+  }
   if (!chain) {
     if (threadIdx.x == 0) {
       u64 mask = masks[first_row + first_node];
@@ -764,21 +911,14 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     }
     __syncthreads();
   }
+  // A thread's columns: 16 neighbours of every 64, as copies spread them over the banks. Tokens of this pass are taken from shared memory.
+  auto column_of = [&](int unit) { return unit / 2 * BOX_COLUMNS + quarter * 16 + unit % 2 * 8; };
+  auto load_rows = [&](uint4 (&parts)[UNITS][4], const u8* chunk, const u16 (&fresh)[MAX_ROWS][HEAD_DIM + 8]) {
+    const u32 at = (u32)__cvta_generic_to_shared(chunk) + group * 128;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int place = min(start + i * 8 + group, end - 1);
-    if (!chain && place >= length)  // along the path of the one node, as if it were a chain
-      place = length + memory.ancestors[min(place - length, depths[first_row + first_node])];
-    places[i] = args.keys + cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE + quarter * 8;
-  }
-  uint4 keys[UNITS][4];
+    for (int i = 0; i < 4; ++i)
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + unit * 32);
-  }
-  // Tokens of this pass are not in the cache yet: theirs are taken from shared memory, which is a trip to L2 less.
-  auto replace_new = [&](uint4 (&parts)[UNITS][4], const u16 (&fresh)[MAX_ROWS][HEAD_DIM + 8]) {
+      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = load_16(at + unit / 2 * BOX_BYTES + i * 1024 + ((quarter * 2 + unit % 2) ^ group) * 16);
     if (start + CHUNK <= length) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -786,7 +926,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       if (place < 0) continue;
       const int node = chain ? place : memory.ancestors[min(place, depths[first_row + first_node])];
 #pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = *reinterpret_cast<const uint4*>(&fresh[node][unit * 32 + quarter * 8]);
+      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = *reinterpret_cast<const uint4*>(&fresh[node][column_of(unit)]);
     }
   };
   const u32 tag = args.base + layer_index + 1;
@@ -835,7 +975,10 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     limits[i] = row < nodes_per_tile * GROUP && node < end_node ? length + depths[first_row + node] : -1;
   }
   if (warp < warps) {
-    replace_new(keys, memory.new_keys);
+    const u32 parity = args.parities[warp];
+    uint4 keys[UNITS][4];
+    wait_for_boxes(barrier, parity);
+    load_rows(keys, memory.keys[warp], memory.new_keys);
     float scores[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -843,18 +986,14 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       for (int j = 0; j < 4; ++j) scores[i][j] = 0.f;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-      uint4 low = *reinterpret_cast<const uint4*>(&memory.queries[group][unit * 32 + quarter * 8]);
-      uint4 high = *reinterpret_cast<const uint4*>(&memory.queries[group + 8][unit * 32 + quarter * 8]);
+      uint4 low = *reinterpret_cast<const uint4*>(&memory.queries[group][column_of(unit)]);
+      uint4 high = *reinterpret_cast<const uint4*>(&memory.queries[group + 8][column_of(unit)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         multiply(scores[i], low.x, high.x, low.y, high.y, keys[unit][i].x, keys[unit][i].y);
         multiply(scores[i], low.z, high.z, low.w, high.w, keys[unit][i].z, keys[unit][i].w);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)  // the keys are used up: their registers take the values
-#pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) keys[unit][i] = load_shared_by_blocks(places[i] + to_values + unit * 32);
     // --- probabilities
     float most[2] = {NEGATIVE, NEGATIVE}, total[2] = {0.f, 0.f};
 #pragma unroll
@@ -883,8 +1022,11 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       total[i] += __shfl_xor_sync(0xffffffffu, total[i], 1);
       total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
     }
-    // --- weighted values, 32 columns of the head at a time
-    replace_new(keys, memory.new_values);
+    // --- weighted values, 32 columns of the head at a time. The keys are used up: their registers take the values
+    wait_for_boxes(barrier + 8, parity);
+    load_rows(keys, memory.values[warp], memory.new_values);
+    __syncwarp();  // sums may follow
+    if (lane == 0) args.parities[warp] = parity ^ 1;
     u32 probs[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -911,9 +1053,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        int column = unit * 32 + quarter * 8 + j * 2;
-        *reinterpret_cast<float2*>(&memory.sums[warp][group][column]) = make_float2(out[j][0], out[j][1]);
-        *reinterpret_cast<float2*>(&memory.sums[warp][group + 8][column]) = make_float2(out[j][2], out[j][3]);
+        int column = column_of(unit) + j * 2;
+        *reinterpret_cast<float2*>(memory.sum(warp, group, column)) = make_float2(out[j][0], out[j][1]);
+        *reinterpret_cast<float2*>(memory.sum(warp, group + 8, column)) = make_float2(out[j][2], out[j][3]);
       }
     }
     if (quarter == 0) {
@@ -933,8 +1075,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     float most = NEGATIVE;
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) most = fmaxf(most, memory.stats[w][row][0]);
-    float own = memory.stats[threadIdx.x / HEAD_ROWS][row][0];
-    memory.scales[threadIdx.x / HEAD_ROWS][row] = own == NEGATIVE ? 0.f : __expf(own - most);
+    const float* own = memory.stats[threadIdx.x / HEAD_ROWS][row];
+    const float scale = own[0] == NEGATIVE ? 0.f : __expf(own[0] - most);
+    memory.scales[threadIdx.x / HEAD_ROWS][row] = make_float2(scale, own[1] * scale);
     if (threadIdx.x < HEAD_ROWS) memory.most[row] = most;
   }
   __syncthreads();
@@ -945,8 +1088,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     float most = memory.most[row], total = 0.f, sum = 0.f;
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) {
-      total += memory.stats[w][row][1] * memory.scales[w][row];
-      sum += memory.sums[w][row][column] * memory.scales[w][row];
+      const float2 scale = memory.scales[w][row];
+      total += scale.y;
+      sum += *memory.sum(w, row, column) * scale.x;
     }
     if (splits == 1) {
       hand_over(__fdividef(sum, total), (i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column);
@@ -997,7 +1141,7 @@ extern __shared__ __align__(16) unsigned char memory[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
-    const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, u64* between, u64* hidden, u64* qkv,
+    const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, const void* key_map, const void* value_map, u64* between, u64* hidden, u64* qkv,
     u64* attended, u16* activated, u64* activated_words, float* partial, float* partial_stats, int* splits_done, float* logits, i64* best,
     i64* second_best, float* confidence, float* second_confidence, Best* block_best, u16* hidden_out, int* flags, float* chain_words,
     int num_seqs, int nodes, int table_width, int offset, int num_layers, int cache_tokens, int token_stride,
@@ -1010,22 +1154,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   __shared__ u64 masks[MAX_ROWS];
   __shared__ int row_tokens[MAX_ROWS];
   __shared__ bool in_use[MAX_ROWS];  // rows of nodes that a sequence has
-  __shared__ i64 table[2][LAYER_FIELDS];
+  __shared__ i64 table[TABLES][LAYER_FIELDS];
   __shared__ AttentionArgs args;
-  // Of this step and the next ones. The stream of packed weights is opened a step ahead, while others are waited for.
-  constexpr int PRODUCTS_AHEAD = PACKED ? 2 : 1, PRODUCTS = 2 * PRODUCTS_AHEAD;
-  __shared__ volatile Product products[PRODUCTS];
+  __shared__ volatile Product products[PRODUCTS];  // of this step and the next ones
   __shared__ int block_table[TABLE_SIZE];
+  __shared__ u64 attention_barriers[2 * WARPS];
+  __shared__ u32 attention_parities[WARPS];
+  if (threadIdx.x < 2 * WARPS) init_barrier((u32)__cvta_generic_to_shared(attention_barriers + threadIdx.x));
+  if (threadIdx.x < WARPS) attention_parities[threadIdx.x] = 0;
   for (int i = threadIdx.x; i < min(num_seqs * table_width, TABLE_SIZE); i += THREADS) block_table[i] = (int)blocks[i];
   if (threadIdx.x == 0)
-    args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits, flags[BLOCKS]};
+    args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, key_map, value_map, (u32)__cvta_generic_to_shared(attention_barriers), attention_parities, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits, flags[BLOCKS]};
   // Of a single sequence no node is read that only fills up the pass.
   const int rows = num_seqs == 1 ? max(1, min(nodes, (int)counts[0])) : num_seqs * nodes, thread = threadIdx.x;
   const bool by_words = rows * (INTER / 2) <= MOST_WORDS && rows * (INTER + WARPS * 128) <= x_limit;  // from gate to down
   float* joined = reinterpret_cast<float*>(memory);
-  unsigned char* ring = memory + WARPS * SUMS * sizeof(float);
-  const u32 ring_at = (u32)__cvta_generic_to_shared(ring);
-  u16* gain = reinterpret_cast<u16*>(ring + SLOTS * SLOT_BYTES);
+  const SumsLayout layout(rows, joined);
+  unsigned char* ring_memory = memory + WARPS * SUMS * sizeof(float);
+#if !PACKED
+  ring_memory += -(u32)__cvta_generic_to_shared(ring_memory) % RING_ALIGNMENT;
+  __shared__ u64 barriers[SLOTS * WARPS];
+  if (threadIdx.x < SLOTS * WARPS) init_barrier((u32)__cvta_generic_to_shared(barriers + threadIdx.x));
+#endif
+  u16* gain = reinterpret_cast<u16*>(ring_memory + SLOTS * SLOT_BYTES);
 #if PACKED
   float* x_sums = reinterpret_cast<float*>(gain + HIDDEN);
   u16* x = reinterpret_cast<u16*>(x_sums + (WITH_Q4_K || WITH_INT4 ? MAX_ROWS * SUMS_STRIDE : 0));
@@ -1037,7 +1188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   const void* lm_head = lm_head_;
 #endif
   const Flags gates_done = {flags, flags[BLOCKS]};
-  AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory);
+  AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory + -(u32)__cvta_generic_to_shared(memory) % 1024u);
 
   if (thread < rows) {
     int seq = thread / nodes, node = thread % nodes;
@@ -1047,7 +1198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     masks[thread] = nodes == 1 ? 1 : (u64)masks_[thread];
     in_use[thread] = node < (int)counts[seq];
   }
-  if (thread < LAYER_FIELDS) table[0][thread] = layers[thread];
+  for (int i = thread; i < min(num_layers, 2) * LAYER_FIELDS; i += THREADS) table[0][i] = layers[i];  // the second lies behind it
   __syncthreads();
   if (thread < num_seqs) {
     int count = min((int)counts[thread], nodes), chain = 0;
@@ -1058,49 +1209,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     infos[thread].chain_tiles = divided_up(chain, NODES_PER_TILE);
     infos[thread].tiles = infos[thread].chain_tiles + count - chain;
   }
-  if (thread < PRODUCTS_AHEAD) products[thread].set(thread, table[0], lm_head);
-  __syncthreads();
-
+  fetch_gain(gain, (const u16*)table[0][ATTENTION_NORM]);
 #if PACKED
   const int down_segment = (x_limit / rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;  // units of the longest input that fit
-  auto segment_of = [&](int step) {  // units whose inputs are in shared memory together
-    const volatile Product& of = products[step % PRODUCTS];
-    return kind_of(step, num_layers) == DOWN_PRODUCT ? min((int)of.units, of.unit_columns == 32 ? 4 * down_segment : down_segment) : of.units;
+#else
+  const int down_segment = INTER;  // as many as there are
+#endif
+  const int last_step = 4 * num_layers;
+  auto describe = [&](int step) {
+    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, down_segment);
   };
-  Stream opened = run_of(products[0], 0, 0, segment_of(0));
+  if (thread <= PRODUCTS_AHEAD) describe(thread);
+  wait_for_copies();
+  __syncthreads();
+
+  bool attends;  // its share of attention takes the memory of the ring
+  {
+    int all_shares = 0;
+    for (int seq = 0; seq < num_seqs; ++seq) all_shares += shares(infos[seq]);
+    attends = first_share() < all_shares;
+  }
+#if PACKED
+  Ring ring((u32)__cvta_generic_to_shared(ring_memory), products[0]);
+#else
+  Ring ring((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), products[0]);
 #endif
 #pragma unroll 1
-  for (int step = 0; step <= 4 * num_layers; ++step) {
+  for (int step = 0; step <= last_step; ++step) {
     const int index = step / 4, kind = kind_of(step, num_layers);
-    const i64* layer = table[index & 1];
+    const i64* layer = table[index % TABLES];
     const bool normed = kind == QKV_PRODUCT || kind == GATE_PRODUCT || kind == LM_HEAD;
-    if (kind == QKV_PRODUCT && thread < LAYER_FIELDS && index + 1 < num_layers)
-      table[(index + 1) & 1][thread] = layers[(i64)(index + 1) * LAYER_FIELDS + thread];
     const volatile Product& product = products[step % PRODUCTS];
 
-    // --- ask for the first weights, then wait for the input
-    if (normed) fetch_gain(gain, kind == LM_HEAD ? final_norm : (const u16*)layer[kind == QKV_PRODUCT ? ATTENTION_NORM : MLP_NORM]);
+    // --- ask for weights, and for those of the next norm
+    if (kind == OUTPUT_PRODUCT) fetch_gain(gain, (const u16*)layer[MLP_NORM]);
+    if (kind == DOWN_PRODUCT) fetch_gain(gain, step + 1 == last_step ? final_norm : (const u16*)table[(index + 1) % TABLES][ATTENTION_NORM]);
+#if PACKED
     end_group();
-#if PACKED
-    const int segment = segment_of(step);
-    Stream stream = opened;
-    auto ask = [&](u32 slot) {
-      while (!stream.tiles && (stream.next_tile || stream.end < product.units) && product.tiles)
-        stream = run_of(product, stream.next_tile, stream.next_tile ? stream.begin : stream.end, segment);
-      if (stream.tiles) {
-        stream.copy(slot);
-        stream.advance();
-      }
-      end_group();
-    };
-#else
-    Stream stream(product);
-    auto ask = [&](u32 slot) { stream.ask(slot); };
-#endif
-#pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) ask(ring_at + this_thread() * 16 + i * SLOT_BYTES);
-#if PACKED
-    if (kind != LM_HEAD) opened = run_of(products[(step + 1) % PRODUCTS], 0, 0, segment_of(step + 1));
+    ring.begin_product(products, step, last_step);
+#else  // as far ahead as there is room: a block that attends up to the product before that
+    const int last_opened = min(last_step, attends ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
+    ring.fill(products, last_opened);
 #endif
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
     u16 bias = 0, residual = 0;
@@ -1113,24 +1262,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
         else residual = value_of(load_word((kind == OUTPUT_PRODUCT ? hidden : between) + at / 2), target.row);  // written by this block
       }
     };
-    if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, 0, product.tiles, rows));
+    if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, layout, 0, product.tiles, rows));
     if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
+    // --- what later steps need
+    if (thread == THREADS - 32) describe(step + PRODUCTS_AHEAD + 1);
+    if (kind == OUTPUT_PRODUCT && thread < LAYER_FIELDS && index + 2 < num_layers)
+      table[(index + 2) % TABLES][thread] = layers[(i64)(index + 2) * LAYER_FIELDS + thread];
+#if PACKED
     wait_groups<SLOTS>();  // the gain is there
+#endif
     if (kind == DOWN_PRODUCT && !by_words) gates_done.wait(index);
-    else __syncthreads();
-
-    if (thread == THREADS - 32 && step + PRODUCTS_AHEAD <= 4 * num_layers) {
-      const int later = step + PRODUCTS_AHEAD;
-      products[later % PRODUCTS].set(kind_of(later, num_layers), table[later / 4 & 1], lm_head);
-    }
-
     // --- the input
     const u32 tag = gates_done.base + index + 1;
-#if !PACKED
-    const u16* input = x;
-#endif
     int stride = product.columns + X_STRIDE_PAD;
     if (!product.tiles && blockIdx.x) {
+      if (!PACKED) wait_for_copies();
       __syncthreads();
     } else if (normed) {
       constexpr auto stage_rows = HIDDEN > 2048 ? stage_long_normed : stage_normed;
@@ -1140,16 +1286,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       stage_tagged(x, rows, QUERY, attended, tag, in_use, x_sums);
     } else {
 #if PACKED  // segment by segment
-      stride = segment * product.unit_columns + X_STRIDE_PAD;
+      stride = product.segment * product.unit_columns + X_STRIDE_PAD;
 #else
-      if (by_words) {
-        stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
-      } else if (rows * (INTER + X_STRIDE_PAD) <= x_limit) {
-        stage(x, rows, INTER, stride, activated, INTER, x_sums);
-      } else {  // read where they lie
-        input = activated;
-        stride = INTER;
-      }
+      if (by_words) stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
 #endif
     }
 
@@ -1161,17 +1300,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     for (int tile = 0; tile < TOKEN_TILES; ++tile)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
-    u32 slot = ring_at + this_thread() * 16;
-    const u32 last_slot = slot + (SLOTS - 1) * SLOT_BYTES;
     int tile = 0, in_batch = 0;
     const int tiles = product.tiles;
-    auto own_sums = [&]() {
-      const int thread = this_thread();
-      return reinterpret_cast<float4*>(joined) + ((thread >> 5) * TILES_AT_ONCE + in_batch) * TOKEN_TILES * 32 + (thread & 31);
-    };
 #if PACKED
     Unit part;
-    const int all_units = product.units, unit_bytes = product.unit_columns * 2, outputs = product.outputs;
+    const int all_units = product.units, segment = product.segment, unit_bytes = product.unit_columns * 2, outputs = product.outputs;
     int first_unit;  // of this warp in the tile, less begin: it goes on from tile to tile, so that all warps have as many units
     {
       const int thread = this_thread(), group = (thread & 31) >> 2;
@@ -1185,14 +1318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* pieces = product.pieces;
     const int end_of_piece = (int)pieces[PIECE_ROWS], first_format = (int)pieces[PIECE_FORMAT];
 #else
-    const u16* own_input;
-    int units, own_rows;  // own_rows: from this thread's first row of the input to the end
-    {
-      const int thread = this_thread(), group = (thread & 31) >> 2;
-      own_input = input + group * stride + (thread >> 5) * 32 + (thread & 3) * 8;
-      units = units_of_warp(product.units, thread >> 5);
-      own_rows = rows - group;
-    }
+    const int units = product.units;
+    int first_unit = this_thread() >> 5;
+    const Input input(x, stride, rows, kind == DOWN_PRODUCT && !by_words ? activated : nullptr);
 #endif
 #pragma unroll 1
     while (tile < tiles) {
@@ -1204,50 +1332,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       }
       int format = first_format;
       if (((int)blockIdx.x + tile * BLOCKS) * outputs >= end_of_piece) format = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
-      if (begin) {  // go on where the segment before this one has ended
-        const float4* own = own_sums();
-#pragma unroll
-        for (int i = 0; i < TOKEN_TILES; ++i) {
-          const float4 kept = own[i * 32];
-          sums[i][0] = kept.x, sums[i][1] = kept.y, sums[i][2] = kept.z, sums[i][3] = kept.w;
-        }
-      }
-      const int end = min(all_units - begin, segment);
+      if (begin) layout.take(in_batch, sums);  // go on where the segment before this one has ended
+      const int end = min(all_units - begin, segment);  // less begin
       Unit current = part;
 #pragma unroll
       for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += first_unit * unit_bytes;
       current.sums += first_unit * (STEP / SUMMED * 4);
 #pragma unroll 1
       for (int unit = first_unit; unit < end; unit += WARPS) {
-        wait_groups<SLOTS - 1>();
-        __syncwarp();  // scales are copied by other threads of the warp
-        current.slot = slot;
-        current.beside = slot + BESIDE_AT - this_thread() * 16 + (this_thread() >> 5) * BESIDE_BYTES;
+        ring.wait();
+        current.slot = ring.slot;
+        current.beside = ring.slot + BESIDE_AT - this_thread() * 16 + (this_thread() >> 5) * BESIDE_BYTES;
         add_unit(format, current, sums);
-        __syncwarp();
-        ask(slot);
+        ring.refill(product);
 #pragma unroll
         for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += WARPS * unit_bytes;
         current.sums += WARPS * (STEP / SUMMED * 4);
-        slot = slot == last_slot ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
       }
       first_unit = (first_unit - all_units) & (WARPS - 1);
 #else
 #pragma unroll 1
-      for (int unit = 0; unit < units; ++unit) {
-        wait_groups<SLOTS - 1>();
-        add_unit(slot, own_input + unit * (WARPS * 32), stride, own_rows, sums);
-        ask(slot);
-        slot = slot == last_slot ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
+      for (int unit = first_unit; unit < units; unit += WARPS) {
+        add_unit(ring, input, unit * UNIT_COLUMNS, sums);
+        ring.release();
+        ring.fill(products, last_opened);
       }
+      first_unit = (first_unit - units) & (WARPS - 1);
 #endif
       // --- keep the sums of the tile; at the end of a batch of tiles join those of the warps
-      float4* own = own_sums();
-#pragma unroll
-      for (int i = 0; i < TOKEN_TILES; ++i) {
-        own[i * 32] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
-        sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.f;
-      }
+      layout.keep(in_batch, sums);
       ++tile;
 #if PACKED
       if (all_units - begin > segment) {  // further columns of the same tiles
@@ -1261,8 +1374,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
         continue;
       }
 #endif
-      if (++in_batch < TILES_AT_ONCE && tile < tiles) continue;
-      const Target target = target_of(product, tile - in_batch, in_batch, rows);
+      if (++in_batch < layout.tiles_at_once() && tile < tiles) continue;
+      const Target target = target_of(product, layout, tile - in_batch, in_batch, rows);
+      if (!PACKED) wait_for_copies();  // of the gain, long since there
       __syncthreads();
       const float* from = joined + thread;
       float total = 0.f;
@@ -1271,13 +1385,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       const float up = __shfl_down_sync(0xffffffffu, total, 2);
       const float gated = __fdividef(total, 1.f + __expf(-total)) * up;
       const float output = kind == GATE_PRODUCT ? gated : total + (wide(bias) + wide(residual));
-      const float next = __shfl_down_sync(0xffffffffu, output, 16);  // of the next row
+      const float next = __shfl_down_sync(0xffffffffu, output, layout.next_row());
       if (target.valid) {
         const i64 token = target.token;
         const bool first = !(target.row & 1);
         if (kind == QKV_PRODUCT) { if (first) store_tagged(qkv + (token * QKV + target.row) / 2, narrow2(output, next), tag); }
         else if (kind == GATE_PRODUCT) {
-          if (!by_words) activated[token * INTER + target.row] = narrow(output);
+          if (!by_words) activated[token * INTER + (PACKED ? target.row : place_of(target.row))] = narrow(output);
           else if (first) store_tagged(activated_words + (token * INTER + target.row) / 2, narrow2(output, next), tag);
         }
         else if (kind == LM_HEAD) {
@@ -1285,9 +1399,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
           found.add(total, target.row);
         } else if (first) store_tagged((kind == OUTPUT_PRODUCT ? between : hidden) + (token * HIDDEN + target.row) / 2, narrow2(output, next), tag);
       }
-      if (tile < tiles) ask_for_added(target_of(product, tile, tiles - tile, rows));
+      if (tile < tiles) ask_for_added(target_of(product, layout, tile, tiles - tile, rows));
       in_batch = 0;
-      __syncthreads();
+      if (tile < tiles || kind == LM_HEAD) __syncthreads();  // else another one comes before sums are overwritten
     }
     if (kind == LM_HEAD) {
       reinterpret_cast<Best*>(joined)[thread] = found;
@@ -1297,6 +1411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind != QKV_PRODUCT) continue;
 
     // --- attention: blocks without a share of it go on at once
+    if (!attends) continue;
     int base = 0;
 #pragma unroll 1
     for (int seq = 0; seq < num_seqs; ++seq) {
@@ -1307,6 +1422,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       }
       base += items;
     }
+#if !PACKED
+    ring.stream.close();  // it had ended; so nothing of it is kept across the calls
+    fence_copies();
+    __syncthreads();
+#endif
   }
 
   // --- the best of this block
@@ -1317,8 +1437,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #pragma unroll 1
   for (int token = thread >> 5; token < rows; token += WARPS) {
     found.clear();
-    for (int i = lane; i < SUMS / MAX_ROWS; i += 32)
-      found.join(all_found[i / 16 * TOKEN_TILES * 128 + token / 8 * 128 + i / 2 % 8 * 16 + token % 8 / 2 * 4 + i % 2 * 2 + token % 2]);
+    for (int i = lane; i < 16 * layout.tiles_at_once(); i += 32) found.join(all_found[layout.thread_of(token, i)]);
     found.join_warp();
     if (lane == 0) block_best[token * BLOCKS + blockIdx.x] = found;
   }

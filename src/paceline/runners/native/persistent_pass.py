@@ -21,6 +21,7 @@ from paceline.core.types import ChainLimits
 from paceline.device.kernel_cache import CompileError
 from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels
+from paceline.device.tensor_maps import MatrixMap, encode
 from paceline.layers.attention_triton import TritonBatch
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
@@ -31,15 +32,15 @@ TOKEN_TILES = (1, 2, 4)  # of eight tokens each: what a kernel is compiled for
 TILE = 8
 THREADS = 512
 WARPS = 16
-LEAST_SLOTS = 2  # of the ring of weights
-SPLIT = 512  # tokens of context that one block attends to
+SPLITS = {64: 512, 128: 384}  # tokens of context that one block attends to, by the size of a head: they fit its memory
+CHUNK = 32  # of them that a warp attends to
 HEAD_ROWS = 16
 BEST_FIELDS = 5  # of the best logits of a block
 MOST_WORDS = 7168  # of `activated_words`
 BLOCKS = 132  # of most devices that have the kernel
 PACKED_ROWS = 16  # fewer would verify long drafts in another way, whose last bits differ
 MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, unless those have few bits (docs/log.md)
-MAX_SHARED_MEMORY = 232_448 - 8_192  # of a block, less what the kernel declares itself
+MAX_SHARED_MEMORY = 232_448 - 8_704  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
 CHAIN_GOES_ON, CHAIN_COUNT, CHAIN_MOST, CHAIN_LEAST, CHAIN_RATES = range(5)  # places in a draft chain
 CHAIN_SURVIVAL = CHAIN_RATES + NUM_BINS
@@ -169,22 +170,27 @@ class PersistentPass:
     blocks: int
     splits: int
     workspace: PassWorkspace
+    cache_maps: Tensor  # of the keys and of the values
     _kernels: dict[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: DecoderModel, kv: KVCache, rope_cache: Tensor) -> PersistentPass | None:
         """None: another kind of pass runs this model."""
-        weights = PassWeights.of(model) if supports_persistent_kernels(kv.device) and fits(model) else None
-        if weights is None or kv.keys.dtype != kv.dtype:  # rounded
+        if not supports_persistent_kernels(kv.device) or not fits(model) or kv.keys.dtype != kv.dtype:  # rounded
             return None
         blocks = multiprocessor_count(kv.device)
-        if not fits_shapes(model.config, weights.formats, blocks):
+        try:
+            weights = PassWeights.of(model, blocks)
+        except CompileError:
+            return None
+        if weights is None or not fits_shapes(model.config, weights.formats, blocks):
             return None
         rows = max_rows(model.config, weights.formats, blocks)
-        splits = -(-rope_cache.shape[0] // SPLIT)
+        splits = -(-rope_cache.shape[0] // SPLITS[model.config.head_dim])
         workspace = PassWorkspace.allocate(model, rows, blocks, splits, kv.device)
-        made = cls(model, kv, rope_cache, weights, rows, blocks, splits, workspace)
         try:
+            maps = encode([_cache_map(kv.keys), _cache_map(kv.values)], kv.device)
+            made = cls(model, kv, rope_cache, weights, rows, blocks, splits, workspace, maps)
             made.kernel(1)
         except CompileError:
             return None
@@ -246,7 +252,8 @@ class PersistentPass:
         places = [kv.keys.shape[1], source.stride, source.offset, self.splits]
         limit = self._input_limit(batch.num_seqs * batch.nodes)
         wishes = [int(wish.hidden), int(wish.logits), limit, int(embedded), -1 if link is None else link.step]
-        tensors = [*inputs, *weights, self.rope_cache, kv.keys, kv.values, *exchanged, work.splits_done, *results]
+        cache = [kv.keys, kv.values, *self.cache_maps]
+        tensors = [*inputs, *weights, self.rope_cache, *cache, *exchanged, work.splits_done, *results]
         chain = work.block_best if link is None else link.chain.words  # any: a pass of no chain reads none
         return [*tensors, chain, *sizes, *places, *wishes]
 
@@ -274,7 +281,7 @@ class PersistentPass:
         """Elements of a product's input that shared memory has room for."""
         config, formats, tiles = self.model.config, self.weights.formats, tiles_of(rows)
         ring = slots(config, tiles, formats) * formats.slot_bytes
-        taken = SUMS_BYTES + ring + formats.sums_bytes(config, tiles * TILE)
+        taken = SUMS_BYTES + formats.ring_alignment + ring + formats.sums_bytes(config, tiles * TILE)
         return (MAX_SHARED_MEMORY - taken) // 2 - config.hidden_size
 
     def _table(self, layers: tuple[int, ...], features: Tensor | None) -> Tensor:
@@ -287,6 +294,11 @@ class PersistentPass:
                 # By a kernel: a graph can repeat no copy from the host.
                 table[layer, FEATURE_FIELD].fill_(feature.data_ptr())
         return table
+
+
+def _cache_map(cache: Tensor) -> MatrixMap:
+    layers, tokens, heads, size = cache.shape
+    return MatrixMap(cache.data_ptr(), layers * tokens, heads * size, CHUNK)
 
 
 # --- which models -----------------------------------------------------------------------------------------------------
@@ -309,9 +321,9 @@ def fits_shapes(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks
     sizes = (config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
     return (
         (formats.packed or config.hidden_size <= MAX_HIDDEN_SIZE)
-        and config.head_dim in (64, 128)
+        and config.head_dim in SPLITS
         and config.num_heads // config.num_kv_heads <= HEAD_ROWS
-        and all(size % 32 == 0 for size in sizes)
+        and all(size % formats.unit_columns == 0 for size in sizes)
         and max_rows(config, formats, blocks) >= (PACKED_ROWS if formats.packed else TILE)
     )
 
@@ -319,7 +331,7 @@ def fits_shapes(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks
 def max_rows(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks: int = BLOCKS) -> int:
     """Tokens of a pass: their hidden states lie in shared memory beside partial sums and a ring of weights."""
     fitting = [tiles for tiles in TOKEN_TILES if formats.fits(config, tiles, blocks)]
-    return max((TILE * tiles for tiles in fitting if slots(config, tiles, formats) >= LEAST_SLOTS), default=0)
+    return max((TILE * tiles for tiles in fitting if slots(config, tiles, formats) >= formats.least_slots), default=0)
 
 
 def tiles_of(rows: int) -> int:
@@ -331,7 +343,7 @@ def slots(config: ArchConfig, tiles: int, formats: PassFormats = PLAIN_WEIGHTS) 
     """Slots of the ring of weights: what the input of `tiles` tiles leaves of shared memory, as far as it helps."""
     size, rows = config.hidden_size, TILE * tiles
     inputs = rows * (formats.least_columns(config) + formats.pad)
-    taken = SUMS_BYTES + formats.sums_bytes(config, rows) + 2 * (size + inputs)
+    taken = SUMS_BYTES + formats.ring_alignment + formats.sums_bytes(config, rows) + 2 * (size + inputs)
     return min((MAX_SHARED_MEMORY - taken) // formats.slot_bytes, formats.most_slots)
 
 
@@ -360,10 +372,13 @@ def definitions(
         "TOKEN_TILES": tiles,
         "BLOCKS": blocks,
         "BLOCK_SIZE": block_size,
+        "SPLIT": SPLITS[config.head_dim],
         "EPS": f"{config.rms_norm_eps!r}f",
         "SCALE": f"{config.head_dim**-0.5!r}f",
         "QK_NORM": int(head_norms is not None and head_norms.query_norm is not None),
         "SLOTS": slots(config, tiles, formats),
+        "QKV_OUTPUTS": formats.tile_rows(sum(config.qkv_sizes), blocks),
+        "HIDDEN_OUTPUTS": formats.tile_rows(config.hidden_size, blocks),
         "CONFIDENCE_BINS": NUM_BINS,
         "CONFIDENCE_EDGES": ",".join(f"{edge!r}f" for edge in EDGES),
         **formats.constants(),

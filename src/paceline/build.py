@@ -19,7 +19,7 @@ from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, F
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
 from paceline.device.graphs import NUM_SEQS, needed
-from paceline.device.load_thread import run_in_load_thread
+from paceline.device.load_thread import run_beside, run_in_load_thread
 from paceline.device.properties import chosen_device, default_dtype, supports_graphs
 from paceline.drafting import registry as drafters
 from paceline.drafting.chain_drafter import ChainDrafter
@@ -81,11 +81,10 @@ def open_model(config: EngineConfig) -> OpenModel:
     """Load the target of a configuration."""
     config = _with_cache_size(config)
     device = chosen_device(config.model.device)
-    return OpenModel(
-        open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounded_kv),
-        open_tokenizer(config.model),
-        device,
-    )
+    target = open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounded_kv)
+    tokenizer = open_tokenizer(config.model)
+    run_beside(tokenizer.prepare)
+    return OpenModel(target, tokenizer, device)
 
 
 def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> LocalEngine:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from paceline.device.load_thread import run_in_load_thread
+from paceline.device.load_thread import run_beside, run_in_load_thread
 
 
 def test_work_runs_in_another_thread_which_has_ended() -> None:
@@ -35,3 +35,17 @@ def test_an_interrupt_does_not_wait_for_the_work(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt):
         run_in_load_thread(never.wait)
     never.set()
+
+
+def test_what_runs_beside_is_not_waited_for() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(10)
+        ended.set()
+
+    run_beside(work)
+    assert begun.wait(10) and not ended.is_set()
+    may_end.set()
+    assert ended.wait(10)

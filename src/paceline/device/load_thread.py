@@ -1,4 +1,4 @@
-"""Run a function in a short-lived thread, so that OpenMP keeps no idle team for it."""
+"""Functions in short-lived threads, so that OpenMP keeps no idle team for them."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def run_in_load_thread(work: Callable[[], Result]) -> Result:
     finally:
         if future.done():
             thread.join()
+
+
+def run_beside(work: Callable[[], None]) -> None:
+    """Do something small while loading goes on; nothing waits for it."""
+    threading.Thread(target=work, name="paceline-beside", daemon=True).start()

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.hub.chat_template import NOTHING_GIVEN, agrees, rendered
+from paceline.hub.chat_template import NOTHING_GIVEN, agrees, compiled, rendered
 from paceline.hub.resolved import keep_resolved, read_resolved, resolved_file
 from paceline.hub.tokenizer import load_tokenizer
 
@@ -179,6 +179,12 @@ class ResolvedTokenizer:
         if text is None:
             return self._transformers().apply_chat_template(conversation, **settings)
         return self(text, add_special_tokens=False)
+
+    def prepare(self) -> None:
+        """Compile the model's template, which the first chat would wait for."""
+        template = _template(self._facts.chat_template, None)
+        if self._loaded is None and self._facts.renders and template is not None:
+            compiled(template)
 
     def _chat_text(self, conversation: Any, settings: Mapping[str, Any]) -> str | None:
         """A chat through the model's own template; None: transformers renders it."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.draft_tree import DraftTree, chain
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.types import Capability, Request
+from paceline.core.types import Capability, Request, StepResult
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.ngram import Ngram
 from paceline.drafting.router import DrafterRouter
@@ -83,6 +86,32 @@ def test_an_end_inside_an_accepted_run_cuts_the_sequence_and_the_counts() -> Non
     [seq] = engine.run([sequence(PROMPT, 8, stopping=stopping)])
     assert (seq.generated, seq.finish_reason) == (cut, "stop")
     assert seq.stats.new_tokens == seq.stats.accepted == len(cut)
+
+
+class SlowChoice(Ngram):
+    """Chooses when it is asked for a loop, and makes none."""
+
+    def draft_loop(self, *_: object) -> None:
+        time.sleep(0.05)
+
+
+class Timings(FixedDraftLength):
+    """Keeps what steps took."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__(k)
+        self.timings: list[StepTiming] = []
+
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming) -> None:
+        self.timings.append(timing)
+
+
+def test_what_a_drafter_chooses_before_it_drafts_is_no_part_of_the_pass() -> None:
+    policy = Timings(2)
+    engine = toy_engine(drafter=SlowChoice(), draft_length=policy)
+    add(engine, sequence(PROMPT, 12))
+    engine.step()
+    assert policy.timings[0].draft_seconds > 0.05 > policy.timings[0].verify_seconds
 
 
 def test_drafts_that_do_not_fit_into_memory_are_left_out() -> None:

@@ -216,17 +216,18 @@ class LocalEngine:
         yield _StepOfBatch(batch, self._one_step(batch, begun) if results is None else results)
 
     def _draft_steps(self, batch: StepBatch, begun: StepBegun) -> Iterator[_StepOfBatch]:
+        started = time.perf_counter()  # asked for a loop, a drafter may choose already: that is drafting, no pass
         if (loop := self._draft_loop(batch)) is not None:
             yield from self._drafted(batch, loop)
             return
-        drafts = self._propose(batch)
+        drafts = self._propose(batch, started)
         if not any(len(tree) for tree in drafts.trees) and (plain := self._watched_loop(batch)) is not None:
             yield from self._plain(batch, plain, watched=True)
             return
         yield _StepOfBatch(batch, self._one_step(batch, begun, drafts))
 
     def _one_step(self, batch: StepBatch, begun: StepBegun, drafts: _Drafts | None = None) -> list[StepResult]:
-        seqs, drafts = batch.seqs, drafts or self._propose(batch)
+        seqs, drafts = batch.seqs, drafts or self._propose(batch, time.perf_counter())
         output, trees = self._forward(seqs, drafts.trees)
         verified = self.parts.verifier.verify(seqs, trees, output)
         seconds = time.perf_counter() - begun.at - drafts.seconds
@@ -248,8 +249,8 @@ class LocalEngine:
         self._draft_length.observe(seqs, results, timing)
         return results
 
-    def _propose(self, batch: StepBatch) -> _Drafts:
-        started = time.perf_counter()
+    def _propose(self, batch: StepBatch, started: float) -> _Drafts:
+        """started: when drafting for this step began."""
         trees = self._drafter.propose(batch.seqs, batch.num_draft_tokens)
         trees = self._draft_length.cut(batch.seqs, trees)
         return _Drafts(trees, time.perf_counter() - started)

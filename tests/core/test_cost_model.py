@@ -114,3 +114,24 @@ def test_sizes_that_were_never_sampled_follow_those_that_were() -> None:
     for _ in range(50):
         curve.add(4, 21.0)
     assert curve.at(4) == pytest.approx(21.0, rel=0.02), "what was sampled is what it was sampled to be"
+
+
+def test_sizes_that_were_sampled_long_ago_follow_those_that_are_sampled_now() -> None:
+    """Wide passes come seldom. Behind a longer context all passes take a quarter longer."""
+    curve = CostCurve({1: 10.0, 4: 20.0, 16: 60.0})
+    for _ in range(20):
+        curve.add(16, 60.0)
+    for _ in range(200):
+        curve.add(1, 12.5)
+    assert curve.at(16) == pytest.approx(75.0, rel=0.02)
+    for _ in range(200):
+        curve.add(1, 10.0)
+    assert curve.at(16) == pytest.approx(60.0, rel=0.02), "and back again"
+
+
+def test_a_size_that_was_sampled_lately_stays_what_it_was_sampled_to_be() -> None:
+    curve = CostCurve({1: 10.0, 16: 60.0})
+    for _ in range(100):
+        curve.add(16, 66.0)
+        curve.add(1, 15.0)
+    assert curve.at(16) == pytest.approx(66.0, rel=0.02)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,14 @@ class HiccupFilter:
         return self._outliers <= self._patience
 
 
+class _Sample(NamedTuple):
+    """What a size was taken to cost after its last sample, how many samples there were, and the drift then."""
+
+    seconds: float
+    at: int
+    drift: float
+
+
 class CostCurve:
     """Seconds by size (tokens in a pass, draft tokens in a step): straight lines between samples, smoothed over time.
 
@@ -80,7 +89,8 @@ class CostCurve:
         self._seconds = dict(sorted((seconds or {}).items()))
         self._unknown = unknown
         self._count = self._rises = 0  # samples; of them in a row: rising steeply
-        self._sampled_at = dict.fromkeys(self._seconds, -self.MEMORY // 2)  # a first measurement soon counts half
+        first = -self.MEMORY // 2  # a first measurement soon counts half
+        self._samples = {size: _Sample(value, first, 1.0) for size, value in self._seconds.items()}
         self._given, self._drift = dict(self._seconds), 1.0  # of the given values, by those that were sampled since
         self._sizes: list[int] = list(self._seconds)
         self._interpolated: dict[int, float] = {}  # looked up many times between two samples
@@ -93,44 +103,45 @@ class CostCurve:
         before, self._count = self._seconds.get(size), self._count + 1
         self._unconfirmed = size if self._count == 1 and expected <= 0 else None
         value = self._smoothed(size, before, seconds) if before else seconds
-        self._seconds[size], self._sampled_at[size] = value, self._count
+        self._seconds[size], self._samples[size] = value, _Sample(value, self._count, self._drift)
         if self._mixed and size:
             self._limit_larger(size)
         elif self._given.get(size):
-            self._shift_unsampled(value / self._given[size])
+            self._shift_others(value / self._given[size])
         if before is None:
             self._sizes = sorted(self._seconds)
         self._interpolated.clear()
 
-    def _shift_unsampled(self, ratio: float) -> None:
-        """What was measured before the first sequence was warm, and alone: where steps turn out to take longer, those
-        of sizes that have not come yet do too. Else wide passes would seem cheap beside narrow ones."""
+    def _shift_others(self, ratio: float) -> None:
+        """What was measured before the first sequence was warm, and alone, or long ago behind a shorter context: where
+        steps turn out to take longer, those of sizes that have not come since do too. Else wide passes would seem
+        cheap beside narrow ones, which come far more often."""
         self._drift += self.DRIFT_WEIGHT * (min(max(ratio, 1 / self.MAX_DRIFT), self.MAX_DRIFT) - self._drift)
         if self._count % self.SHIFT_EVERY:
             return
-        for size, sampled_at in self._sampled_at.items():
-            if sampled_at < 0:
-                self._seconds[size] = self._given[size] * self._drift
+        for size, sample in self._samples.items():
+            if sample.at < 0 or self._count - sample.at > self.MEMORY:
+                self._seconds[size] = sample.seconds * self._drift / sample.drift
 
     def _limit_larger(self, size: int) -> None:
         """Twice the draft tokens cost at most twice as much: a larger size that seems to cost more was held up."""
         each = self._seconds[size] / size
-        for larger, sampled_at in self._sampled_at.items():
-            if larger > size and self._count - sampled_at > self.MIXED_MEMORY:
+        for larger, sample in self._samples.items():
+            if larger > size and self._count - sample.at > self.MIXED_MEMORY:
                 self._seconds[larger] = min(self._seconds[larger], each * larger)
 
     def _confirm(self, size: int, seconds: float) -> None:
         """The very first sample is kept unless the next one shows that it was held up."""
         first, self._unconfirmed = self._unconfirmed, None
         if first is not None and self._seconds[first] > HiccupFilter.OUTLIER * seconds * max(1.0, first / max(1, size)):
-            del self._seconds[first], self._sampled_at[first]
+            del self._seconds[first], self._samples[first]
             self._sizes = sorted(self._seconds)
             self._interpolated.clear()
 
     def _smoothed(self, size: int, before: float, seconds: float) -> float:
         if not self._mixed and HiccupFilter.OUTLIER * seconds < before:
             return seconds  # nothing is so much quicker by chance
-        age = self._count - self._sampled_at[size]
+        age = self._count - self._samples[size].at
         weight = max(self.WEIGHT, age / (age + self.MEMORY))
         self._rises = self._rises + 1 if seconds > self.STEEP * before else 0
         bounded = seconds if self._mixed else min(seconds, self._max_rise(weight) * before)

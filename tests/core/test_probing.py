@@ -42,13 +42,14 @@ def test_a_cost_that_was_measured_once_delays_nothing() -> None:
     assert ProbeSchedule(rested=FIRST_REST).is_due(1e6, 1.0, sure=False)
 
 
-def test_probes_of_a_moderate_cost_stay_within_their_share() -> None:
-    schedule, lost, steps = ProbeSchedule(), 0.0, 0
+@pytest.mark.parametrize("share", [SHARE, SHARE / 2])
+def test_probes_of_a_moderate_cost_stay_within_their_share(share: float) -> None:
+    schedule, lost, steps = ProbeSchedule(share=share), 0.0, 0
     for _ in range(40):
-        steps += rest_of(schedule, 1.5)
-        schedule.drafted(-1.5, 1.0, probe=True)
-        lost += 1.5
-    assert lost / steps < 1.1 * SHARE
+        steps += rest_of(schedule, 0.8)
+        schedule.drafted(-0.8, 1.0, probe=True)
+        lost += 0.8
+    assert lost / steps < 1.1 * share
 
 
 def test_a_probe_that_wins_goes_on() -> None:

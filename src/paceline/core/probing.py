@@ -29,6 +29,7 @@ class ProbeSchedule:
     probing  whether the last step was a probe
     cost     what the next probe is expected to lose, seconds
     reading  of that, what the drafter needs to read first
+    share    of all time, that probes may lose
     """
 
     balance: float = 0.0
@@ -38,6 +39,7 @@ class ProbeSchedule:
     probing: bool = False
     cost: float = 0.0
     reading: float = 0.0
+    share: float = SHARE
 
     def open(self, plain: float, first_reading: float) -> None:
         """Before the first plan: the drafter must once read a prompt, or nothing is ever known of it."""
@@ -58,13 +60,13 @@ class ProbeSchedule:
         if plain <= 0:
             return self.rest
         factor = min(max(1.0, self.reading / (AFFORDABLE * plain)), MAX_FACTOR)
-        return min(max(self.rest, cost / (SHARE * plain)), LONGEST_REST * factor)
+        return min(max(self.rest, cost / (self.share * plain)), LONGEST_REST * factor)
 
     def passed(self, seconds: float, plain: float) -> None:
         """A plain step was taken."""
         self.rested += 1
         self.probing = False
-        self._add(SHARE * seconds, plain)
+        self._add(self.share * seconds, plain)
 
     def drafted(self, won: float, plain: float, *, probe: bool) -> None:
         """A step drafted and won this many seconds against plain decoding. Only what probes lose is charged."""

@@ -40,6 +40,7 @@ from paceline.errors import OptionError
 
 MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
 READING_WEIGHT = 0.3
+PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is missed than where nothing drafts
 FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
 MIN_REST = 16  # steps after which what a drafter gains is in doubt
 FEW_UNREAD = 16  # tokens that a drafter reads in passing
@@ -56,7 +57,7 @@ class _Turns:
     won      seconds that its own draft is expected to save there, less those it took
     """
 
-    schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
+    schedule: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(share=PROBE_SHARE))
     read: dict[int, int] = field(default_factory=dict)
     reading: float = 0.0
     probed: int | None = None
@@ -309,7 +310,7 @@ class AutoDrafter(Drafter):
         for name, lookup in self.lookups.items():
             for own, tree in zip(drafts, lookup.propose(seqs, num_draft_tokens)):
                 if len(tree):
-                    own.append(replace(tree, source=name))
+                    own.append(draft_tree.with_source(tree, name))
         return [chooser.best(seq, own) for chooser, seq, own in zip(choosers, seqs, drafts)]
 
     def _draft_with(
@@ -323,7 +324,7 @@ class AutoDrafter(Drafter):
         seconds = self._clock() - began
         for index, tree in enumerate(drafts):
             if lengths[index] and len(tree):
-                trees[index] = replace(tree, source=name)
+                trees[index] = draft_tree.with_source(tree, name)
                 choosers[index].drafted(seqs[index], name, trees[index], seconds)
 
 

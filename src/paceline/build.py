@@ -34,7 +34,7 @@ from paceline.engines.local.warmup import LoadTimes, measure_costs, pass_grain, 
 from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
 from paceline.hub.gguf_model import locate_gguf
-from paceline.hub.resolved_tokenizer import read_tokenizer
+from paceline.hub.resolved_tokenizer import prepare_chats, read_tokenizer
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import PrefixCache, target_owner
@@ -83,7 +83,7 @@ def open_model(config: EngineConfig) -> OpenModel:
     device = chosen_device(config.model.device)
     target = open_runner(config.model, device, config.cache.kv_cache_tokens, rounded_kv=config.cache.rounded_kv)
     tokenizer = open_tokenizer(config.model)
-    run_beside(tokenizer.prepare)
+    run_beside(lambda: prepare_chats(tokenizer.hf_tokenizer))
     return OpenModel(target, tokenizer, device)
 
 

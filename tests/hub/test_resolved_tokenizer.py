@@ -18,7 +18,12 @@ from paceline.core.types import ModelInfo, StructuredOutput
 from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import ModelError, PromptError
 from paceline.hub.chat_template import compiled
-from paceline.hub.resolved_tokenizer import ResolvedTokenizer, read_tokenizer, transformers_tokenizer
+from paceline.hub.resolved_tokenizer import (
+    ResolvedTokenizer,
+    prepare_chats,
+    read_tokenizer,
+    transformers_tokenizer,
+)
 from paceline.hub.tokenizer import ChatPrompt, Tokenizer, load_tokenizer
 from paceline.hub.vocabulary import compare, spellings
 from tests.support.tiny import byte_tokenizer
@@ -158,17 +163,17 @@ def test_chats_of_the_default_model_load_nothing(default_folder: Path) -> None:
 
 
 def test_a_prepared_tokenizer_has_compiled_its_template(default_folder: Path) -> None:
-    tokenizer = Tokenizer(resolved(default_folder))
+    tokenizer = resolved(default_folder)
     compiled.cache_clear()
-    tokenizer.prepare()
+    prepare_chats(tokenizer)
     assert compiled.cache_info().currsize == 1
-    tokenizer.encode([USER])
+    Tokenizer(tokenizer).encode([USER])
     assert compiled.cache_info().misses == 1
 
 
 def test_preparing_leaves_alone_what_transformers_renders(tmp_path: Path) -> None:
     compiled.cache_clear()
-    Tokenizer(load_tokenizer(saved(byte_tokenizer(), tmp_path / "tiny"), "tiny")).prepare()
+    prepare_chats(load_tokenizer(saved(byte_tokenizer(), tmp_path / "tiny"), "tiny"))
     assert compiled.cache_info().currsize == 0
 
 

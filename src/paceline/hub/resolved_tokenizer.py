@@ -212,6 +212,12 @@ def transformers_tokenizer(tokenizer: Any) -> Any:
     return tokenizer._transformers() if isinstance(tokenizer, ResolvedTokenizer) else tokenizer
 
 
+def prepare_chats(tokenizer: Any) -> None:
+    """Do what the first chat would wait for. Other threads may use the tokenizer meanwhile."""
+    if isinstance(tokenizer, ResolvedTokenizer):
+        tokenizer.prepare()
+
+
 def _are_ids(token_ids: Any) -> bool:
     return type(token_ids) is list and all(type(token) is int for token in token_ids)
 

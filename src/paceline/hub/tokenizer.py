@@ -62,13 +62,6 @@ class Tokenizer:
         template = getattr(self.hf_tokenizer, "chat_template", None) or ""
         return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
-    def prepare(self) -> None:
-        """Do what the first chat would wait for. Other threads may use the tokenizer meanwhile."""
-        from paceline.hub.resolved_tokenizer import ResolvedTokenizer
-
-        if isinstance(self.hf_tokenizer, ResolvedTokenizer):
-            self.hf_tokenizer.prepare()
-
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a string as it is, or of chat messages through the model's template."""
         if isinstance(prompt, str):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from paceline import SpeculativeDecoder
+from paceline.core.confidence import EDGES
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
 from paceline.core.draft_length import AdaptiveDraftLength
 from paceline.core.draft_tree import DraftTree, chain
@@ -136,3 +139,65 @@ def test_a_block_is_asked_for_whole_while_it_gains_and_rests_where_it_does_not()
 def test_one_hiccup_of_half_a_second_does_not_end_asking(step: int) -> None:
     ks = play(flat(), 160, gains=True, hiccup=step)
     assert sum(k > 0 for k in ks[step + 64 :]) > 0.95 * len(ks[step + 64 :])
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def pass_seconds(rows: int) -> float:
+    """Of the target, as on a card: rows cost little up to a tile, and more beyond it."""
+    return 1e-3 * (1.15 + 0.033 * (rows - 1) if rows <= 8 else 1.4 + 0.052 * (rows - 8))
+
+
+def draft_seconds(num_seqs: int) -> float:
+    """Of one more draft token for all sequences."""
+    return 1e-3 * (0.5 + 0.025 * (num_seqs - 1))
+
+
+def chain_length(policy: AdaptiveDraftLength, seqs: list[Sequence], k: int, confidence: float) -> int:
+    """Draft tokens that a device makes which ends its chains by itself."""
+    limits = policy.draft_value().chain_limits(seqs)
+    assert limits is not None
+    rate = limits.rates[bisect_right(EDGES, confidence)]
+    made, survival = 1, rate
+    while made < k and len(seqs) * survival * rate >= limits.least:
+        made, survival = made + 1, survival * rate
+    return made
+
+
+def speed_of_batch(num_seqs: int, accepted: float, steps: int) -> float:
+    """Tokens a second of the policy over those of plain decoding; each draft token is accepted this often."""
+    policy = AdaptiveDraftLength(CostModel(CostCurve({rows: pass_seconds(rows) for rows in range(1, 40)})), 7, 32)
+    random, seqs, seconds, tokens = Random(num_seqs), [sequence([1], 100_000) for _ in range(num_seqs)], 0.0, 0
+    for _ in range(steps):
+        k = max(policy.plan(seqs))
+        made = chain_length(policy, seqs, k, accepted) if k else 0
+        trees = [chain([2] * made, confidence=[accepted] * made) for _ in seqs]
+        if made:
+            policy.sent(seqs, trees)
+        results = [_drawn(seq, tree, accepted, random) for seq, tree in zip(seqs, trees)]
+        nodes, took = num_seqs * (1 + made), pass_seconds(num_seqs * (1 + made)) + made * draft_seconds(num_seqs)
+        policy.observe(seqs, results, StepTiming(0.0, took, nodes, made, num_seqs, num_seqs, looped=made > 0))
+        seconds, tokens = seconds + took, tokens + sum(len(result.emitted) for result in results)
+    return tokens / seconds * pass_seconds(num_seqs) / num_seqs
+
+
+def _drawn(seq: Sequence, tree: DraftTree, accepted: float, random: Random) -> StepResult:
+    count = 0
+    while count < len(tree) and random.random() < accepted:
+        count += 1
+    last = 2 if count == len(tree) else 3
+    verified = VerifyResult(list(range(count)), last, [2] * count)
+    return StepResult(tree, verified, NO_OUTPUT, seq.extend([2] * count + [last], count))
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 8])
+@pytest.mark.parametrize("accepted", [0.3, 0.5, 0.7])
+def test_a_batch_whose_drafts_lose_is_decoded_plainly(num_seqs: int, accepted: float) -> None:
+    """What a draft gains alone says nothing of a batch: there its tokens save a fraction of that."""
+    assert speed_of_batch(num_seqs, accepted, 600) > 0.97
+
+
+@pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (2, 1.4), (4, 1.25), (8, 1.07)])
+def test_a_batch_whose_drafts_win_is_drafted_for(num_seqs: int, gain: float) -> None:
+    assert speed_of_batch(num_seqs, 0.95, 600) > gain

@@ -177,7 +177,6 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _ask(self, seqs: list[Sequence], states: list[DraftedSequence], limits: list[int], ks: list[int]) -> list[int]:
         """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
         indices: list[int] = []
-        plain = self.costs.plain_pass(len(seqs))
         for index, (seq, state) in enumerate(zip(seqs, states)):
             if seq.params.num_draft_tokens is not None:
                 continue
@@ -185,7 +184,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
                 indices.append(index)
             elif limits[index]:
                 unread = len(seq.ids) - state.num_read
-                ks[index] = self._selective.ask(seq, limits[index], unread if unread > self.FEW_UNREAD else 0, plain)
+                unread = unread if unread > self.FEW_UNREAD else 0
+                ks[index] = self._selective.ask(seq, limits[index], unread, len(seqs))
         return indices
 
     @property

@@ -37,14 +37,48 @@ def kind_of(seq: Sequence) -> str:
     return seq.params.method or (PREDICTION if seq.params.prediction else "")
 
 
+def batch_class(num_seqs: int) -> int:
+    """Batches of like size cost like much: those up to the next power of two."""
+    return (num_seqs - 1).bit_length()
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """What a draft brought and took lately: tokens that are accepted, seconds of making and verifying them."""
+
+    tokens: float = 0.0
+    cost: float = 0.0
+    num_drafts: int = 0
+
+    def add(self, tokens: float, cost: float) -> None:
+        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
+        if self.num_drafts == 1 and HiccupFilter.OUTLIER * cost < self.cost:
+            self.num_drafts = 0  # the very first one was held up
+        self.num_drafts += 1
+        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
+        self.tokens += weight * (tokens - self.tokens)
+        self.cost += weight * (cost - self.cost)
+
+
+class BatchDraftStats:
+    """By size of batch: a draft costs a sequence less among others, and its tokens save less there."""
+
+    def __init__(self) -> None:
+        self._alone = DraftStats()
+        self._together: dict[int, DraftStats] = {}
+
+    def of(self, num_seqs: int) -> DraftStats:
+        return self._alone if num_seqs == 1 else self._together.setdefault(batch_class(num_seqs), DraftStats())
+
+
 @dataclass(slots=True)
 class SourceRecord:
     """What is known of the drafts of one source.
 
     table  acceptance by confidence, of drafts that state one
     rates  acceptance by depth, of the others
-    draft  seconds of making a draft, by its draft tokens
-    tokens, cost  that a draft brought and took lately: accepted tokens, seconds of making and verifying them
+    draft  seconds of making a draft, by its draft tokens; a sequence's share where several are drafted for together
+    stats  what they brought and took
     states_confidence  its drafts do
     depths  how many of its draft tokens are worth making
     stops_itself  the device makes no draft token that is not worth it
@@ -53,21 +87,17 @@ class SourceRecord:
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
     rates: PositionRates = field(default_factory=lambda: PositionRates(fade=0.98, weight=3.0))
     draft: CostCurve = field(default_factory=draft_curve)
-    tokens: float = 0.0
-    cost: float = 0.0
-    num_drafts: int = 0
+    stats: BatchDraftStats = field(default_factory=BatchDraftStats)
     states_confidence: bool = False
     depths: SentDepths = field(default_factory=SentDepths)
     stops_itself: bool = False
+    batch_drafts: dict[int, CostCurve] = field(default_factory=dict)
 
-    def drafted(self, tokens: float, cost: float) -> None:
-        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
-        if self.num_drafts == 1 and HiccupFilter.OUTLIER * cost < self.cost:
-            self.num_drafts = 0  # the very first one was held up
-        self.num_drafts += 1
-        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
-        self.tokens += weight * (tokens - self.tokens)
-        self.cost += weight * (cost - self.cost)
+    def draft_of(self, num_seqs: int) -> CostCurve:
+        """The same in a batch of so many."""
+        if num_seqs == 1:
+            return self.draft
+        return self.batch_drafts.setdefault(batch_class(num_seqs), draft_curve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +172,27 @@ class DraftValue:
         cost = min([(self.costs.width(1 + count) - plain) / count for count in AHEAD])
         return max(0.0, cost) / worth if worth > 0 else 0.0
 
-    def gain(self, seq: Sequence, tree: DraftTree) -> float:
-        """Seconds that a draft saves its sequence if it is sent as far as it pays; what it took does not count."""
+    def gain(self, seq: Sequence, tree: DraftTree, num_seqs: int = 1) -> float:
+        """Seconds that a draft saves in a batch of so many if it is sent as far as it pays; what it took does not
+        count."""
+        if num_seqs > 1:
+            return self._gain_among(seq, tree, num_seqs)
         drafts = self.cut([seq], [tree])
         self._weighed = _Weighed(seq, tree, drafts)
         return drafts.tokens[0] * self.token_seconds(1) - drafts.added[0]
 
-    def usual_gain(self, record: SourceRecord, num_seqs: int = 1) -> float:
+    def _gain_among(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> float:
+        survival, nodes, costs = self.survival(seq, tree), list(range(len(tree))), self.costs.of(num_seqs)
+        if is_cuttable(seq, tree):
+            nodes = [candidate.node for candidate in self._sent(num_seqs, [survival], num_seqs)]
+        tokens = sum([survival[node] for node in nodes if node < len(survival)])
+        added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
+        return tokens * self.token_seconds(num_seqs) - added
+
+    def usual_gain(self, stats: BatchDraftStats, num_seqs: int = 1) -> float:
         """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
-        return record.tokens * self.token_seconds(num_seqs) - record.cost
+        usual = stats.of(num_seqs)
+        return usual.tokens * self.token_seconds(num_seqs) - usual.cost
 
     def goes_on(self, seq: Sequence, confidences: list[float], source: str = "") -> bool:
         """Whether a draft token after these, about as sure as the last, is worth making and sending."""
@@ -170,7 +212,7 @@ class DraftValue:
         record, num_seqs = self.record(seqs[0], source), len(seqs)
         costs = self.costs.of(num_seqs)
         added = (costs.pass_of(num_seqs * (1 + MANY)) - costs.pass_of(num_seqs)) / MANY
-        seconds = _seconds_each(record.draft) * num_seqs or _seconds_each(self.costs.draft)
+        seconds = _seconds_each(record.draft_of(num_seqs)) * num_seqs or _seconds_each(self.costs.draft)
         worth, record.stops_itself = self.token_seconds(num_seqs), True
         return ChainLimits((seconds + added) / worth, tuple(map(record.table.rate, CENTRES)))
 

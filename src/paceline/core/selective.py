@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_tree import DraftTree
-from paceline.core.draft_value import CutDrafts, DraftValue, SourceRecord, is_cuttable, kind_of
+from paceline.core.draft_value import BatchDraftStats, CutDrafts, DraftValue, is_cuttable, kind_of
 from paceline.core.probing import ProbeSchedule
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
@@ -28,7 +28,7 @@ PLAIN_EVERY = 128  # steps with draft tokens after which a plain one keeps its c
 class _Kind:
     """Sequences that are drafted for in one way."""
 
-    total: SourceRecord = field(default_factory=SourceRecord)  # of its drafts, whatever their source
+    totals: BatchDraftStats = field(default_factory=BatchDraftStats)  # of its drafts, whatever their source
     schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
     is_probe: bool = False
     won: float = 0.0  # seconds, in the last step that asked
@@ -58,21 +58,24 @@ class SelectiveDrafts:
 
     # --- before a step ------------------------------------------------------------------------------------------------
 
-    def ask(self, seq: Sequence, limit: int, unread: int, plain: float) -> int:
-        """Draft tokens to ask for: all that may be sent, or none. plain: seconds of a plain step."""
+    def ask(self, seq: Sequence, limit: int, unread: int, num_seqs: int) -> int:
+        """Draft tokens to ask for in a batch of so many: all that may be sent, or none."""
         if self._wide_steps >= PLAIN_EVERY:
             return 0
-        kind, reading = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread)
+        kind, reading, plain = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread), self._plain(num_seqs)
         kind.schedule.open(plain, reading)
         kind.is_probe = False
-        gain, length = self.value.usual_gain(kind.total), self.value.useful_length(seq, limit)
+        gain, length = self.value.usual_gain(kind.totals, num_seqs), self.value.useful_length(seq, limit)
         if gain >= reading / HORIZON:
             return length
         kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
-        if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.total.num_drafts > 1):
+        if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.totals.of(num_seqs).num_drafts > 1):
             return 0
         kind.is_probe = True
         return length
+
+    def _plain(self, num_seqs: int) -> float:
+        return self.value.costs.plain_pass(num_seqs)
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
         """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
@@ -132,23 +135,24 @@ class SelectiveDrafts:
         """Returns the seconds that such a draft usually takes."""
         record, count = self.value.record(seq, own.tree.source), own.tree.num_draft_tokens
         if seconds is None:
-            return record.draft.at(count)
-        record.draft.add(count, seconds)
-        making = record.draft.at(count)
+            return record.draft_of(num_seqs).at(count)
+        curve = record.draft_of(num_seqs)
+        curve.add(count, seconds)
+        making = curve.at(count)
         saved = own.tokens * self.value.token_seconds(num_seqs)
         cost = min(own.added + making, saved + MAX_LOSS * self.value.costs.plain_pass(1))
-        record.drafted(own.tokens, cost)
+        record.stats.of(num_seqs).add(own.tokens, cost)
         if saved < cost and own.tree.source:
             return making  # a drafter that chooses among several has tried one that loses; it sees to that itself
         kind = self._kinds[kind_of(seq)]
         kind.won += saved - cost
-        kind.total.drafted(own.tokens, cost)
+        kind.totals.of(num_seqs).add(own.tokens, cost)
         return making
 
     def _observe_step(
         self, seqs: list[Sequence], asked: list[Sequence], timing: StepTiming, emitted: int, drafting: float
     ) -> None:
-        plain = self.value.costs.plain_pass(timing.num_seqs)
+        plain = self._plain(timing.num_seqs)
         self._wide_steps = self._wide_steps + 1 if timing.nodes > timing.num_seqs else 0
         self.value.stepped(timing, emitted, drafting)
         asked_kinds = {kind_of(seq) for seq in asked}

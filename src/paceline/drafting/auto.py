@@ -77,35 +77,37 @@ class _Chooser:
         self.value = value
         self.turns = {name: _Turns() for name in names}
 
-    def best(self, seq: Sequence, drafts: list[DraftTree]) -> DraftTree:
-        """Of the drafts of lookups."""
+    def best(self, seq: Sequence, drafts: list[DraftTree], num_seqs: int) -> DraftTree:
+        """Of the drafts of lookups, in a batch of so many."""
         if len(drafts) <= 1:
             return drafts[0] if drafts else draft_tree.empty()
-        return max(drafts, key=lambda tree: self.value.gain(seq, tree))
+        return max(drafts, key=lambda tree: self.value.gain(seq, tree, num_seqs))
 
-    def choose(self, seq: Sequence, tree: DraftTree) -> str | None:
+    def choose(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> str | None:
         """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
         if not self.turns:
             return None
-        best, gain = None, self.value.gain(seq, tree) if len(tree) else 0.0
+        best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) else 0.0
         for name, turns in self.turns.items():
-            own = self.value.usual_gain(self.value.record(seq, name))
+            own = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs)
             if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
                 best, gain = name, own
-        return self._due(seq, best, gain) or best
+        return self._due(seq, best, gain, num_seqs) or best
 
-    def _due(self, seq: Sequence, best: str | None, gain: float) -> str | None:
+    def _due(self, seq: Sequence, best: str | None, gain: float, num_seqs: int) -> str | None:
         """A drafter whose probe is due: it drafts although another one seems better. One sequence at a time."""
         plain = self.value.costs.plain_pass(1)
         for name, turns in self.turns.items():
-            record = self.value.record(seq, name)
-            is_known = record.num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST
+            stats = self.value.record(seq, name).stats
+            num_drafts = stats.of(num_seqs).num_drafts
+            is_known = num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST
             if name == best or turns.probed is not None or is_known:
                 continue
             turns.schedule.open(plain, 0.0)
             turns.schedule.reading = turns.cost_of_reading(seq)
-            turns.schedule.cost = max(0.0, gain - self.value.usual_gain(record)) + turns.schedule.reading
-            if turns.schedule.is_due(turns.schedule.cost, plain, sure=record.num_drafts > 1):
+            lost = max(0.0, gain - self.value.usual_gain(stats, num_seqs))
+            turns.schedule.cost = lost + turns.schedule.reading
+            if turns.schedule.is_due(turns.schedule.cost, plain, sure=num_drafts > 1):
                 turns.probed, turns.forgone = seq.seq_id, gain
                 return name
         return None
@@ -116,7 +118,7 @@ class _Chooser:
             return self.value.useful_length(seq, limit, name)
         return self.value.best_length(seq, limit, name)
 
-    def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float) -> None:
+    def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float, num_seqs: int) -> None:
         """A drafter that takes time has drafted."""
         turns = self.turns[name]
         if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD:
@@ -124,7 +126,7 @@ class _Chooser:
             turns.reading += READING_WEIGHT * (max(0.0, seconds - usual) - turns.reading)
         turns.read[seq.seq_id], turns.had_turn = len(seq.ids), True
         if seq.seq_id == turns.probed:
-            turns.won = self.value.gain(seq, tree) - turns.forgone - seconds
+            turns.won = self.value.gain(seq, tree, num_seqs) - turns.forgone - seconds
 
     def looped(self, seqs: list[Sequence], name: str) -> None:
         """A drafter has made the drafts of one of several steps in a row. All steps of a probe are one."""
@@ -133,7 +135,7 @@ class _Chooser:
         for seq in seqs:
             turns.read[seq.seq_id] = len(seq.ids)
             if seq.seq_id == turns.probed:
-                turns.won = self.value.usual_gain(self.value.record(seq, name)) - turns.forgone
+                turns.won = self.value.usual_gain(self.value.record(seq, name).stats, len(seqs)) - turns.forgone
         self.settle(len(seqs))
         turns.probed = probed
 
@@ -291,16 +293,20 @@ class AutoDrafter(Drafter):
         limits = [min(k, seq.remaining_tokens - 1) for seq, k in zip(seqs, limits)]
         gain = 0.0
         for seq, tree in zip(seqs, self._look_up(seqs, limits, [chooser] * len(seqs))):
-            gain += chooser.value.gain(seq, tree) if len(tree) else 0.0
-            gain -= chooser.value.usual_gain(chooser.value.record(seq, name))
+            gain += chooser.value.gain(seq, tree, self._size(seqs)) if len(tree) else 0.0
+            gain -= chooser.value.usual_gain(chooser.value.record(seq, name).stats, self._size(seqs))
         return gain > 0
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 
+    def _size(self, seqs: list[Sequence]) -> int:
+        """Of the batch that drafts are weighed in. Where every sequence learns for itself, each is alone."""
+        return 1 if self._shared is None else len(seqs)
+
     def _choose(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> _Choice:
         trees = self._look_up(seqs, num_draft_tokens, choosers)
         names = [
-            chooser.choose(seq, tree) if k else None
+            chooser.choose(seq, tree, self._size(seqs)) if k else None
             for chooser, seq, k, tree in zip(choosers, seqs, num_draft_tokens, trees)
         ]
         return _Choice([len(seq.ids) for seq in seqs], trees, names)
@@ -311,7 +317,8 @@ class AutoDrafter(Drafter):
             for own, tree in zip(drafts, lookup.propose(seqs, num_draft_tokens)):
                 if len(tree):
                     own.append(draft_tree.with_source(tree, name))
-        return [chooser.best(seq, own) for chooser, seq, own in zip(choosers, seqs, drafts)]
+        size = self._size(seqs)
+        return [chooser.best(seq, own, size) for chooser, seq, own in zip(choosers, seqs, drafts)]
 
     def _draft_with(
         self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree], choosers: list[_Chooser]
@@ -325,7 +332,7 @@ class AutoDrafter(Drafter):
         for index, tree in enumerate(drafts):
             if lengths[index] and len(tree):
                 trees[index] = draft_tree.with_source(tree, name)
-                choosers[index].drafted(seqs[index], name, trees[index], seconds)
+                choosers[index].drafted(seqs[index], name, trees[index], seconds, self._size(seqs))
 
 
 class _OwnMeasurements:

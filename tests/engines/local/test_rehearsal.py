@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
@@ -57,6 +59,30 @@ def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:
     for prepare in Rehearsal(toy_engine(runner)).preparations(WarmupPlan((1, 2), (1,), 4096, (1, 2, 3))):
         prepare()
     assert {len(widths) for widths in runner.passes} == {1, 2, 3} and not runner.open_caches
+
+
+@pytest.mark.parametrize(
+    ("rows", "ks", "batches"),
+    [
+        (32, (1, 3, 7), {(1, 8), (2, 8), (4, 8)}),
+        (16, (1, 3), {(1, 8), (2, 8)}),
+        (32, (2,), {(1, 8), (3, 8)}),
+        (None, (1, 3), set()),
+    ],
+    ids=["three draft tokens fit", "one fits", "a number that was named", "a pass that is not one kernel"],
+)
+def test_the_largest_quick_batch_is_met_before_a_user_meets_it(
+    rows: int | None, ks: tuple[int, ...], batches: set[tuple[int, int]]
+) -> None:
+    runner, draft = ToyRunner(), ToyRunner()
+    runner.info = replace(runner.info, rows_rounded_alike=rows)
+    engine = toy_engine(runner, DraftModel(draft, draft.info.vocab_size), AdaptiveDraftLength())
+    own = Rehearsal(engine)
+    for prepare in own.preparations(WarmupPlan((1, 2, 4), ks, 4096, quick_batches=(2, 4, 8))):
+        prepare()
+    met = {(max(widths), len(widths)) for widths in runner.passes if len(widths) > 1 and max(widths) <= 8}
+    assert met == batches
+    assert all(timing.num_seqs == 1 for timing in own.timings) and not runner.open_caches
 
 
 @pytest.mark.parametrize(("ks", "pieces"), [((12,), 2 + 2), ((1, 12), 2 + 2 + 1)])

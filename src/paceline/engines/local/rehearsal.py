@@ -25,6 +25,7 @@ from paceline.kv.prefix_cache import TARGET, PrefixCache
 
 PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
 USUAL_KS = 8  # draft tokens: where the policy decides, more of them are only rehearsed after the shortest prompt
+BATCH_KS = (1, 3)  # draft tokens of a quick batch, where the policy decides
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
 
 
@@ -110,13 +111,33 @@ class Rehearsal:
         pieces += [partial(self._run, k, PROMPTS[0], 1, temperature=1.0) for k in _at_the_end(plan)]
         if len(plan.num_draft_tokens) > 1:
             pieces.append(partial(self._run, plan.num_draft_tokens[-1], PROMPTS[0], 2, whole=False))
-        return pieces
+        return pieces + self._quick_batch(plan, longest)
+
+    def _quick_batch(self, plan: WarmupPlan, longest: int) -> list[Preparation]:
+        """The largest batch whose graphs are there already because a pass is one kernel: its prompts are read together,
+        and what that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
+        rows, ks = self._engine.info.rows_rounded_alike or 0, plan.num_draft_tokens
+        sizes = [count for count in plan.quick_batches if count <= rows]
+        if not sizes or PROMPTS[0] + STEPS >= longest:
+            return []
+        fitting = [k for k in (0, *(ks if len(ks) <= 1 else BATCH_KS)) if sizes[-1] * (k + 1) <= rows]
+        run = partial(self._run, length=PROMPTS[0], num_steps=2, num_seqs=sizes[-1], measured=False)
+        pieces: list[Preparation] = [partial(run, k) for k in fitting]
+        return pieces + ([partial(run, fitting[-1], whole=False)] if len(ks) > 1 and fitting[-1] else [])
 
     def _run(
-        self, k: int, length: int, num_steps: int, num_seqs: int = 1, temperature: float = 0.0, *, whole: bool = True
+        self,
+        k: int,
+        length: int,
+        num_steps: int,
+        num_seqs: int = 1,
+        temperature: float = 0.0,
+        *,
+        whole: bool = True,
+        measured: bool = True,
     ) -> None:
         """A sequence that fails here says so when it is a user's. whole: no draft ends before it has k tokens."""
-        self.steps.begin(k, measured=temperature == 0 and whole)
+        self.steps.begin(k, measured=measured and temperature == 0 and whole)
         token = min(7, self._engine.info.vocab_size - 1)
         sampling, stopping = SamplingParams(temperature=temperature), StopRules(num_steps * (k + 1))
         params = SequenceParams(sampling, stopping, num_draft_tokens=(k or None) if whole else None)

@@ -323,7 +323,7 @@ enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
 // constants, because one copy of the code must serve all products: code that does not fit the instruction cache is fetched
 // again every layer.
 struct Product {
-  const void* weight;                         // a tensor map: see weight_maps.py
+  const void* weight;                         // a tensor map: see device/tensor_maps.py
   const u16* bias;
   const i64* pieces;                          // of a packed model
   int columns, rows, outputs;                 // outputs: rows of a tile

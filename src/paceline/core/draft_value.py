@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from paceline.core.acceptance import PositionRates
 from paceline.core.confidence import CENTRES, ConfidenceTable
@@ -21,6 +22,7 @@ from paceline.core.sent_depths import SentDepths
 from paceline.core.sequence import Sequence
 from paceline.core.types import ChainLimits, StepResult
 
+Kept = TypeVar("Kept")
 PREDICTION = "prediction"
 FADE = 0.98  # of what earlier steps gained, by each further step
 DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
@@ -35,11 +37,6 @@ LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent
 def kind_of(seq: Sequence) -> str:
     """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
     return seq.params.method or (PREDICTION if seq.params.prediction else "")
-
-
-def batch_class(num_seqs: int) -> int:
-    """Batches of like size cost like much: those up to the next power of two."""
-    return (num_seqs - 1).bit_length()
 
 
 @dataclass(slots=True)
@@ -60,15 +57,25 @@ class DraftStats:
         self.cost += weight * (cost - self.cost)
 
 
-class BatchDraftStats:
-    """By size of batch: a draft costs a sequence less among others, and its tokens save less there."""
+class ByBatchSize(Generic[Kept]):
+    """What is known for each size of batch: a draft costs a sequence less among others, and its tokens save less there.
 
-    def __init__(self) -> None:
-        self._alone = DraftStats()
-        self._together: dict[int, DraftStats] = {}
+    Sizes up to the next power of two are taken to be alike.
+    """
 
-    def of(self, num_seqs: int) -> DraftStats:
-        return self._alone if num_seqs == 1 else self._together.setdefault(batch_class(num_seqs), DraftStats())
+    def __init__(self, make: Callable[[], Kept]) -> None:
+        self._make = make
+        self._kept: dict[int, Kept] = {}
+
+    def of(self, num_seqs: int) -> Kept:
+        size = (num_seqs - 1).bit_length()
+        if size not in self._kept:
+            self._kept[size] = self._make()
+        return self._kept[size]
+
+
+def new_stats() -> ByBatchSize[DraftStats]:
+    return ByBatchSize(DraftStats)
 
 
 @dataclass(slots=True)
@@ -77,7 +84,7 @@ class SourceRecord:
 
     table  acceptance by confidence, of drafts that state one
     rates  acceptance by depth, of the others
-    draft  seconds of making a draft, by its draft tokens; a sequence's share where several are drafted for together
+    drafts  seconds of making a draft, by its draft tokens: a sequence's share of them in a batch
     stats  what they brought and took
     states_confidence  its drafts do
     depths  how many of its draft tokens are worth making
@@ -86,18 +93,16 @@ class SourceRecord:
 
     table: ConfidenceTable = field(default_factory=ConfidenceTable)
     rates: PositionRates = field(default_factory=lambda: PositionRates(fade=0.98, weight=3.0))
-    draft: CostCurve = field(default_factory=draft_curve)
-    stats: BatchDraftStats = field(default_factory=BatchDraftStats)
+    drafts: ByBatchSize[CostCurve] = field(default_factory=lambda: ByBatchSize(draft_curve))
+    stats: ByBatchSize[DraftStats] = field(default_factory=new_stats)
     states_confidence: bool = False
     depths: SentDepths = field(default_factory=SentDepths)
     stops_itself: bool = False
-    batch_drafts: dict[int, CostCurve] = field(default_factory=dict)
 
-    def draft_of(self, num_seqs: int) -> CostCurve:
-        """The same in a batch of so many."""
-        if num_seqs == 1:
-            return self.draft
-        return self.batch_drafts.setdefault(batch_class(num_seqs), draft_curve())
+    @property
+    def draft(self) -> CostCurve:
+        """Of a sequence alone."""
+        return self.drafts.of(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class DraftValue:
         added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
         return tokens * self.token_seconds(num_seqs) - added
 
-    def usual_gain(self, stats: BatchDraftStats, num_seqs: int = 1) -> float:
+    def usual_gain(self, stats: ByBatchSize[DraftStats], num_seqs: int = 1) -> float:
         """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
         usual = stats.of(num_seqs)
         return usual.tokens * self.token_seconds(num_seqs) - usual.cost
@@ -212,7 +217,7 @@ class DraftValue:
         record, num_seqs = self.record(seqs[0], source), len(seqs)
         costs = self.costs.of(num_seqs)
         added = (costs.pass_of(num_seqs * (1 + MANY)) - costs.pass_of(num_seqs)) / MANY
-        seconds = _seconds_each(record.draft_of(num_seqs)) * num_seqs or _seconds_each(self.costs.draft)
+        seconds = _seconds_each(record.drafts.of(num_seqs)) * num_seqs or _seconds_each(self.costs.draft)
         worth, record.stops_itself = self.token_seconds(num_seqs), True
         return ChainLimits((seconds + added) / worth, tuple(map(record.table.rate, CENTRES)))
 

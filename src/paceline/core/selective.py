@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_tree import DraftTree
-from paceline.core.draft_value import BatchDraftStats, CutDrafts, DraftValue, is_cuttable, kind_of
+from paceline.core.draft_value import ByBatchSize, CutDrafts, DraftStats, DraftValue, is_cuttable, kind_of, new_stats
 from paceline.core.probing import ProbeSchedule
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
@@ -28,7 +28,7 @@ PLAIN_EVERY = 128  # steps with draft tokens after which a plain one keeps its c
 class _Kind:
     """Sequences that are drafted for in one way."""
 
-    totals: BatchDraftStats = field(default_factory=BatchDraftStats)  # of its drafts, whatever their source
+    totals: ByBatchSize[DraftStats] = field(default_factory=new_stats)  # of its drafts, whatever their source
     schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
     is_probe: bool = False
     won: float = 0.0  # seconds, in the last step that asked
@@ -62,7 +62,8 @@ class SelectiveDrafts:
         """Draft tokens to ask for in a batch of so many: all that may be sent, or none."""
         if self._wide_steps >= PLAIN_EVERY:
             return 0
-        kind, reading, plain = self._kinds[kind_of(seq)], self.value.costs.catching_up(unread), self._plain(num_seqs)
+        kind, costs = self._kinds[kind_of(seq)], self.value.costs
+        reading, plain = costs.catching_up(unread), costs.plain_pass(num_seqs)
         kind.schedule.open(plain, reading)
         kind.is_probe = False
         gain, length = self.value.usual_gain(kind.totals, num_seqs), self.value.useful_length(seq, limit)
@@ -73,9 +74,6 @@ class SelectiveDrafts:
             return 0
         kind.is_probe = True
         return length
-
-    def _plain(self, num_seqs: int) -> float:
-        return self.value.costs.plain_pass(num_seqs)
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int]) -> list[DraftTree]:
         """What is sent of the trees. A kind is covered once its drafts state confidences, or name their source."""
@@ -135,8 +133,8 @@ class SelectiveDrafts:
         """Returns the seconds that such a draft usually takes."""
         record, count = self.value.record(seq, own.tree.source), own.tree.num_draft_tokens
         if seconds is None:
-            return record.draft_of(num_seqs).at(count)
-        curve = record.draft_of(num_seqs)
+            return record.drafts.of(num_seqs).at(count)
+        curve = record.drafts.of(num_seqs)
         curve.add(count, seconds)
         making = curve.at(count)
         saved = own.tokens * self.value.token_seconds(num_seqs)
@@ -152,7 +150,7 @@ class SelectiveDrafts:
     def _observe_step(
         self, seqs: list[Sequence], asked: list[Sequence], timing: StepTiming, emitted: int, drafting: float
     ) -> None:
-        plain = self._plain(timing.num_seqs)
+        plain = self.value.costs.plain_pass(timing.num_seqs)
         self._wide_steps = self._wide_steps + 1 if timing.nodes > timing.num_seqs else 0
         self.value.stepped(timing, emitted, drafting)
         asked_kinds = {kind_of(seq) for seq in asked}

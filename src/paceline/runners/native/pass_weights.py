@@ -66,7 +66,7 @@ class PassFormats:
 
     @property
     def least_slots(self) -> int:
-        """One is of plain weights: they are few and large, and what is on its way of one keeps memory busy enough."""
+        """Of the ring. A slot of plain weights is large: what is on its way into one alone keeps memory nearly busy."""
         return 2 if self.packed else 1
 
     @property
@@ -82,7 +82,7 @@ class PassFormats:
 
     @property
     def unit_columns(self) -> int:
-        """Inputs of a product are a multiple of."""
+        """The number of inputs of every product is a multiple of this."""
         return 32 if self.packed else BOX_COLUMNS
 
     def tile_rows(self, rows: int, blocks: int) -> int:

@@ -138,7 +138,7 @@ struct Ring {
   Stream stream, opened;
   u32 slot, last;                             // this thread's part: of the slot that is multiplied next, of the last one
 
-  __device__ __forceinline__ Ring(u32 memory, const volatile Product& product) {
+  __device__ __forceinline__ void open(u32 memory, const volatile Product& product) {  // the next one
     last = memory + this_thread() * 16 + (SLOTS - 1) * SLOT_BYTES;
     opened = run_of(product, 0, 0);
   }

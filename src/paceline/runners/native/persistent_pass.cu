@@ -414,13 +414,20 @@ struct Ring {
   int opened;                                 // the step whose product is streamed
 
   __device__ __forceinline__ Ring(u32 memory, u32 barriers_of_block, const volatile Product& product) {
+    from = 0;
+    parity = 0;
+    begin(memory, barriers_of_block, 0);
+    stream.open(product);
+  }
+  __device__ __forceinline__ void begin(u32 memory, u32 barriers_of_block, int step) {  // empty, after the product of a step
     const int warp = this_thread() >> 5, lane = this_thread() & 31;
     slots = memory + warp * UNIT_BYTES;
     pointed = (lane & 15) * 128 + (lane >> 4 ^ lane & 7) * 16;
     barriers = barriers_of_block + warp * 8;
-    to = from = ahead = opened = 0;
-    parity = 0;
-    stream.open(product);
+    to = from;
+    ahead = 0;
+    opened = step;
+    stream.close();
   }
   __device__ __forceinline__ void fill(const volatile Product* products, int last) {  // last: the step whose product may be opened last
 #pragma unroll 1
@@ -1139,6 +1146,13 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 
 extern __shared__ __align__(16) unsigned char memory[];
 
+// What all threads know of a pass. Each step reads it again, so that it is not kept across calls: registers that do not suffice are
+// kept in local memory, which is far away where shared memory has taken the place of its cache.
+struct PassFacts {
+  int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
+  bool by_words, attends;                     // by_words: from gate to down; attends: a share of attention takes the ring's memory
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
     const u16* embedding, const u16* final_norm, const void* lm_head_, const float* rope, u16* keys, u16* values, const void* key_map, const void* value_map, u64* between, u64* hidden, u64* qkv,
@@ -1166,10 +1180,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   if (threadIdx.x == 0)
     args = {blocks, num_seqs * table_width <= TABLE_SIZE ? block_table : nullptr, rope, keys, values, key_map, value_map, (u32)__cvta_generic_to_shared(attention_barriers), attention_parities, qkv, attended, partial, partial_stats, splits_done, nodes, table_width, cache_tokens, max_splits, flags[BLOCKS]};
   // Of a single sequence no node is read that only fills up the pass.
-  const int rows = num_seqs == 1 ? max(1, min(nodes, (int)counts[0])) : num_seqs * nodes, thread = threadIdx.x;
-  const bool by_words = rows * (INTER / 2) <= MOST_WORDS && rows * (INTER + WARPS * 128) <= x_limit;  // from gate to down
+  const int num_rows = num_seqs == 1 ? max(1, min(nodes, (int)counts[0])) : num_seqs * nodes, thread = threadIdx.x;
+  __shared__ volatile PassFacts facts;
+  if (thread == 0) {
+    facts.rows = num_rows;
+    facts.base = flags[BLOCKS];
+    facts.by_words = num_rows * (INTER / 2) <= MOST_WORDS && num_rows * (INTER + WARPS * 128) <= x_limit;
+#if PACKED
+    facts.down_segment = (x_limit / num_rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;
+#else
+    facts.down_segment = INTER;  // as many as there are
+#endif
+  }
   float* joined = reinterpret_cast<float*>(memory);
-  const SumsLayout layout(rows, joined);
   unsigned char* ring_memory = memory + WARPS * SUMS * sizeof(float);
 #if !PACKED
   ring_memory += -(u32)__cvta_generic_to_shared(ring_memory) % RING_ALIGNMENT;
@@ -1187,10 +1210,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   u16* x = gain + HIDDEN;
   const void* lm_head = lm_head_;
 #endif
-  const Flags gates_done = {flags, flags[BLOCKS]};
   AttentionMemory& attention = *reinterpret_cast<AttentionMemory*>(memory + -(u32)__cvta_generic_to_shared(memory) % 1024u);
 
-  if (thread < rows) {
+  if (thread < num_rows) {
     int seq = thread / nodes, node = thread % nodes;
     i64 token = tokens[seq * token_stride + token_offset + node];
     row_tokens[thread] = embedded ? thread : (int)(token < 0 ? 0 : (token >= VOCAB ? VOCAB - 1 : token));
@@ -1210,27 +1232,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     infos[thread].tiles = infos[thread].chain_tiles + count - chain;
   }
   fetch_gain(gain, (const u16*)table[0][ATTENTION_NORM]);
-#if PACKED
-  const int down_segment = (x_limit / rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;  // units of the longest input that fit
-#else
-  const int down_segment = INTER;  // as many as there are
-#endif
   const int last_step = 4 * num_layers;
   auto describe = [&](int step) {
-    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, down_segment);
+    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, facts.down_segment);
   };
-  if (thread <= PRODUCTS_AHEAD) describe(thread);
   wait_for_copies();
   __syncthreads();
-
-  bool attends;  // its share of attention takes the memory of the ring
-  {
+  if (thread <= PRODUCTS_AHEAD) describe(thread);
+  if (thread == THREADS - 1) {
     int all_shares = 0;
     for (int seq = 0; seq < num_seqs; ++seq) all_shares += shares(infos[seq]);
-    attends = first_share() < all_shares;
+    facts.attends = first_share() < all_shares;
   }
+  __syncthreads();
+
 #if PACKED
-  Ring ring((u32)__cvta_generic_to_shared(ring_memory), products[0]);
+  Ring ring;
+  ring.open((u32)__cvta_generic_to_shared(ring_memory), products[0]);
 #else
   Ring ring((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), products[0]);
 #endif
@@ -1240,6 +1258,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* layer = table[index % TABLES];
     const bool normed = kind == QKV_PRODUCT || kind == GATE_PRODUCT || kind == LM_HEAD;
     const volatile Product& product = products[step % PRODUCTS];
+    const int rows = facts.rows;
+    const bool by_words = facts.by_words;
+    const Flags gates_done = {flags, facts.base};
+    const SumsLayout layout(rows, joined);
 
     // --- ask for weights, and for those of the next norm
     if (kind == OUTPUT_PRODUCT) fetch_gain(gain, (const u16*)layer[MLP_NORM]);
@@ -1248,7 +1270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     end_group();
     ring.begin_product(products, step, last_step);
 #else  // as far ahead as there is room: a block that attends up to the product before that
-    const int last_opened = min(last_step, attends ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
+    const int last_opened = min(last_step, facts.attends ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
     ring.fill(products, last_opened);
 #endif
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
@@ -1411,7 +1433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind != QKV_PRODUCT) continue;
 
     // --- attention: blocks without a share of it go on at once
-    if (!attends) continue;
+    if (!facts.attends) continue;
     int base = 0;
 #pragma unroll 1
     for (int seq = 0; seq < num_seqs; ++seq) {
@@ -1422,8 +1444,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       }
       base += items;
     }
-#if !PACKED
-    ring.stream.close();  // it had ended; so nothing of it is kept across the calls
+#if PACKED  // it is made again, not kept
+    ring.open((u32)__cvta_generic_to_shared(ring_memory), products[(step + 1) % PRODUCTS]);
+#else
+    ring.begin((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), step);
     fence_copies();
     __syncthreads();
 #endif
@@ -1432,6 +1456,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   // --- the best of this block
   __syncthreads();
   const Best* all_found = reinterpret_cast<const Best*>(joined);
+  const int rows = facts.rows;
+  const SumsLayout layout(rows, joined);
   const int lane = thread & 31;
   Best found;
 #pragma unroll 1
@@ -1467,7 +1493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   __syncthreads();
   if (thread == 0) {
     if (chain_step >= 0) chain.decide(row_gains, num_seqs);
-    flags[BLOCKS] = gates_done.base + num_layers;
+    flags[BLOCKS] = facts.base + num_layers;
     flags[BLOCKS + 1] = 0;
   }
 }

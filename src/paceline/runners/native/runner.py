@@ -34,6 +34,7 @@ from paceline.kv.window_blocks import PASS_TOKENS
 from paceline.layers.rope import rope_cache
 from paceline.models.decoder import DecoderModel
 from paceline.runners.loading import eos_token_ids_of
+from paceline.runners.native.catching_up import CATCH_UP_WIDTHS, LEAD_TOKENS, QuickReading, catch_up_passes
 from paceline.runners.native.eager_pass import EagerPasses
 from paceline.runners.native.kv_cache import KVCache, PagedRunner, block_manager, own
 from paceline.runners.native.loading import (
@@ -56,7 +57,6 @@ DECODE_STEPS = 4  # plain steps in a row: the host's work is shared by four, and
 SHORT_DECODE_STEPS = 8  # the same where a pass is one kernel: it takes about a millisecond
 EXTRA_POSITIONS = 512  # a drafting graph may run a few steps past the end of the longest sequence
 REREAD_TOKENS = 2048  # of a sequence in a pass, where its state or its window is computed again
-LEAD_TOKENS = 2  # what a drafting graph reads of a sequence; pass_inputs.LEAD_TOKENS, here without importing Triton
 CAPABILITIES = frozenset({Capability.TREE, Capability.HIDDEN_STATES, Capability.EARLY_EXIT})
 RECURRENT_CAPABILITIES = frozenset({Capability.HIDDEN_STATES})  # a state is after one path, and after all layers
 
@@ -159,10 +159,16 @@ class NativeRunner(PagedRunner):
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """Its graphs; nothing where there are none."""
         context = min(plan.max_context, self.info.max_seq_len, self.kv.num_tokens)
-        bounded = replace(plan, max_context=context)
+        bounded = replace(plan, max_context=context, widths=self._widths(plan))
         prefills = [] if self.prefill_graphs is None else self.prefill_graphs.preparations(context)
         passes = [] if self.decode_graphs is None else self.decode_graphs.preparations(bounded)
         return [torch.inference_mode()(prepare) for prepare in prefills + passes]
+
+    def _widths(self, plan: WarmupPlan) -> tuple[int, ...]:
+        """A draft model whose pass is one kernel also reads what it lacks of sequences in narrow passes."""
+        if not plan.num_draft_tokens or self.decode_graphs is None or self.decode_graphs.persistent_rows is None:
+            return plan.widths
+        return tuple(sorted({*plan.widths, *CATCH_UP_WIDTHS}))
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -329,11 +335,10 @@ class NativeRunner(PagedRunner):
                 self.truncate(cache, 0)
 
     def _catch_up(self, inputs: list[DraftInput]) -> None:
-        """Read all but the last two tokens of every sequence; the drafting graph itself reads those."""
-        behind = [draft for draft in inputs if draft.seq_cache.length < len(draft.ids) - LEAD_TOKENS]
-        if behind:
-            rows = [Row.chain(draft.seq_cache, draft.ids[draft.seq_cache.length : -LEAD_TOKENS]) for draft in behind]
-            self.forward(rows, last_only=True)
+        graphs = self.decode_graphs
+        quick = QuickReading() if graphs is None else QuickReading.of(len(inputs), graphs.persistent_rows)
+        for part in catch_up_passes(inputs, quick):
+            self.forward(part.rows, last_only=not part.is_quick)
 
     def _reserve_drafts(self, inputs: list[DraftInput], num_tokens: int) -> None:
         for draft in inputs:

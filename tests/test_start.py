@@ -1,4 +1,5 @@
-"""The second start with a model, through the doors that users take: it imports neither transformers nor a compiler."""
+"""The second start with a model, through the doors that users take: it imports neither transformers nor a compiler,
+nor what only a first start needs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy")
+HEAVY = ("transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "filelock")
 REPORT = """
 import atexit, json, sys
 atexit.register(lambda: print(json.dumps([name for name in {heavy} if name in sys.modules]), file=sys.stderr))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +74,29 @@ def test_garbage_is_looked_for_again_once_a_model_is_loaded() -> None:
 def test_a_command_that_fails_leaves_garbage_collection_on(run_command: Any, tmp_path: Path) -> None:
     assert run_command("generate", "-m", str(tmp_path), "abc").status == 2
     assert gc.isenabled()
+
+
+def test_what_was_imported_is_set_aside_once_so_that_a_closed_model_is_collected() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.engine = self
+
+    gc.unfreeze()
+    try:
+        loading.imported()
+        model = weakref.ref(Model())
+        loading.imported()
+        gc.collect()
+        assert gc.get_freeze_count() and model() is None
+    finally:
+        gc.unfreeze()
+
+
+def test_a_command_inside_another_program_sets_nothing_aside_for_good(
+    run_command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+    done = loading.done
+    monkeypatch.setattr(loading, "done", lambda: (frozen.append(gc.get_freeze_count()), done()))
+    assert run_command("generate", "-m", "TINY", "abc", "--max-new-tokens", "2").status == 0
+    assert frozen[0] and not gc.get_freeze_count()

@@ -14,6 +14,7 @@ Exit status: 0 success, 2 an error that the user can put right (the message says
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import importlib.util
 import os
@@ -74,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None and interrupt.pressed():
             interrupt.leave(INTERRUPTED)
         raise
+    finally:
+        if argv is not None:
+            gc.unfreeze()  # the process goes on, and what loading.imported() set aside may become garbage
 
 
 def commands() -> list[str]:

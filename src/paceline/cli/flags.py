@@ -309,6 +309,7 @@ def open_decoder(config: EngineConfig) -> SpeculativeDecoder:
     from paceline.engines.registry import spec
     from paceline.hub import locate
 
+    loading.imported()
     chosen_device(config.model.device)  # one that is missing is refused before anything is downloaded
     names = (config.model.model, config.speculative.draft_model)
     for name in names if spec(config.engine).reads_files else ():

@@ -21,6 +21,15 @@ def begin(model: str) -> None:
         _notices[0].start()
 
 
+def imported() -> None:
+    """Modules stay until the process ends: neither the first collection after `done` nor the one at exit visits them.
+
+    Called before a model is opened, and only the first call counts: a model that is closed can still be collected.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
 def done() -> None:
     """The model is loaded, or will not be. Harmless where nothing is loading."""
     while _notices:

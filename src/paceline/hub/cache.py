@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
-
 from paceline.errors import FetchError
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -39,14 +37,20 @@ def cached_directory(name: str, fill: Callable[[Path], None]) -> Path:
     final = root / name
     if not final.is_dir():
         with _explained(root):
-            root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):
-                pass  # a lock never gives up where no file can be made
-            with FileLock(root / f".{name}.lock"):
-                if not final.is_dir():
-                    _fill_atomically(root, final, fill)
+            _fill_locked(root, final, fill)
     _mark_used(final)
     return final
+
+
+def _fill_locked(root: Path, final: Path, fill: Callable[[Path], None]) -> None:
+    from filelock import FileLock  # a start that finds its model does not wait for this import
+
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=root):
+        pass  # a lock never gives up where no file can be made
+    with FileLock(root / f".{final.name}.lock"):
+        if not final.is_dir():
+            _fill_atomically(root, final, fill)
 
 
 def _mark_used(folder: Path) -> None:

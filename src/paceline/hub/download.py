@@ -20,8 +20,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from paceline.errors import FetchError, ModelNotFound
 from paceline.hub.progress import Advance, size_text, transfer
 
@@ -180,6 +178,8 @@ class _Download:
     @contextmanager
     def _locked(self, file: RemoteFile) -> Iterator[None]:
         """The lock that huggingface_hub takes for the same file."""
+        from filelock import FileLock, Timeout  # a start that downloads nothing does not wait for this import
+
         path = self._folder.parent / ".locks" / self._folder.name / f"{file.digest}.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._blob(file).parent.mkdir(parents=True, exist_ok=True)

@@ -48,11 +48,19 @@ def test_a_measurement_that_fails_gives_its_caches_back() -> None:
 
 def test_warming_up_runs_each_width_once_and_survives_a_small_cache() -> None:
     runner = ToyRunner()
+    runner.info = replace(runner.info, device="cuda:0")
     warm_up(runner, (8, 1, 8))
     assert runner.passes == [[CONTEXT], [1], [8]] and not runner.open_caches
     runner.errors = [OutOfMemory("no memory left")]
     warm_up(runner, (1,))
     assert not runner.open_caches and not runner.errors
+
+
+def test_on_a_cpu_warming_up_reads_no_more_than_a_token_first() -> None:
+    runner = ToyRunner()
+    assert runner.info.device == "cpu"
+    warm_up(runner, (8, 1))
+    assert runner.passes == [[1], [1], [8]] and not runner.open_caches
 
 
 class ShortRunner(ToyRunner):

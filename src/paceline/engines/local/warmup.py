@@ -68,7 +68,7 @@ def measure_pass(
 
 def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
     """Read a prompt and make a pass of each width, once. Leaves nothing; a cache too small for it is not an error."""
-    seq_cache, context = target.new_cache(), context_length(target.info, widths)
+    seq_cache, context = target.new_cache(), _warm_up_context(target.info, widths)
     fitting = sorted(set(fitting_widths(target.info, widths)))
     tokens = different_tokens(target.info, context + fitting[-1])
     try:
@@ -79,6 +79,12 @@ def warm_up(target: Runner, widths: tuple[int, ...]) -> None:
         pass
     finally:
         target.free(seq_cache)
+
+
+def _warm_up_context(info: ModelInfo, widths: tuple[int, ...]) -> int:
+    """Tokens of the prompt. On a CPU nothing is compiled or captured by length: the shortest pass wakes the threads and
+    loads the libraries, and a longer one would only delay the first token."""
+    return 1 if info.device == "cpu" else context_length(info, widths)
 
 
 def fitting_widths(info: ModelInfo, widths: tuple[int, ...]) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ def attend_kernel(
     NEW_TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHUNK_TOKENS: tl.constexpr, QK_NORM: tl.constexpr,
     PARTS: tl.constexpr, USE_PDL: tl.constexpr, TRIGGER_DEPENDENTS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, ROPE: tl.constexpr, ROUNDED: tl.constexpr,
+    TREES: tl.constexpr,
 ):
     """Attention of some of a sequence's nodes, for one key head and every `lanes`-th chunk of its tokens.
 
@@ -72,7 +73,8 @@ def attend_kernel(
     sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. Rows are
     few and tokens many, so tokens take the long side of both products: [tokens, rows], then [head_dim, rows]. Every
     program that reads new keys rotates and stores them, then reads them back like all others, so that a token is
-    treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see. Every
+    treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see: its
+    first nodes are a chain, and with TREES those off it read what they see in the order of their own branch. Every
     chunk is summed by itself, and the last program to finish joins the chunks in order: the number of lanes changes
     nothing about the sums. With a WINDOW chunks before the first node's are left out: to other nodes they add zeros.
     A sink is a further score of its query head, in the sum of the weights and without a value.
@@ -156,20 +158,12 @@ def attend_kernel(
         sink = tl.zeros((ROWS,), dtype=tl.float32)
         if SINKS:
             sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32)
+        if TREES:
+            off_chain = row_ok & (node_mask != (tl.full((ROWS,), 2, node_mask.dtype) << node.to(node_mask.dtype)) - 1)
+            num_off_chain = tl.sum(off_chain.to(tl.int32), axis=0)
         for chunk in range(lane, chunks, lanes):
             token = (first_chunk + chunk) * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
             token_ok = (token < end)[:, None]
-            token_block = tl.load(blocks + seq * table_width + token // BLOCK_SIZE, mask=token < end, other=0)
-            at = cache_base + (token_block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (NUM_KV_HEADS * size)
-            at = at[:, None]
-            k_low = _cached(tl.load(keys + at + half[None, :], mask=token_ok, other=0), dtype, ROUNDED)
-            k_high = _cached(tl.load(keys + at + HALF + half[None, :], mask=token_ok, other=0), dtype, ROUNDED)
-            # loads while scores are computed
-            value = _cached(tl.load(values + at + dim[None, :], mask=token_ok, other=0), dtype, ROUNDED)
-            score = tl.dot(k_low, q_low, input_precision="ieee")
-            score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
-            if SOFTCAP:
-                score = softcap - 2 * softcap / (tl.exp(score * (2 / softcap)) + 1)  # softcap * tanh(score / softcap)
             pass_offset = (token - length).to(node_mask.dtype)[:, None]
             bit = (node_mask[None, :] >> tl.maximum(pass_offset, 0)) & 1
             visible = (pass_offset < 0) | ((bit == 1) & token_ok)
@@ -178,11 +172,33 @@ def attend_kernel(
                 depth = tl.load(depths + seq * NODES + token - length, mask=in_pass, other=0)
                 token_position = tl.where(in_pass, length + depth, token)
                 visible = visible & (position[None, :] - token_position[:, None] < WINDOW)
-            score = tl.where(visible, score, -float("inf"))
-            row_max = tl.max(score, axis=0)
-            probs = tl.exp(score - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
-            row_sum = tl.sum(probs, axis=0)
-            weighted = tl.dot(tl.trans(value), probs.to(dtype), input_precision="ieee")
+            row_max, row_sum, weighted = _chunk_sums(
+                keys, values, cache_base, blocks + seq * table_width, token, token < end, visible, q_low, q_high,
+                scale, softcap, NUM_KV_HEADS, HALF, BLOCK_SIZE, SOFTCAP, ROUNDED, dtype,
+            )
+            if TREES:  # noqa: SIM102 (without trees the rest is not even read)
+                if (num_off_chain > 0) & ((first_chunk + chunk + 1) * CHUNK_TOKENS > length):
+                    # Nodes off the first branch, one by one: keys and values where they will be once it is accepted, or
+                    # the last bits of its sums would be others than those of the same tokens in a chain.
+                    for own in range(part * nodes_per_part, tl.minimum((part + 1) * nodes_per_part, count)):
+                        own_mask = tl.load(tree_mask + seq * NODES + own)
+                        if own_mask != (tl.full((), 2, tl.int64) << own) - 1:
+                            source = token
+                            own_end = length
+                            for other in range(0, count):
+                                sees = (own_mask >> other) & 1
+                                source = tl.where((token == own_end) & (sees == 1), length + other, source)
+                                own_end += sees
+                            seen = (token < own_end)[:, None]
+                            if WINDOW > 0:
+                                seen = seen & (position[None, :] - token[:, None] < WINDOW)
+                            own_max, own_sum, own_weighted = _chunk_sums(
+                                keys, values, cache_base, blocks + seq * table_width, source, token < own_end, seen,
+                                q_low, q_high, scale, softcap, NUM_KV_HEADS, HALF, BLOCK_SIZE, SOFTCAP, ROUNDED, dtype,
+                            )
+                            row_max = tl.where(node == own, own_max, row_max)
+                            row_sum = tl.where(node == own, own_sum, row_sum)
+                            weighted = tl.where((node == own)[None, :], own_weighted, weighted)
             if chunks == 1:
                 total = row_sum
                 if SINKS:
@@ -208,6 +224,38 @@ def attend_kernel(
             gdc_wait()
         empty = (node >= count) & (node < NODES) & (row < nodes_per_part * GROUP)
         tl.store(out + out_at, tl.zeros((size, ROWS), dtype=out.dtype.element_ty), mask=empty[None, :])
+
+
+@triton.jit
+def _chunk_sums(
+    keys, values, cache_base, blocks, token, token_ok, visible, q_low, q_high, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ROUNDED: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Of one chunk: the largest score of every row, the sum of its weights, and the weighted values.
+
+    token: where the keys are, by the places in which they are summed. blocks: of the sequence.
+    """
+    size: tl.constexpr = 2 * HALF
+    half = tl.arange(0, HALF)
+    dim = tl.arange(0, size)
+    loaded = token_ok[:, None]
+    token_block = tl.load(blocks + token // BLOCK_SIZE, mask=token_ok, other=0)
+    at = cache_base + (token_block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * (NUM_KV_HEADS * size)
+    at = at[:, None]
+    k_low = _cached(tl.load(keys + at + half[None, :], mask=loaded, other=0), DTYPE, ROUNDED)
+    k_high = _cached(tl.load(keys + at + HALF + half[None, :], mask=loaded, other=0), DTYPE, ROUNDED)
+    # loads while scores are computed
+    value = _cached(tl.load(values + at + dim[None, :], mask=loaded, other=0), DTYPE, ROUNDED)
+    score = tl.dot(k_low, q_low, input_precision="ieee")
+    score = tl.dot(k_high, q_high, score, input_precision="ieee") * scale
+    if SOFTCAP:
+        score = softcap - 2 * softcap / (tl.exp(score * (2 / softcap)) + 1)  # softcap * tanh(score / softcap)
+    score = tl.where(visible, score, -float("inf"))
+    row_max = tl.max(score, axis=0)
+    probs = tl.exp(score - tl.where(row_max == -float("inf"), 0.0, row_max)[None, :])
+    weighted = tl.dot(tl.trans(value), probs.to(DTYPE), input_precision="ieee")
+    return row_max, tl.sum(probs, axis=0), weighted
 
 
 @triton.jit

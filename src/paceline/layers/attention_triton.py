@@ -36,6 +36,7 @@ class TritonBatch:
     chunks: int  # of context, at most
     offset: int = 0  # added to every length: the steps of a drafting loop
     recurrent: DeltaNetSpans | None = None  # for recurrent layers, where the model has any
+    trees: bool = False  # nodes need not be chains
 
 
 class TritonAttention:
@@ -75,7 +76,7 @@ class TritonAttention:
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
             TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
             WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
-            ROPE=attention.rope is not None, ROUNDED=cache.keys.dtype == STORED_DTYPE,
+            ROPE=attention.rope is not None, ROUNDED=cache.keys.dtype == STORED_DTYPE, TREES=batch.trees,
             num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,
         )
         return out

@@ -122,10 +122,18 @@ class GemmLauncher:
     def _wide(self, x: Tensor, linear: Linear, epilogue: Epilogue) -> GemmOutput:
         x, weight = self.normed(x, epilogue), linear.dequantize(x.dtype)
         if epilogue.argmax:
-            logits = F.linear(x, weight, epilogue.bias).float()
+            logits = _wide_logits(x, weight, epilogue.bias)
             return GemmOutput(logits, self.none, logits.argmax(dim=-1, keepdim=True))
         if epilogue.residual is not None:
             out = torch.addmm(epilogue.residual, x, weight.t())
             return GemmOutput(out if epilogue.bias is None else out.add_(epilogue.bias), self.none, self.none)
         out = F.linear(x, weight, epilogue.bias)
         return GemmOutput(silu_mul(out) if epilogue.gate else out, self.none, self.none)
+
+
+def _wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32, as a tile leaves them: rounded to 16 bits likely tokens become equal, and the first of them wins."""
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return F.linear(x, weight, bias).float()
+    logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return logits if bias is None else logits + bias

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftInput, Row, SequenceCache, WarmupPlan
+from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import PROGRAMS
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.decode_graphs import MAX_DRAFT_GRAPHS, OFTEN
@@ -245,6 +246,41 @@ def test_one_sequence_does_not_run_on_the_graph_of_eight() -> None:
     many = graphs.draft_graph(eight, 2, False)
     assert graphs.draft_graph(three, 2, False) is many  # the end of a batch
     assert graphs.draft_graph(one, 2, False) is not many  # multiplied on another path, twice as fast
+
+
+BRANCHES = ([3, 4, 5, 6, 7, 8, 9, 10], [-1, 0, 1, 2, 2, 0, 5, 6])  # tokens, parents: a chain of four, two branches
+
+
+def check_bits_of_branches(runner: NativeRunner, lengths: tuple[int, ...]) -> None:
+    """Every node of a tree, against its path to the root read as a chain."""
+    tokens, parents = BRANCHES
+    for length in lengths:
+        prompt = torch.randint(0, 101, (length,))
+        cache = runner.new_cache()
+        runner.forward([Row.chain(cache, prompt)], last_only=True)
+        together = runner.forward([Row(cache, torch.tensor(tokens), parents)]).logits.clone()
+        for node in range(len(tokens)):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            runner.truncate(cache, length)
+            alone = runner.forward([Row.chain(cache, [tokens[place] for place in path])]).logits[-1]
+            assert torch.equal(together[node], alone), (length, node)
+        runner.free(cache)
+
+
+@pytest.mark.slow
+def test_nodes_off_the_first_branch_have_the_bits_of_a_chain() -> None:
+    check_bits_of_branches(fused("qwen2"), (5, CHUNK - 3, CHUNK + 9))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_nodes_off_the_first_branch_have_the_bits_of_a_chain_in_bfloat16(kind: str) -> None:
+    model = tiny(kind, torch.bfloat16, vocab_size=20000).to("cuda")
+    runner = NativeRunner.of_model(model, "tiny", kv_cache_tokens=8192)
+    assert runner.decode_graphs is not None and runner.decode_graphs.persistent_rows is None
+    check_bits_of_branches(runner, (5, CHUNK - 3, CHUNK + 9, 300, 2 * CHUNK - 1))
 
 
 @pytest.mark.gpu

@@ -161,6 +161,7 @@ def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
     least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loops, "LEAST_LEAF", 0.0)
+    monkeypatch.setattr(step_loops.DecodeGraphs, "orders_branches", lambda self, size: True)  # as the one kernel does
     target, draft = runner(), runner(0.012)
     caches = [model.new_cache() for model in (target, draft)]
     ids, lengths, leaves = list(PROMPTS[0]), set(), [0, 0]
@@ -185,6 +186,17 @@ def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
         assert leaves[0] > leaves[1] > 0, "leaves were sent, and some were accepted"
     else:
         assert leaves[0] == 0, "as many draft tokens as the pass has room for"
+
+
+def test_no_leaf_is_sent_where_its_sums_would_be_rounded_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_loops, "LEAST_LEAF", 0.0)
+    target, draft = runner(), runner(0.012)
+    caches = [model.new_cache() for model in (target, draft)]
+    target.forward([Row.chain(caches[0], PROMPTS[0][:-1])], last_only=True)
+    source = draft.loop_source(ChainLimits(0.02, (0.5,) * NUM_BINS))
+    assert source is not None and source.sends_leaves
+    steps = target.draft_loop(source, [LoopInput(caches[0], list(PROMPTS[0]), lambda: False, 5, caches[1])], 4)
+    assert steps is not None and not any(step.has_leaf for [step] in steps)
 
 
 def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:

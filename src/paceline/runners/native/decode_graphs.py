@@ -22,7 +22,6 @@ from paceline.device.scratch import Scratch
 from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
 from paceline.layers.gemm import GemmLauncher
-from paceline.layers.gemm_tiling import TILE_ROWS
 from paceline.layers.linear_attention import DeltaNetStates
 from paceline.layers.triton_ops import TritonOps
 from paceline.models.decoder import DecoderModel
@@ -110,14 +109,6 @@ def triton_ops(
     return TritonOps(gemm, TritonAttention(attention_sizes(model, kv), kv.caches, rope_caches, gemm))
 
 
-def _runs(captured: PassSize, size: PassSize) -> bool:
-    """Whether a graph of one size may run another size. Not a much larger one: after a single long sequence all others
-    would launch its empty chunks."""
-    if not captured.holds(size) or captured.chunks > 2 * size.chunks:
-        return False
-    return captured.rows <= max(TILE_ROWS, 2 * size.rows)
-
-
 class DecodeGraphs:
     """The narrow passes of one runner, captured on first use."""
 
@@ -138,13 +129,13 @@ class DecodeGraphs:
         self.ops = triton_ops(model, kv, rope_caches, batch_invariant=batch_invariant)
         self._draft_ops = triton_ops(model, kv, rope_caches, use_vectors=True)
         self._forward: GraphCache[ForwardKey, PassInputs, PassOutput] = GraphCache(
-            pool, MAX_FORWARD_GRAPHS, near=self._runs_forward, cost=lambda key: (key.size.rows, key.size.chunks)
+            pool, MAX_FORWARD_GRAPHS, near=self._runs_forward, cost=lambda key: key.size.cost
         )
         self._draft: GraphCache[DraftKey, DraftBuffers, DraftOutput] = GraphCache(
             pool,
             MAX_DRAFT_GRAPHS,
             near=self._runs_draft,
-            cost=lambda key: (key.num_tokens, key.size.rows, key.size.chunks),
+            cost=lambda key: (key.num_tokens, *key.size.cost),
         )
         self._asked: tuple[int, bool] = (0, False)  # how many draft tokens, drawn or not, were asked for last
         self._times_asked = 0  # in a row
@@ -152,22 +143,25 @@ class DecodeGraphs:
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
-    def fits(self, num_seqs: int, nodes: int, tokens: int) -> PassSize | None:
-        """The size a pass runs at; None: too wide, too many or too long for any."""
+    def fits(self, num_seqs: int, nodes: int, tokens: int, *, trees: bool = False) -> PassSize | None:
+        """The size a pass runs at; None: too wide, too many or too long for any. trees: rows need not be chains."""
         chunks = rounded_up(-(-tokens // CHUNK), CHUNKS)
         few = FEW_TILES if self.is_persistent(nodes) else FEW_NODES
         width, seqs = rounded_up(nodes, few if num_seqs == 1 else NODES), rounded_up(num_seqs, NUM_SEQS)
         if chunks is None or width is None or seqs is None:
             return None
-        # The one kernel reads as much context as there is, so one graph serves every length.
-        return PassSize(seqs, width, CHUNKS[-1] if self.is_persistent(seqs * width) else chunks)
+        # The one kernel reads as much context as there is, so one graph serves every length; and trees.
+        if self.is_persistent(seqs * width):
+            return PassSize(seqs, width, CHUNKS[-1])
+        return PassSize(seqs, width, chunks, trees)
 
     def fits_rows(self, rows: list[Row], last_only: bool) -> PassSize | None:
         """The size these rows run at; None: another pass is better or the only one."""
         nodes = max(len(row.parents) for row in rows)
         if (last_only and nodes > 2) or len(rows) * nodes > MAX_ROWS:
             return None
-        return self.fits(len(rows), nodes, max(row.seq_cache.length for row in rows) + nodes)
+        trees = not all(row.is_chain for row in rows)
+        return self.fits(len(rows), nodes, max(row.seq_cache.length for row in rows) + nodes, trees=trees)
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
@@ -274,12 +268,12 @@ class DecodeGraphs:
 
     def _runs_forward(self, captured: ForwardKey, key: ForwardKey) -> bool:
         kind, other = (captured.want_hidden, captured.feature_layers), (key.want_hidden, key.feature_layers)
-        return kind == other and _runs(captured.size, key.size) and self._same_path(captured.size, key.size, self.ops)
+        return kind == other and captured.size.runs(key.size) and self._same_path(captured.size, key.size, self.ops)
 
     def _runs_draft(self, captured: DraftKey, key: DraftKey) -> bool:
         enough = captured.sampled == key.sampled and captured.num_tokens >= key.num_tokens
         same = self._same_path(captured.size, key.size, self._draft_ops)
-        return enough and same and _runs(captured.size, key.size)
+        return enough and same and captured.size.runs(key.size)
 
     def _same_path(self, captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
         """Whether both are multiplied in the same way: another way would change the numbers."""
@@ -295,6 +289,10 @@ class DecodeGraphs:
     def is_persistent(self, rows: int) -> bool:
         """Whether so many rows are read by one kernel."""
         return self._persistent is not None and self._persistent.holds(rows)
+
+    def orders_branches(self, size: PassSize) -> bool:
+        """Whether a node off the first chain is read as in a chain of its own: else its sums are rounded otherwise."""
+        return size.trees or self.is_persistent(size.rows)
 
     def _inputs(self, size: PassSize, memory: DeltaNetStates | None = None) -> PassInputs:
         has_windows = self._kv.windowed is not None

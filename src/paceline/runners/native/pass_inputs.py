@@ -13,6 +13,7 @@ from paceline.core.draft_tree import depths
 from paceline.core.types import Row
 from paceline.device.memory import Upload, host_buffer
 from paceline.layers.attention_triton import TritonBatch
+from paceline.layers.gemm_tiling import TILE_ROWS
 from paceline.layers.linear_attention import DeltaNetSpans, DeltaNetStates
 from paceline.runners.native.kv_cache import BlockTables
 from paceline.runners.native.sequence_state import StateSpan
@@ -30,13 +31,27 @@ class PassSize:
     num_seqs: int
     nodes: int  # of each sequence
     chunks: int  # of context
+    trees: bool = False  # nodes need not be chains
 
     @property
     def rows(self) -> int:
         return self.num_seqs * self.nodes
 
     def holds(self, other: PassSize) -> bool:
-        return self.num_seqs >= other.num_seqs and self.nodes >= other.nodes and self.chunks >= other.chunks
+        fits = self.num_seqs >= other.num_seqs and self.nodes >= other.nodes and self.chunks >= other.chunks
+        return fits and self.trees >= other.trees
+
+    def runs(self, other: PassSize) -> bool:
+        """Whether the graph of this size may run another one. Not a much smaller one: after a single long sequence all
+        others would launch its empty chunks."""
+        if not self.holds(other) or self.chunks > 2 * other.chunks:
+            return False
+        return self.rows <= max(TILE_ROWS, 2 * other.rows)
+
+    @property
+    def cost(self) -> tuple[int, int, bool]:
+        """Of those that run a pass the least is the cheapest."""
+        return self.rows, self.chunks, self.trees
 
 
 def tree_mask(parents: list[int]) -> list[int]:
@@ -104,6 +119,7 @@ class PassInputs:
             views["window_blocks"],
             size.chunks,
             recurrent=None if memory is None else _spans(memory, views, size),
+            trees=size.trees,
         )
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:

@@ -110,7 +110,8 @@ class StepLoops:
                 self._kv.shrink(loop.seq_cache)
             return None
         k = max(loop.num_draft_tokens for loop in inputs)
-        steps = DraftedSteps.of(graph, source, self._kv, inputs, k)
+        leaf = source.sends_leaves and len(inputs) == 1 and self._passes.orders_branches(graph.key.size)
+        steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=leaf)
         return _steps(steps, StepReader(len(inputs), FIELDS + 2 * k, self._kv.device), inputs, num_steps)
 
     @torch.inference_mode()
@@ -204,11 +205,12 @@ class DraftedSteps:
 
     @classmethod
     def of(
-        cls, graph: ForwardGraph, source: LoopSource, kv: KVCache, inputs: list[LoopInput], k: int
+        cls, graph: ForwardGraph, source: LoopSource, kv: KVCache, inputs: list[LoopInput], *, leaf: bool
     ) -> DraftedSteps:
-        limits = torch.tensor([loop.num_draft_tokens for loop in inputs], device=kv.device)
-        leaf = torch.zeros(1, dtype=torch.int64, device=kv.device) if source.sends_leaves and len(inputs) == 1 else None
-        return cls(graph, source, kv, limits, k, leaf)
+        """leaf: a step may have one."""
+        ks = [loop.num_draft_tokens for loop in inputs]
+        accepted = torch.zeros(1, dtype=torch.int64, device=kv.device) if leaf else None
+        return cls(graph, source, kv, torch.tensor(ks, device=kv.device), max(ks), accepted)
 
     @property
     def num_seqs(self) -> int:

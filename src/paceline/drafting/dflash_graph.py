@@ -23,6 +23,7 @@ from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
 STATES = (8, 16, 32)  # states of the target that a sequence may bring
+MORE_SEQS = 4  # times as many sequences a graph may have: to read the head's weights takes longer than to multiply them
 FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
 
 
@@ -48,6 +49,17 @@ class BlockShape:
     num_states: int
     seen: int  # columns of the buffers
     drawn: bool
+
+    def runs(self, other: BlockShape) -> bool:
+        """Whether the graph of this shape also drafts for another one, in not much more time."""
+        holds = self.num_states >= other.num_states and self.drawn == other.drawn
+        few = other.num_seqs <= self.num_seqs <= MORE_SEQS * other.num_seqs
+        return holds and few and other.seen <= self.seen <= 2 * other.seen
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Of those that draft for a batch the least is the cheapest."""
+        return self.num_seqs, self.seen, self.num_states
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +124,9 @@ class BlockGraphs:
         """vocab_size: the target's. pool: captures blocks; by default a pool for the device of the head."""
         self._head, self._context_product, self._buffers, self._vocab = head, context_product, buffers, vocab_size
         pool = pool or GraphPool("a block of draft tokens", head.like.device)
-        self._graphs: GraphCache[BlockShape, BlockBuffers, DraftOutput] = GraphCache(pool, MAX_GRAPHS)
+        self._graphs: GraphCache[BlockShape, BlockBuffers, DraftOutput] = GraphCache(
+            pool, MAX_GRAPHS, near=BlockShape.runs, cost=lambda shape: shape.cost
+        )
         self._spare_row = buffers.take()
         buffers.reserve(ROOM_TOKENS, ROOM_ROWS)
         self._drawn_from = Scratch()
@@ -134,7 +148,7 @@ class BlockGraphs:
         if self._version != self._buffers.version:  # they have moved, and captured blocks write where they were
             self._graphs.clear()
             self._version = self._buffers.version
-        graph = self._graphs.get(
+        graph = self._graphs.nearest(shape) or self._graphs.get(
             shape, lambda: BlockBuffers.empty(shape, self._head), lambda buffers: self._work(buffers, shape)
         )
         graph.buffers.put(starts, self._spare_row)

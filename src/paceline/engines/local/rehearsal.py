@@ -25,7 +25,8 @@ from paceline.kv.prefix_cache import TARGET, PrefixCache
 
 PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in powers of two
 USUAL_KS = 8  # draft tokens: where the policy decides, more of them are only rehearsed after the shortest prompt
-BATCH_KS = (1, 3)  # draft tokens of a quick batch, where the policy decides
+BATCH_KS = (1, 3)  # draft tokens of a batch, where the policy decides
+WIDE_BATCH_KS = (3, 7, 15)  # the same where a pass is not one kernel: a graph also runs passes of a quarter of its size
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
 
 
@@ -111,16 +112,18 @@ class Rehearsal:
         pieces += [partial(self._run, k, PROMPTS[0], 1, temperature=1.0) for k in _at_the_end(plan)]
         if len(plan.num_draft_tokens) > 1:
             pieces.append(partial(self._run, plan.num_draft_tokens[-1], PROMPTS[0], 2, whole=False))
-        return pieces + self._quick_batch(plan, longest)
+        return pieces + self._largest_batch(plan, longest)
 
-    def _quick_batch(self, plan: WarmupPlan, longest: int) -> list[Preparation]:
-        """The largest batch whose graphs are there already because a pass is one kernel: its prompts are read together,
-        and what that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
-        rows, ks = self._engine.info.rows_rounded_alike or 0, plan.num_draft_tokens
-        sizes = [count for count in plan.quick_batches if count <= rows]
-        if not sizes or PROMPTS[0] + STEPS >= longest:
+    def _largest_batch(self, plan: WarmupPlan, longest: int) -> list[Preparation]:
+        """The largest of a few sequences, whose graphs also run fewer of them: its prompts are read together, and what
+        that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
+        rows, ks = self._engine.info.rows_rounded_alike, plan.num_draft_tokens
+        sizes = [count for count in plan.quick_batches if rows is None or count <= rows]
+        captures = self._engine.parts.target.decode_steps > 1  # a runner without graphs has nothing to make ready
+        if not sizes or not captures or PROMPTS[0] + STEPS >= longest:
             return []
-        fitting = [k for k in (0, *(ks if len(ks) <= 1 else BATCH_KS)) if sizes[-1] * (k + 1) <= rows]
+        usual = BATCH_KS if rows is not None else WIDE_BATCH_KS
+        fitting = [k for k in (0, *(ks if len(ks) <= 1 else usual)) if rows is None or sizes[-1] * (k + 1) <= rows]
         run = partial(self._run, length=PROMPTS[0], num_steps=2, num_seqs=sizes[-1], measured=False)
         pieces: list[Preparation] = [partial(run, k) for k in fitting]
         return pieces + ([partial(run, fitting[-1], whole=False)] if len(ks) > 1 and fitting[-1] else [])

@@ -20,6 +20,7 @@ from paceline.runners.native.sequence_state import StateSpan
 
 MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
 LEAD_TOKENS = 2  # tokens of a sequence that a drafting loop reads before its first draft token
+MORE_ROWS = 4  # times as many rows a graph may have: to read the weights takes longer than to multiply them
 CHAIN_DEPTHS: NDArray[np.int64] = np.arange(MAX_NODES, dtype=np.int64)
 CHAIN_MASK: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
 
@@ -46,7 +47,7 @@ class PassSize:
         others would launch its empty chunks."""
         if not self.holds(other) or self.chunks > 2 * other.chunks:
             return False
-        return self.rows <= max(TILE_ROWS, 2 * other.rows)
+        return self.rows <= max(TILE_ROWS, MORE_ROWS * other.rows)
 
     @property
     def cost(self) -> tuple[int, int, bool]:

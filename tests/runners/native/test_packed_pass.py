@@ -41,6 +41,8 @@ LONG_ROWS = SMALL | {
     "num_attention_heads": 36,
     "num_key_value_heads": 12,
 }
+# Fewer units in a row than there are warps, and more tiles than blocks: some warps begin with a block's second tile.
+SHORT_ROWS = SMALL | {"hidden_size": 1536, "intermediate_size": 4352, "num_attention_heads": 24}
 FORMATS = {form.name: form for form in PieceFormat if form is not PieceFormat.PLAIN}
 
 
@@ -163,7 +165,7 @@ def persistent(model: DecoderModel) -> NativeRunner:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [SMALL, LONG_ROWS], ids=["small", "long rows"])
+@pytest.mark.parametrize("sizes", [SMALL, SHORT_ROWS, LONG_ROWS], ids=["small", "short rows", "long rows"])
 @pytest.mark.parametrize("form", [*FORMATS, "mixed"])
 def test_it_rounds_no_worse_than_the_unpacked_weights(form: str, sizes: dict[str, Any]) -> None:
     model = packed_model(form, sizes, "cuda")
@@ -174,7 +176,7 @@ def test_it_rounds_no_worse_than_the_unpacked_weights(form: str, sizes: dict[str
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [SMALL, LONG_ROWS], ids=["small", "long rows"])
+@pytest.mark.parametrize("sizes", [SMALL, SHORT_ROWS, LONG_ROWS], ids=["small", "short rows", "long rows"])
 @pytest.mark.parametrize("form", [*FORMATS, "mixed"])
 def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(form: str, sizes: dict[str, Any]) -> None:
     runner = persistent(packed_model(form, sizes, "cuda"))

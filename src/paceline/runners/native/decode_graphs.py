@@ -39,6 +39,8 @@ FEW_NODES = (1, 2, 6, 16, 24, 32, 48, MAX_NODES)
 FEW_TILES = (1, 2, 8, 16, 24, 32, 48, MAX_NODES)
 CHUNKS = (4, 8, 16, 32, 64, 128, 256)  # of context that graphs are captured for: at most half of them are empty
 MAX_ROWS = 512  # nodes of a pass, over all sequences
+# Rows of a graph, times those of a pass that it runs: cheap, but in the one kernel rows wait for their inputs.
+MORE_ROWS, MORE_PERSISTENT_ROWS = 4, 2
 MAX_FORWARD_GRAPHS = 512
 MAX_DRAFT_GRAPHS = 64
 QUICK_KS = (2, 4, 8)  # draft tokens that batches are prepared for where the policy decides: near ones run them too
@@ -268,18 +270,19 @@ class DecodeGraphs:
 
     def _runs_forward(self, captured: ForwardKey, key: ForwardKey) -> bool:
         kind, other = (captured.want_hidden, captured.feature_layers), (key.want_hidden, key.feature_layers)
-        return kind == other and captured.size.runs(key.size) and self._same_path(captured.size, key.size, self.ops)
+        return kind == other and self._runs(captured.size, key.size, self.ops)
 
     def _runs_draft(self, captured: DraftKey, key: DraftKey) -> bool:
         enough = captured.sampled == key.sampled and captured.num_tokens >= key.num_tokens
-        same = self._same_path(captured.size, key.size, self._draft_ops)
-        return enough and same and captured.size.runs(key.size)
+        return enough and self._runs(captured.size, key.size, self._draft_ops)
 
-    def _same_path(self, captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
-        """Whether both are multiplied in the same way: another way would change the numbers."""
-        if self.is_persistent(captured.rows) or self.is_persistent(size.rows):
-            return self.is_persistent(captured.rows) and self.is_persistent(size.rows)
-        return ops.path(captured.rows) == ops.path(size.rows)
+    def _runs(self, captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
+        """Both must be multiplied in the same way: another way would change the numbers."""
+        if self.is_persistent(captured.rows) != self.is_persistent(size.rows):
+            return False
+        if self.is_persistent(size.rows):
+            return captured.runs(size, MORE_PERSISTENT_ROWS)
+        return ops.path(captured.rows) == ops.path(size.rows) and captured.runs(size, MORE_ROWS)
 
     @property
     def persistent_rows(self) -> int | None:

@@ -20,7 +20,6 @@ from paceline.runners.native.sequence_state import StateSpan
 
 MAX_NODES = 63  # of one sequence: which nodes a node sees are the bits of an int64
 LEAD_TOKENS = 2  # tokens of a sequence that a drafting loop reads before its first draft token
-MORE_ROWS = 4  # times as many rows a graph may have: to read the weights takes longer than to multiply them
 CHAIN_DEPTHS: NDArray[np.int64] = np.arange(MAX_NODES, dtype=np.int64)
 CHAIN_MASK: NDArray[np.int64] = (np.int64(1) << (CHAIN_DEPTHS + 1)) - 1
 
@@ -42,12 +41,12 @@ class PassSize:
         fits = self.num_seqs >= other.num_seqs and self.nodes >= other.nodes and self.chunks >= other.chunks
         return fits and self.trees >= other.trees
 
-    def runs(self, other: PassSize) -> bool:
-        """Whether the graph of this size may run another one. Not a much smaller one: after a single long sequence all
-        others would launch its empty chunks."""
+    def runs(self, other: PassSize, more_rows: int) -> bool:
+        """Whether the graph of this size may run another one: with at most so many times its rows, and not with many
+        chunks more, or after a single long sequence all others would launch its empty ones."""
         if not self.holds(other) or self.chunks > 2 * other.chunks:
             return False
-        return self.rows <= max(TILE_ROWS, MORE_ROWS * other.rows)
+        return self.rows <= max(TILE_ROWS, more_rows * other.rows)
 
     @property
     def cost(self) -> tuple[int, int, bool]:

@@ -22,6 +22,24 @@ from tests.support.drafter_exactness import engine_of
 DEVICE = "cuda"
 
 
+@pytest.mark.parametrize(
+    ("captured", "shape", "runs"),
+    [
+        ((8, 1024, False), (8, 1024, False), True),
+        ((8, 1024, False), (2, 256, False), True),  # a batch that drains, and a shorter context
+        ((8, 1024, False), (1, 1024, False), False),  # one sequence alone has a graph of its own
+        ((8, 4096, False), (8, 512, False), False),  # columns that nothing is in take time too
+        ((4, 1024, False), (6, 1024, False), False),
+        ((8, 512, False), (8, 1024, False), False),
+        ((8, 1024, True), (8, 1024, False), False),
+    ],
+)
+def test_a_graph_also_drafts_for_fewer_sequences_and_shorter_contexts(
+    captured: tuple[int, int, bool], shape: tuple[int, int, bool], runs: bool
+) -> None:
+    assert dflash_graph.BlockShape(*captured).runs(dflash_graph.BlockShape(*shape)) == runs
+
+
 def written(target: NativeRunner, drafter: Drafter, prompts: list[list[int]], k: int) -> list[Sequence]:
     return engine_of(target, drafter, k).run([sequence(list(prompt), 300) for prompt in prompts])
 

@@ -132,8 +132,7 @@ class DFlash(Drafter):
 
         def prepare(inputs: list[LoopInput], num_steps: int) -> BlockGraph:
             starts = [_start(state, loop.num_draft_tokens, most) for state, loop in zip(states, inputs)]
-            nodes = most_nodes(inputs)
-            return graphs.prepared(starts, nodes, num_steps * nodes)
+            return graphs.prepared(starts, num_steps * most_nodes(inputs))
 
         return target.draft_loop(HeadSource(self._view, states, prepare), inputs, num_steps)
 

@@ -22,8 +22,8 @@ from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, pu
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
-STATES = (8, 16, 32)  # states of the target that a sequence may bring
-MORE_SEQS = 4  # times as many sequences a graph may have: to read the head's weights takes longer than to multiply them
+MAX_STATES = 32  # of the target that a sequence may bring. One size: more graphs would be captured inside of texts
+MORE = 4  # times as many sequences and columns a graph may have: reading the head's weights is what takes time
 FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
 
 
@@ -46,20 +46,18 @@ class BlockShape:
     """What a block is captured for."""
 
     num_seqs: int
-    num_states: int
     seen: int  # columns of the buffers
     drawn: bool
 
     def runs(self, other: BlockShape) -> bool:
         """Whether the graph of this shape also drafts for another one, in not much more time."""
-        holds = self.num_states >= other.num_states and self.drawn == other.drawn
-        few = other.num_seqs <= self.num_seqs <= MORE_SEQS * other.num_seqs
-        return holds and few and other.seen <= self.seen <= 2 * other.seen
+        few = other.num_seqs <= self.num_seqs <= MORE * other.num_seqs
+        return few and self.drawn == other.drawn and other.seen <= self.seen <= MORE * other.seen
 
     @property
-    def cost(self) -> tuple[int, int, int]:
+    def cost(self) -> tuple[int, int]:
         """Of those that draft for a batch the least is the cheapest."""
-        return self.num_seqs, self.seen, self.num_states
+        return self.num_seqs, self.seen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +77,7 @@ class BlockBuffers:
         return cls(
             host_buffer((shape.num_seqs, FACTS), torch.int64, device),
             torch.zeros(shape.num_seqs, FACTS, dtype=torch.int64, device=device),
-            head.like.new_zeros(shape.num_seqs, shape.num_states, features),
+            head.like.new_zeros(shape.num_seqs, MAX_STATES, features),
             torch.ones(shape.num_seqs, 1, device=device),
             torch.zeros(shape.num_seqs, config.max_draft_tokens, dtype=torch.float64, device=device),
         )
@@ -111,7 +109,7 @@ BlockGraph = Graph[BlockShape, BlockBuffers, DraftOutput]
 class BlockGraphs:
     """The captured blocks of one head, captured on first use."""
 
-    MAX_SEQS, MAX_STATES = NUM_SEQS[-1], STATES[-1]
+    MAX_SEQS, MAX_STATES = NUM_SEQS[-1], MAX_STATES
 
     def __init__(
         self,
@@ -137,13 +135,12 @@ class BlockGraphs:
         output, count = self.prepared(starts).run(), len(starts)
         return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
 
-    def prepared(self, starts: list[BlockInput], num_states: int = 0, num_further: int = 0) -> BlockGraph:
+    def prepared(self, starts: list[BlockInput], num_further: int = 0) -> BlockGraph:
         """The graph of a block with these sequences in its inputs.
 
-        num_states   that a later block of the same graph may bring
-        num_further  tokens that a sequence may grow by until then
+        num_further: tokens that a sequence may grow by until a later block of the same graph
         """
-        shape = self._shape(starts, num_states, num_further)
+        shape = self._shape(starts, num_further)
         self._buffers.reserve(shape.seen)
         if self._version != self._buffers.version:  # they have moved, and captured blocks write where they were
             self._graphs.clear()
@@ -154,13 +151,12 @@ class BlockGraphs:
         graph.buffers.put(starts, self._spare_row)
         return graph
 
-    def _shape(self, starts: list[BlockInput], num_states: int, num_further: int) -> BlockShape:
-        seqs = rounded_up(len(starts), NUM_SEQS)
-        states = rounded_up(max(num_states, *(start.num_states for start in starts)), STATES)
-        assert seqs is not None and states is not None, "more sequences or states than a block holds"
-        longest = max(start.length for start in starts) + num_further + states + self._head.config.block_size
+    def _shape(self, starts: list[BlockInput], num_further: int) -> BlockShape:
+        seqs, states = rounded_up(len(starts), NUM_SEQS), max(start.num_states for start in starts)
+        assert seqs is not None and states <= MAX_STATES, "more sequences or states than a block holds"
+        longest = max(start.length for start in starts) + num_further + MAX_STATES + self._head.config.block_size
         seen = max(FIRST_CAPACITY, 1 << (longest - 1).bit_length())
-        return BlockShape(seqs, states, seen, starts[0].uniforms is not None)
+        return BlockShape(seqs, seen, starts[0].uniforms is not None)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 
@@ -181,7 +177,7 @@ class BlockGraphs:
         head, config = self._head, self._head.config
         row, length, place, count, anchor = given.facts.unbind(dim=1)
         arange = torch.arange(max(shape.seen, config.block_size), device=given.facts.device)
-        new, block = arange[: shape.num_states], arange[: config.block_size]
+        new, block = arange[:MAX_STATES], arange[: config.block_size]
         entries = self._context_product(head.context(given.states), place[:, None] + new)
         self._buffers.put(row, length[:, None] + new, entries)
         end, behind = length + count, place + count

@@ -119,12 +119,14 @@ class Rehearsal:
         that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
         rows, ks = self._engine.info.rows_rounded_alike, plan.num_draft_tokens
         sizes = [count for count in plan.quick_batches if rows is None or count <= rows]
+        lengths = [length for length in PROMPTS if length + STEPS < longest]
         captures = self._engine.parts.target.decode_steps > 1  # a runner without graphs has nothing to make ready
-        if not sizes or not captures or PROMPTS[0] + STEPS >= longest:
+        if not sizes or not lengths or not captures:
             return []
         usual = BATCH_KS if rows is not None else WIDE_BATCH_KS
         fitting = [k for k in (0, *(ks if len(ks) <= 1 else usual)) if rows is None or sizes[-1] * (k + 1) <= rows]
-        run = partial(self._run, length=PROMPTS[0], num_steps=2, num_seqs=sizes[-1], measured=False)
+        length = lengths[-1] if rows is None else lengths[0]  # graphs of a long context also run shorter ones
+        run = partial(self._run, length=length, num_steps=2, num_seqs=sizes[-1], measured=False)
         pieces: list[Preparation] = [partial(run, k) for k in fitting]
         return pieces + ([partial(run, fitting[-1], whole=False)] if len(ks) > 1 and fitting[-1] else [])
 

@@ -37,7 +37,9 @@ FLAGS = {"BIAS": False, "RESIDUAL": False, "GATE": False, "ARGMAX": False}
 Arguments = tuple[dict[str, str], dict[str, object]]
 
 
-def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False, rounded: bool = False) -> Arguments:
+def attention(
+    nodes: int, rows: int, qk_norm: bool, special: bool = False, rounded: bool = False, trees: bool = False
+) -> Arguments:
     pointers = dict.fromkeys(("qkv", "keys", "values", "query_norm", "key_norm", "sinks", "out"), HALF)
     floats = ("rope_cache", "query_rope_cache", "partial", "partial_stats")
     pointers |= dict.fromkeys(floats, FLOAT) | {"chunks_done": INT}
@@ -47,7 +49,7 @@ def attention(nodes: int, rows: int, qk_norm: bool, special: bool = False, round
     numbers |= {"eps": "fp32", "scale": "fp32", "softcap": "fp32"}
     constants = ATTENTION | {"USE_PDL": True, "TRIGGER_DEPENDENTS": True, "QK_NORM": qk_norm, "NODES": nodes}
     constants |= {"ROWS": rows, "NEW_TOKENS": triton.next_power_of_2(nodes), "PARTS": triton.cdiv(nodes, rows // 3)}
-    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special, "ROUNDED": rounded}
+    constants |= {"WINDOW": 512 if special else 0, "ROPE": not special, "ROUNDED": rounded, "TREES": trees}
     constants |= dict.fromkeys(("SOFTCAP", "SINKS"), special)
     return pointers | numbers, constants | ({"HALF": 128} if special else {})
 
@@ -185,7 +187,8 @@ def main() -> int:
     compile_packed_products()
     compile_experts()
     for nodes, rows, special in ((1, 16, False), (2, 16, True), (6, 16, False), (16, 32, False), (16, 32, True)):
-        compile_kernel(attend_kernel, *attention(nodes, rows, qk_norm=nodes == 16, special=special))
+        for trees in (False, True)[: 1 + (nodes > 2)]:
+            compile_kernel(attend_kernel, *attention(nodes, rows, nodes == 16, special, trees=trees))
     compile_kernel(attend_kernel, *attention(6, 16, False, rounded=True))
     norm = {"x": HALF, "weight": HALF, "bias": HALF, "residual": HALF, "out": HALF, "hidden_size": "i32", "eps": "fp32"}
     for other in (False, True):

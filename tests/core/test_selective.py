@@ -201,3 +201,28 @@ def test_a_batch_whose_drafts_lose_is_decoded_plainly(num_seqs: int, accepted: f
 @pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (2, 1.4), (4, 1.25), (8, 1.07)])
 def test_a_batch_whose_drafts_win_is_drafted_for(num_seqs: int, gain: float) -> None:
     assert speed_of_batch(num_seqs, 0.95, 600) > gain
+
+
+def asked_step_by_step(accepted: float, steps: int) -> list[int]:
+    """Of every step: how many of eight sequences a drafter is asked for, where the host takes every step itself."""
+    policy = AdaptiveDraftLength(CostModel(CostCurve({rows: pass_seconds(rows) for rows in range(1, 80)})), 7)
+    random, seqs, asked = Random(1), [sequence([1], 100_000) for _ in range(8)], list[int]()
+    for _ in range(steps):
+        ks = policy.plan(seqs)
+        trees = policy.cut(seqs, [chain([2] * k, confidence=[accepted] * k) for k in ks])
+        results = [_drawn(seq, tree, accepted, random) for seq, tree in zip(seqs, trees)]
+        counts, drafting = [len(tree) for tree in trees], sum(k > 0 for k in ks)
+        timing = StepTiming(4e-4 * drafting, pass_seconds(8 + sum(counts)), 8 + sum(counts), max(counts), 8, drafting)
+        policy.observe(seqs, results, timing)
+        asked.append(drafting)
+    return asked
+
+
+def test_one_sequence_of_a_batch_is_enough_to_find_out_that_drafts_lose() -> None:
+    later = asked_step_by_step(0.05, 800)[100:]
+    assert set(later) == {0, 1} and sum(later) < 0.05 * len(later)
+
+
+def test_what_one_sequence_wins_lets_all_of_a_batch_be_drafted_for() -> None:
+    later = asked_step_by_step(0.97, 300)[100:]
+    assert sum(later) > 0.9 * 8 * len(later)

@@ -177,6 +177,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
     def _ask(self, seqs: list[Sequence], states: list[DraftedSequence], limits: list[int], ks: list[int]) -> list[int]:
         """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
         indices: list[int] = []
+        self._selective.begin_step()
         for index, (seq, state) in enumerate(zip(seqs, states)):
             if seq.params.num_draft_tokens is not None:
                 continue

@@ -30,7 +30,8 @@ class _Kind:
 
     totals: ByBatchSize[DraftStats] = field(default_factory=new_stats)  # of its drafts, whatever their source
     schedule: ProbeSchedule = field(default_factory=ProbeSchedule)
-    is_probe: bool = False
+    is_probe: bool = False  # of the step that is under way: one sequence is drafted for to find out, …
+    pays: bool = False  # … some are because it pays
     won: float = 0.0  # seconds, in the last step that asked
 
 
@@ -51,6 +52,7 @@ class SelectiveDrafts:
         self._kinds: dict[str, _Kind] = {}
         self._asked: dict[int, _Asked] = {}  # by sequence, in the step that is under way
         self._wide_steps = 0  # since a plain one
+        self._looped = False  # whether steps are taken in a row
 
     def covers(self, seq: Sequence) -> bool:
         """Whether drafts for this sequence are known to state their confidence."""
@@ -58,17 +60,27 @@ class SelectiveDrafts:
 
     # --- before a step ------------------------------------------------------------------------------------------------
 
+    def begin_step(self) -> None:
+        """Before the first sequence of a step."""
+        for kind in self._kinds.values():
+            kind.is_probe = kind.pays = False
+
     def ask(self, seq: Sequence, limit: int, unread: int, num_seqs: int) -> int:
-        """Draft tokens to ask for in a batch of so many: all that may be sent, or none."""
+        """Draft tokens to ask for in a batch of so many: all that may be sent, or none.
+
+        One sequence is enough for a probe, except where a device takes steps in a row: only if all have draft tokens.
+        """
         if self._wide_steps >= PLAIN_EVERY:
             return 0
         kind, costs = self._kinds[kind_of(seq)], self.value.costs
         reading, plain = costs.catching_up(unread), costs.plain_pass(num_seqs)
         kind.schedule.open(plain, reading)
-        kind.is_probe = False
         gain, length = self.value.usual_gain(kind.totals, num_seqs), self.value.useful_length(seq, limit)
         if gain >= reading / HORIZON:
+            kind.pays = True
             return length
+        if kind.is_probe and not self._looped:
+            return 0
         kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
         if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.totals.of(num_seqs).num_drafts > 1):
             return 0
@@ -107,6 +119,7 @@ class SelectiveDrafts:
     def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: bool) -> int:
         """Learn from a step; returns how many sequences were asked for. caught_up: drafters had much to read first, so
         that the time of their drafts is unusual."""
+        self._looped |= timing.looped
         asked = [seq for seq in seqs if seq.seq_id in self._asked]
         share = timing.draft_seconds / len(asked) if asked else 0.0
         drafting = 0.0
@@ -157,7 +170,7 @@ class SelectiveDrafts:
         for name in {kind_of(seq) for seq in seqs} & self._kinds.keys():
             kind = self._kinds[name]
             if name in asked_kinds:
-                kind.schedule.drafted(kind.won, plain, probe=kind.is_probe)
+                kind.schedule.drafted(kind.won, plain, probe=kind.is_probe and not kind.pays)
                 kind.won = 0.0
             else:
                 kind.schedule.passed(min(timing.seconds, 2 * plain), plain)

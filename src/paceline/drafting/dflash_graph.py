@@ -22,7 +22,7 @@ from paceline.drafting.eagle_graph import MAX_GRAPHS, ROOM_ROWS, ROOM_TOKENS, pu
 from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
-MAX_STATES = 32  # of the target that a sequence may bring. One size: other graphs would be captured later
+MAX_STATES = 32  # of the target that a sequence may bring. One size, so that no draft needs a graph that is not there
 MORE = 4  # times as many sequences and columns a graph may have: reading the head's weights is what takes time
 FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
 

@@ -115,8 +115,8 @@ class Rehearsal:
         return pieces + self._largest_batch(plan, longest)
 
     def _largest_batch(self, plan: WarmupPlan, longest: int) -> list[Preparation]:
-        """The largest of a few sequences, whose graphs also run fewer of them: its prompts are read together, and what
-        that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
+        """The largest of the small batches, whose graphs also run the smaller ones: its prompts are read together, and
+        what that loads is loaded now. Nothing that it takes is kept: the first such steps are slow."""
         rows, ks = self._engine.info.rows_rounded_alike, plan.num_draft_tokens
         sizes = [count for count in plan.quick_batches if rows is None or count <= rows]
         lengths = [length for length in PROMPTS if length + STEPS < longest]

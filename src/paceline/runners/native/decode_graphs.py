@@ -277,7 +277,7 @@ class DecodeGraphs:
         return enough and self._runs(captured.size, key.size, self._draft_ops)
 
     def _runs(self, captured: PassSize, size: PassSize, ops: TritonOps) -> bool:
-        """Both must be multiplied in the same way: another way would change the numbers."""
+        """Whether a graph of one size may run another. Not if that is multiplied in another way: its numbers differ."""
         if self.is_persistent(captured.rows) != self.is_persistent(size.rows):
             return False
         if self.is_persistent(size.rows):

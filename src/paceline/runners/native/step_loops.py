@@ -109,10 +109,9 @@ class StepLoops:
             for loop in inputs:
                 self._kv.shrink(loop.seq_cache)
             return None
-        k = max(loop.num_draft_tokens for loop in inputs)
         leaf = source.sends_leaves and len(inputs) == 1 and self._passes.orders_branches(graph.key.size)
         steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=leaf)
-        return _steps(steps, StepReader(len(inputs), FIELDS + 2 * k, self._kv.device), inputs, num_steps)
+        return _steps(steps, StepReader(len(inputs), FIELDS + 2 * steps.k, self._kv.device), inputs, num_steps)
 
     @torch.inference_mode()
     def _graph(self, inputs: list[LoopInput], num_steps: int) -> ForwardGraph | None:

@@ -48,7 +48,7 @@ struct Stream {
   const u8 *codes, *upper;                    // of this thread in the run's first tile; upper: null where there are none
   Beside beside;
   u32 tile_offset, beside_offset;             // of the tile
-  u32 tile_bytes, to_partner, unit_bytes;
+  u32 tile_bytes, to_partner, unit_bytes, row_bytes;
   int unit, begin, end;                       // of the tile: the next unit; those of the run
   int first, units;                           // the warp's first unit of the tile, less begin; of a whole tile
   int tiles, next_tile;                       // that are left in the run; of the run behind it
@@ -116,6 +116,7 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
   stream.two_parts = format == FP8;
 
   const u32 row_bytes = format == PLAIN ? product.columns * 2 : format == FP8 ? STEP : STEP / 2;
+  stream.row_bytes = row_bytes;
   stream.unit_bytes = format == PLAIN ? 64 : 16 * row_bytes;
   const u32 rows_16 = 16 * row_bytes * (format == PLAIN ? 1 : units);
   const i64 at = (i64)(first >> 4) * rows_16 + ((first & 15) + group) * row_bytes + (thread & 3) * 16;
@@ -132,23 +133,72 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
   return stream;
 }
 
+// A stream that waits in shared memory until its product begins: kept in registers it would end up in local memory, which is far away.
+// What is the same for all threads is there once, and so is what warps or lanes have. Warps that are ahead may write the next one
+// while others read this one, hence two.
+constexpr int BESIDE_LANES = BESIDE_BYTES / 16;
+struct WaitingStream {
+  const u8 *codes, *upper;                    // of the first lane
+  u32 tile_bytes, to_partner, unit_bytes, row_bytes;
+  int begin, end, units, next_tile;
+  bool halves, two_parts;
+  Beside beside[BESIDE_LANES];
+};
+struct WaitingWarp {
+  u32 skipped;                                // tiles of the run that have no unit of this warp
+  int unit, first, tiles;
+};
+struct WaitingRoom {
+  WaitingStream streams[2];
+  WaitingWarp warps[WARPS];
+
+  __device__ __forceinline__ void put(int step, const Stream& stream) {
+    const int thread = this_thread(), lane = thread & 31;
+    WaitingStream& waiting = streams[step & 1];
+    if (lane == 0) warps[thread >> 5] = {stream.tile_offset / stream.tile_bytes, stream.unit, stream.first, stream.tiles};
+    if (thread < BESIDE_LANES) waiting.beside[lane] = stream.beside;
+    if (thread) return;
+    waiting.codes = stream.codes, waiting.upper = stream.upper;
+    waiting.tile_bytes = stream.tile_bytes, waiting.to_partner = stream.to_partner;
+    waiting.unit_bytes = stream.unit_bytes, waiting.row_bytes = stream.row_bytes;
+    waiting.begin = stream.begin, waiting.end = stream.end, waiting.units = stream.units, waiting.next_tile = stream.next_tile;
+    waiting.halves = stream.halves, waiting.two_parts = stream.two_parts;
+  }
+  __device__ __forceinline__ Stream take(int step) const {  // all threads have met since it was put there
+    const int thread = this_thread(), lane = thread & 31;
+    const WaitingStream& waiting = streams[step & 1];
+    const WaitingWarp& warp = warps[thread >> 5];
+    const u32 own = (lane >> 2) * waiting.row_bytes + (lane & 3) * 16;
+    Stream stream;
+    stream.codes = waiting.codes + own;
+    stream.upper = waiting.upper ? waiting.upper + own / 2 : nullptr;
+    stream.beside = waiting.beside[lane < BESIDE_LANES ? lane : 0];
+    if (lane >= BESIDE_LANES) stream.beside.at = nullptr;
+    stream.tile_offset = warp.skipped * waiting.tile_bytes, stream.beside_offset = warp.skipped * stream.beside.tile_bytes;
+    stream.tile_bytes = waiting.tile_bytes, stream.to_partner = waiting.to_partner;
+    stream.unit_bytes = waiting.unit_bytes, stream.row_bytes = waiting.row_bytes;
+    stream.unit = warp.unit, stream.begin = waiting.begin, stream.end = waiting.end;
+    stream.first = warp.first, stream.units = waiting.units;
+    stream.tiles = warp.tiles, stream.next_tile = waiting.next_tile;
+    stream.halves = waiting.halves, stream.two_parts = waiting.two_parts;
+    return stream;
+  }
+};
+
 // The ring of weights in shared memory. Each thread copies what it multiplies itself, but for the numbers beside the codes. The stream
 // of a product is opened during the one before, while others are waited for.
 struct Ring {
-  Stream stream, opened;
+  Stream stream;
   u32 slot, last;                             // this thread's part: of the slot that is multiplied next, of the last one
 
-  __device__ __forceinline__ void open(u32 memory, const volatile Product& product) {  // the next one
-    last = memory + this_thread() * 16 + (SLOTS - 1) * SLOT_BYTES;
-    opened = run_of(product, 0, 0);
-  }
-  __device__ __forceinline__ void begin_product(const volatile Product* products, int step, int last_step) {
+  __device__ __forceinline__ void begin_product(u32 memory, const volatile Product* products, WaitingRoom& waiting, int step, int last_step) {
     const volatile Product& product = products[step % PRODUCTS];
-    stream = opened;
-    slot = last - (SLOTS - 1) * SLOT_BYTES;
+    stream = waiting.take(step);
+    slot = memory + this_thread() * 16;
+    last = slot + (SLOTS - 1) * SLOT_BYTES;
 #pragma unroll 1
     for (int i = 0; i < SLOTS; ++i) ask(product, slot + i * SLOT_BYTES);
-    if (step < last_step) opened = run_of(products[(step + 1) % PRODUCTS], 0, 0);
+    if (step < last_step) waiting.put(step + 1, run_of(products[(step + 1) % PRODUCTS], 0, 0));
   }
   __device__ __forceinline__ void ask(const volatile Product& product, u32 to) {  // at the end of the product a group is empty
     while (!stream.tiles && (stream.next_tile || stream.end < product.units) && product.tiles)
@@ -233,6 +283,20 @@ struct Unit {                                 // addresses in shared memory of a
   u32 slot, beside;
   u32 x[TOKEN_TILES];
   u32 sums;                                   // of the inputs: of this thread's first token
+
+  // index: of the unit among those whose inputs are there.
+  __device__ __forceinline__ Unit(const volatile Product& product, const u16* inputs, const float* sums_of_inputs, int rows, int index) {
+    const int thread = this_thread(), columns = product.unit_columns, stride = product.segment * columns + X_STRIDE_PAD;
+    const u32 x_at = (u32)__cvta_generic_to_shared(inputs) + (thread & 3) * (columns == 32 ? 16 : 8) + index * columns * 2;
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i) x[i] = x_at + min(i * 8 + ((thread & 31) >> 2), rows - 1) * stride * 2;  // any row: its sums are not used
+    sums = (u32)__cvta_generic_to_shared(sums_of_inputs) + ((thread & 3) * 2 * SUMS_STRIDE + index * (STEP / SUMMED)) * 4;
+  }
+  __device__ __forceinline__ void move_on(int unit_bytes) {  // to the warp's next unit
+#pragma unroll
+    for (int i = 0; i < TOKEN_TILES; ++i) x[i] += WARPS * unit_bytes;
+    sums += WARPS * (STEP / SUMMED) * 4;
+  }
 };
 
 typedef float Sums[TOKEN_TILES][4];

@@ -326,18 +326,22 @@ struct Product {
   const void* weight;                         // a tensor map: see device/tensor_maps.py
   const u16* bias;
   const i64* pieces;                          // of a packed model
+  int formats[PIECES], rows_of_first;         // of the pieces; rows of the first one
   int columns, rows, outputs;                 // outputs: rows of a tile
   int unit_columns, units;
   int segment;                                // units whose inputs are in shared memory together
   int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
   int paired;                                 // both halves have as many rows: gate and up
 
+  __device__ __forceinline__ int format_of(int row) const volatile { return formats[row >= rows_of_first]; }
   // lm_head: the weight, or in a packed model its pieces. down_segment: units of packed weights.
   __device__ void set(int kind, const i64* layer, const void* lm_head, int down_segment) volatile {
     const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
 #if PACKED
     pieces = kind == LM_HEAD ? (const i64*)lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS;
-    unit_columns = pieces[PIECE_FORMAT] == PLAIN ? 32 : STEP;
+    rows_of_first = (int)pieces[PIECE_ROWS];
+    formats[0] = (int)pieces[PIECE_FORMAT], formats[1] = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
+    unit_columns = formats[0] == PLAIN ? 32 : STEP;
 #else
     weight = kind == LM_HEAD ? lm_head : (const void*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
     unit_columns = UNIT_COLUMNS;
@@ -793,7 +797,7 @@ struct SeqInfo {
   int length, count, chain;                   // chain: so many of its first nodes are one
   int chain_tiles, tiles;                     // nodes of the chain share tiles of attention, the others have one each
 };
-constexpr int TABLE_SIZE = 1024;  // blocks of all sequences that are looked up in shared memory
+constexpr int TABLE_SIZE = 768;  // blocks of all sequences that are looked up in shared memory
 
 // A head's vector of `HEAD_DIM` values by one warp: normed where the model does, rotated by its position.
 // kept: a second place for the result, or null.
@@ -1150,7 +1154,14 @@ extern __shared__ __align__(16) unsigned char memory[];
 // kept in local memory, which is far away where shared memory has taken the place of its cache.
 struct PassFacts {
   int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
-  bool by_words, attends;                     // by_words: from gate to down; attends: a share of attention takes the ring's memory
+  int shares;                                 // of attention
+  bool by_words;                              // from gate to down
+
+  __device__ __forceinline__ bool attends() const volatile { return first_share() < shares; }  // this block; it takes the ring's memory
+};
+// Where a warp is in the pass, while it attends: for the same reason.
+struct Progress {
+  int step, share;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
@@ -1182,6 +1193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   // Of a single sequence no node is read that only fills up the pass.
   const int num_rows = num_seqs == 1 ? max(1, min(nodes, (int)counts[0])) : num_seqs * nodes, thread = threadIdx.x;
   __shared__ volatile PassFacts facts;
+  __shared__ volatile Progress all_progress[WARPS];
   if (thread == 0) {
     facts.rows = num_rows;
     facts.base = flags[BLOCKS];
@@ -1242,13 +1254,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   if (thread == THREADS - 1) {
     int all_shares = 0;
     for (int seq = 0; seq < num_seqs; ++seq) all_shares += shares(infos[seq]);
-    facts.attends = first_share() < all_shares;
+    facts.shares = all_shares;
   }
   __syncthreads();
 
 #if PACKED
+  __shared__ WaitingRoom waiting;
+  waiting.put(0, run_of(products[0], 0, 0));
+  __syncthreads();
   Ring ring;
-  ring.open((u32)__cvta_generic_to_shared(ring_memory), products[0]);
 #else
   Ring ring((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), products[0]);
 #endif
@@ -1268,9 +1282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind == DOWN_PRODUCT) fetch_gain(gain, step + 1 == last_step ? final_norm : (const u16*)table[(index + 1) % TABLES][ATTENTION_NORM]);
 #if PACKED
     end_group();
-    ring.begin_product(products, step, last_step);
+    ring.begin_product((u32)__cvta_generic_to_shared(ring_memory), products, waiting, step, last_step);
 #else  // as far ahead as there is room: a block that attends up to the product before that
-    const int last_opened = min(last_step, facts.attends ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
+    const int last_opened = min(last_step, facts.attends() ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
     ring.fill(products, last_opened);
 #endif
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
@@ -1324,24 +1338,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       for (int i = 0; i < 4; ++i) sums[tile][i] = 0.f;
     int tile = 0, in_batch = 0;
     const int tiles = product.tiles;
+    int first_unit = this_thread() >> 5;  // of this warp in the tile: it goes on from tile to tile, so that all warps have as many units
 #if PACKED
-    Unit part;
-    const int all_units = product.units, segment = product.segment, unit_bytes = product.unit_columns * 2, outputs = product.outputs;
-    int first_unit;  // of this warp in the tile, less begin: it goes on from tile to tile, so that all warps have as many units
-    {
-      const int thread = this_thread(), group = (thread & 31) >> 2;
-      const u32 x_at = (u32)__cvta_generic_to_shared(x) + (thread & 3) * (product.unit_columns == 32 ? 16 : 8);
-#pragma unroll
-      for (int i = 0; i < TOKEN_TILES; ++i) part.x[i] = x_at + min(i * 8 + group, rows - 1) * stride * 2;  // any row: its sums are not used
-      part.sums = (u32)__cvta_generic_to_shared(x_sums) + (thread & 3) * 2 * SUMS_STRIDE * 4;
-      first_unit = thread >> 5;
-    }
-    int begin = 0;  // first unit of the segment
-    const i64* pieces = product.pieces;
-    const int end_of_piece = (int)pieces[PIECE_ROWS], first_format = (int)pieces[PIECE_FORMAT];
+    int begin = 0;  // first unit of the segment; first_unit is less than that
 #else
     const int units = product.units;
-    int first_unit = this_thread() >> 5;
     const Input input(x, stride, rows, kind == DOWN_PRODUCT && !by_words ? activated : nullptr);
 #endif
 #pragma unroll 1
@@ -1352,14 +1353,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
         if (by_words) stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
         else stage(x, rows, min(INTER - first, stride - X_STRIDE_PAD), stride, activated + first, INTER, x_sums);
       }
-      int format = first_format;
-      if (((int)blockIdx.x + tile * BLOCKS) * outputs >= end_of_piece) format = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
       if (begin) layout.take(in_batch, sums);  // go on where the segment before this one has ended
-      const int end = min(all_units - begin, segment);  // less begin
-      Unit current = part;
-#pragma unroll
-      for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += first_unit * unit_bytes;
-      current.sums += first_unit * (STEP / SUMMED * 4);
+      const int format = product.format_of(((int)blockIdx.x + tile * BLOCKS) * product.outputs), unit_bytes = product.unit_columns * 2;
+      const int all_units = product.units, segment = product.segment, end = min(all_units - begin, segment);  // less begin
+      Unit current(product, x, x_sums, rows, first_unit);
 #pragma unroll 1
       for (int unit = first_unit; unit < end; unit += WARPS) {
         ring.wait();
@@ -1367,9 +1364,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
         current.beside = ring.slot + BESIDE_AT - this_thread() * 16 + (this_thread() >> 5) * BESIDE_BYTES;
         add_unit(format, current, sums);
         ring.refill(product);
-#pragma unroll
-        for (int i = 0; i < TOKEN_TILES; ++i) current.x[i] += WARPS * unit_bytes;
-        current.sums += WARPS * (STEP / SUMMED * 4);
+        current.move_on(unit_bytes);
       }
       first_unit = (first_unit - all_units) & (WARPS - 1);
 #else
@@ -1433,20 +1428,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     if (kind != QKV_PRODUCT) continue;
 
     // --- attention: blocks without a share of it go on at once
-    if (!facts.attends) continue;
-    int base = 0;
+    if (!facts.attends()) continue;
+    auto progress = [&]() -> volatile Progress& { return all_progress[this_thread() >> 5]; };
+    progress().step = step;
 #pragma unroll 1
-    for (int seq = 0; seq < num_seqs; ++seq) {
-      const int items = shares(infos[seq]), tiles = infos[seq].tiles;
-#pragma unroll 1
-      for (int item = (first_share() - base % BLOCKS + BLOCKS) % BLOCKS; item < items; item += BLOCKS) {
-        attend(args, layer, index, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles);
-      }
-      base += items;
+    for (int share = first_share(); share < facts.shares; share = progress().share + BLOCKS) {
+      progress().share = share;
+      int item = share, seq = 0;
+      while (item >= shares(infos[seq])) item -= shares(infos[seq++]);
+      const int tiles = infos[seq].tiles, at = progress().step / 4;
+      attend(args, table[at % TABLES], at, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles);
     }
-#if PACKED  // it is made again, not kept
-    ring.open((u32)__cvta_generic_to_shared(ring_memory), products[(step + 1) % PRODUCTS]);
-#else
+    step = progress().step;
+#if !PACKED  // it is made again, not kept
     ring.begin((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), step);
     fence_copies();
     __syncthreads();

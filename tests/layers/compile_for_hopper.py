@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from paceline.drafting.tree_kernel import grow_trees
 from paceline.layers.attention_kernels import attend_kernel
 from paceline.layers.gemm_kernels import argmax_kernel, project_kernel, vector_kernel
 from paceline.layers.gemm_tiling import TILE_ROWS, WIDE_TILES
@@ -28,6 +29,7 @@ from paceline.layers.norm_triton import norm_kernel
 from paceline.quantization.packed_kernel import packed_kernel, unpack_kernel
 from paceline.quantization.packed_layout import Kind, groups_of_span
 from paceline.quantization.packed_triton import FAST_KINDS, packed_tiling
+from paceline.runners.native.tree_kernels import move_accepted, put_tree, settle_tree
 
 HALF, FLOAT, LONG, INT = "*bf16", "*fp32", "*i64", "*i32"
 ATTENTION = {"GROUP": 3, "NUM_KV_HEADS": 3, "HALF": 32, "BLOCK_SIZE": 64, "CHUNK_TOKENS": 128}
@@ -181,7 +183,23 @@ def compile_delta_nets() -> None:
     compile_kernel(gated_norm_kernel, signature, {**constants, "USE_PDL": True})
 
 
+def compile_trees() -> None:
+    """What makes draft trees, and what lies between the passes of steps in a row."""
+    sizes = dict.fromkeys(("drafted_stride", "nodes", "k"), "i32")
+    numbers = dict.fromkeys(("num_tokens", "num_nodes", "depth", "before", "ranks"), "i32")
+    tensors = dict.fromkeys(("places", "tokens", "drafted", "parents"), LONG)
+    compile_kernel(grow_trees, {"scores": FLOAT, **tensors, **numbers}, {"LANES": 16}, num_warps=1)
+    put = ("drafted", "parents", "limits", "token_ids", "counts", "depths", "tree_mask")
+    compile_kernel(put_tree, dict.fromkeys(put, LONG) | sizes, {"BLOCK": 64}, num_warps=1)
+    settled = ("parents", "limits", "best", "token_ids", "lengths", "accepted", "grown", "last_tokens", "order", "result")
+    compile_kernel(settle_tree, dict.fromkeys(settled, LONG) | sizes, {"FIELDS": 3, "BLOCK": 64}, num_warps=1)
+    moved = dict.fromkeys(("keys", "values"), HALF) | dict.fromkeys(("blocks", "lengths", "accepted", "order"), LONG)
+    moved |= {"layer_stride": "i64", "block_size": "i32", "table_width": "i32", "k": "i32"}
+    compile_kernel(move_accepted, moved, {"SIZE": 1408, "BLOCK": 2048})
+
+
 def main() -> int:
+    compile_trees()
     compile_products()
     compile_delta_nets()
     compile_packed_products()

@@ -70,6 +70,7 @@ class LoopSource(Protocol):
     """
 
     sends_leaves: bool = False  # whether a second choice may stand beside the last draft token, where it drafts alone
+    sends_trees: bool = False  # whether its draft tokens are trees, the first of them trees of fewer
 
     def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
         """Make ready for so many steps of these sequences; False: not possible for them."""

@@ -231,6 +231,7 @@ class DraftOutput:
     count       [1]: how many of the steps were taken, where the device decides it; what the others left means nothing
     second      the second choice of every step, where there is one, …
     second_confidence  … and how likely it is
+    parents     [seqs, steps], of trees: the node before each, which comes before it. Node 0 is the sequence itself
     """
 
     tokens: Tensor
@@ -239,6 +240,7 @@ class DraftOutput:
     count: Tensor | None = None
     second: Tensor | None = None
     second_confidence: Tensor | None = None
+    parents: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,8 @@ class LoopProgress:
     """What one of several steps in a row has brought, on the device.
 
     accepted     draft tokens of each sequence, up to the first that is wrong
-    best         the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]
+    best         the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]; of a tree those
+                 on the accepted path come first, as in a chain
     grown        tokens that each sequence has grown by
     last_tokens  of each sequence, the last two
     """
@@ -298,6 +301,7 @@ class LoopedStep:
     """One of several steps in a row, of one sequence. source, confidence: as those of a draft tree.
 
     has_leaf  the last draft token is another choice for the one before it
+    parents   of a tree, as those of a draft tree
     """
 
     draft_tokens: list[int]
@@ -305,6 +309,7 @@ class LoopedStep:
     source: str = ""
     confidence: list[float] | None = None
     has_leaf: bool = False
+    parents: list[int] | None = None
 
 
 # The steps of all sequences, one after another. Sent True, no further one is begun; one that was begun still comes.

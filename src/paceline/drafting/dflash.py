@@ -8,7 +8,8 @@ the target's next states.
 A block costs the same whatever num_draft_tokens is: its first tokens are sent, at most block_size - 1.
 
 chain   (nodes = 0)  one token a depth; a sampled sequence draws from the real q (block_rows.py)
-tree    (nodes = n)  the likeliest paths through the likeliest tokens of every depth (block_tree.py)
+tree    (nodes = n)  the likeliest paths through the likeliest tokens of every depth (block_tree.py); also with nodes = 0
+                     where a device takes greedy steps in a row, and makes trees as quickly as chains (tree_kernel.py)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import DraftRows, block_rows
 from paceline.drafting.block_tree import likeliest_trees
-from paceline.drafting.dflash_graph import BlockGraph, BlockGraphs, BlockInput
+from paceline.drafting.dflash_graph import BRANCHES, BlockGraph, BlockGraphs, BlockInput
 from paceline.drafting.draft_sampling import (
     SampledDraft,
     can_draft_on_device,
@@ -66,7 +67,7 @@ class DFlash(Drafter):
         target: Runner,
         *,
         nodes: int = 0,
-        branches: int = 4,
+        branches: int = BRANCHES,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
         """nodes: of a tree, at most (num_draft_tokens may be fewer); 0 drafts chains. branches: children of a node."""
@@ -100,7 +101,8 @@ class DFlash(Drafter):
         return self.contexts.buffers
 
     def _block_graphs(self, pool: GraphPool | None = None) -> BlockGraphs:
-        return BlockGraphs(self._head, self._context_product, self._buffers, self._vocab_size, pool)
+        parts = (self._head, self._context_product, self._buffers, self._vocab_size, pool)
+        return BlockGraphs(*parts, nodes=self.nodes, branches=self.branches)
 
     def round_products(self) -> None:
         """Keep the products in the 8-bit blocks of the CPU kernels."""
@@ -120,10 +122,12 @@ class DFlash(Drafter):
     def draft_loop(
         self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
     ) -> LoopedSteps | None:
-        """Chains, where a block is a graph; what a prompt has brought is read first."""
-        graphs, most = self.graphs, self._head.config.max_draft_tokens
-        if graphs is None or self.nodes or not all(map(self.contexts.has, seqs)):
+        """Where a block is a graph: trees, which cost the host nothing there. What a prompt has brought is read first."""
+        graphs, depth = self.graphs, self._head.config.max_draft_tokens
+        if graphs is None or not all(map(self.contexts.has, seqs)) or (self.nodes and not graphs.makes_trees):
             return None
+        trees = graphs.makes_trees
+        most = graphs.num_nodes if trees else depth
         inputs = [loop_input(seq, min(k, most)) for seq, k in zip(seqs, num_draft_tokens)]
         if not self._fits_graph(graphs, seqs) or most_nodes(inputs) > graphs.MAX_STATES:
             return None
@@ -131,10 +135,10 @@ class DFlash(Drafter):
         self._read_pending([state for state in states if state.num_pending > graphs.MAX_STATES])
 
         def prepare(inputs: list[LoopInput], num_steps: int) -> BlockGraph:
-            starts = [_start(state, loop.num_draft_tokens, most) for state, loop in zip(states, inputs)]
-            return graphs.prepared(starts, num_steps * most_nodes(inputs))
+            starts = [_start(state, loop.num_draft_tokens, depth) for state, loop in zip(states, inputs)]
+            return graphs.prepared(starts, num_steps * most_nodes(inputs), trees=trees)
 
-        return target.draft_loop(HeadSource(self._view, states, prepare), inputs, num_steps)
+        return target.draft_loop(HeadSource(self._view, states, prepare, trees), inputs, num_steps)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):

@@ -7,7 +7,7 @@ num_draft_tokens is: it is the same work, and fewer graphs are captured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
 MAX_STATES = 32  # of the target that a sequence may bring. One size, so that no draft needs a graph that is not there
 MORE = 4  # times as many sequences and columns a graph may have: reading the head's weights is what takes time
+BRANCHES = 4  # children of a node of a tree, at most
 FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
 
 
@@ -48,11 +49,13 @@ class BlockShape:
     num_seqs: int
     seen: int  # columns of the buffers
     drawn: bool
+    trees: bool = False
 
     def runs(self, other: BlockShape) -> bool:
         """Whether the graph of this shape also drafts for another one, in not much more time."""
+        alike = (self.drawn, self.trees) == (other.drawn, other.trees)
         few = other.num_seqs <= self.num_seqs <= MORE * other.num_seqs
-        return few and self.drawn == other.drawn and other.seen <= self.seen <= MORE * other.seen
+        return alike and few and other.seen <= self.seen <= MORE * other.seen
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -118,9 +121,14 @@ class BlockGraphs:
         buffers: KeyBuffers,
         vocab_size: int,
         pool: GraphPool | None = None,
+        *,
+        nodes: int = 0,
+        branches: int = BRANCHES,
     ) -> None:
-        """vocab_size: the target's. pool: captures blocks; by default a pool for the device of the head."""
+        """vocab_size: the target's. pool: captures blocks; by default a pool for the device of the head. nodes: of a
+        tree, if more than a block has; branches: children of a node."""
         self._head, self._context_product, self._buffers, self._vocab = head, context_product, buffers, vocab_size
+        self.num_nodes, self._branches = max(nodes, head.config.max_draft_tokens), branches
         pool = pool or GraphPool("a block of draft tokens", head.like.device)
         self._graphs: GraphCache[BlockShape, BlockBuffers, DraftOutput] = GraphCache(
             pool, MAX_GRAPHS, near=BlockShape.runs, cost=lambda shape: shape.cost
@@ -135,12 +143,18 @@ class BlockGraphs:
         output, count = self.prepared(starts).run(), len(starts)
         return DraftOutput(output.tokens[:count], None if output.probs is None else output.probs[:count])
 
-    def prepared(self, starts: list[BlockInput], num_further: int = 0) -> BlockGraph:
+    @property
+    def makes_trees(self) -> bool:
+        """Whether a block can be a tree: what its rows say must not depend on all tokens before them."""
+        return self._branches > 1 and self._head.markov_head is None
+
+    def prepared(self, starts: list[BlockInput], num_further: int = 0, *, trees: bool = False) -> BlockGraph:
         """The graph of a block with these sequences in its inputs.
 
         num_further: tokens that a sequence may grow by until a later block of the same graph
+        trees: the likeliest nodes instead of a chain, as many
         """
-        shape = self._shape(starts, num_further)
+        shape = replace(self._shape(starts, num_further), trees=trees)
         self._buffers.reserve(shape.seen)
         if self._version != self._buffers.version:  # they have moved, and captured blocks write where they were
             self._graphs.clear()
@@ -162,6 +176,10 @@ class BlockGraphs:
 
     def _work(self, given: BlockBuffers, shape: BlockShape) -> DraftOutput:
         rows = self._rows(given, shape)
+        if shape.trees:
+            from paceline.drafting.tree_kernel import likeliest_nodes  # where there is no graph there may be no Triton
+
+            return likeliest_nodes(rows.ranked(self._branches), self.num_nodes)
         if not shape.drawn:
             return DraftOutput(rows.greedy().tokens)
         probs = self._drawn_from.of((shape.num_seqs, rows.depth, self._vocab), given.facts.device)

@@ -43,6 +43,7 @@ class HeadSource(LoopSource):
     view: StateView
     states: list[HeadState]
     prepare: Callable[[list[LoopInput], int], Graph[Any, Any, DraftOutput]]
+    sends_trees: bool = False
     _graph: Graph[Any, HeadBuffers, DraftOutput] | None = None
     _held: list[Tensor | None] = field(default_factory=lambda: [None] * AHEAD)
 

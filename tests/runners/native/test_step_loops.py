@@ -25,6 +25,8 @@ from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
 from paceline.runners.native import NativeRunner, step_loops
+from paceline.runners.native.decode_graphs import ForwardGraph
+from paceline.runners.native.pass_inputs import PassSize
 from paceline.runners.native.step_kernels import put_drafts, settle
 from paceline.runners.native.step_loops import FIELDS, PLAIN_GROUP
 from tests.runners.native.fused import TorchGraphs
@@ -161,7 +163,6 @@ def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
     least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_loops, "LEAST_LEAF", 0.0)
-    monkeypatch.setattr(step_loops.DecodeGraphs, "orders_branches", lambda self, size: True)  # as the one kernel does
     target, draft = runner(), runner(0.012)
     caches = [model.new_cache() for model in (target, draft)]
     ids, lengths, leaves = list(PROMPTS[0]), set(), [0, 0]
@@ -188,15 +189,25 @@ def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
         assert leaves[0] == 0, "as many draft tokens as the pass has room for"
 
 
-def test_no_leaf_is_sent_where_its_sums_would_be_rounded_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_loops, "LEAST_LEAF", 0.0)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_step_with_a_leaf_is_read_by_a_pass_for_trees(leaves: bool) -> None:
+    """Else the sums of the leaf would be rounded in another way than those of the same token in a chain."""
     target, draft = runner(), runner(0.012)
     caches = [model.new_cache() for model in (target, draft)]
     target.forward([Row.chain(caches[0], PROMPTS[0][:-1])], last_only=True)
-    source = draft.loop_source(ChainLimits(0.02, (0.5,) * NUM_BINS))
-    assert source is not None and source.sends_leaves
+    source = draft.loop_source(ChainLimits(0.02, (0.5,) * NUM_BINS) if leaves else None)
+    graphs = target.decode_graphs
+    assert source is not None and source.sends_leaves == leaves and graphs is not None
+    asked: list[bool] = []
+    own = graphs.prepared
+
+    def prepared(rows: list[Row], size: PassSize) -> ForwardGraph:
+        asked.append(size.trees)
+        return own(rows, size)
+
+    graphs.prepared = prepared  # type: ignore[method-assign,assignment]
     steps = target.draft_loop(source, [LoopInput(caches[0], list(PROMPTS[0]), lambda: False, 5, caches[1])], 4)
-    assert steps is not None and not any(step.has_leaf for [step] in steps)
+    assert steps is not None and len(list(steps)) == 4 and asked == [leaves]
 
 
 def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:

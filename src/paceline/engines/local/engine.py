@@ -423,7 +423,7 @@ def _argmax_alone(seq: Sequence) -> bool:
 
 
 def _looped_tree(step: LoopedStep) -> DraftTree:
-    parents = list(range(-1, len(step.draft_tokens) - 1))
+    parents = step.parents or list(range(-1, len(step.draft_tokens) - 1))
     if step.has_leaf:
         parents[-1] -= 1
     return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=step.confidence, source=step.source)

@@ -293,10 +293,6 @@ class DecodeGraphs:
         """Whether so many rows are read by one kernel."""
         return self._persistent is not None and self._persistent.holds(rows)
 
-    def orders_branches(self, size: PassSize) -> bool:
-        """Whether a node off the first chain is read as in a chain of its own: else its sums are rounded otherwise."""
-        return size.trees or self.is_persistent(size.rows)
-
     def _inputs(self, size: PassSize, memory: DeltaNetStates | None = None) -> PassInputs:
         has_windows = self._kv.windowed is not None
         return PassInputs(size, self._table_width, self._kv.device, memory, has_windows=has_windows)

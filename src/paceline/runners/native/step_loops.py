@@ -40,6 +40,7 @@ from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftG
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES
 from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
+from paceline.runners.native.tree_steps import TreeSteps
 
 AHEAD = 2  # results that are queued or being read
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
@@ -102,23 +103,28 @@ class StepLoops:
 
     def drafted(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
         """The same with draft tokens."""
-        graph = self._graph(inputs, num_steps)
+        has_leaf = source.sends_leaves and len(inputs) == 1
+        graph = self._graph(inputs, num_steps, trees=source.sends_trees or has_leaf)
         if graph is None:
             return None
         if not source.begin(inputs, num_steps):
             for loop in inputs:
                 self._kv.shrink(loop.seq_cache)
             return None
-        leaf = source.sends_leaves and len(inputs) == 1 and self._passes.orders_branches(graph.key.size)
-        steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=leaf)
-        return _steps(steps, StepReader(len(inputs), FIELDS + 2 * steps.k, self._kv.device), inputs, num_steps)
+        steps: DraftedSteps | TreeSteps
+        if source.sends_trees:
+            ks = [loop.num_draft_tokens for loop in inputs]
+            steps = TreeSteps(graph, source, self._kv, torch.tensor(ks, device=self._kv.device), max(ks))
+        else:
+            steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=has_leaf)
+        return _steps(steps, StepReader(len(inputs), steps.width, self._kv.device), inputs, num_steps)
 
     @torch.inference_mode()
-    def _graph(self, inputs: list[LoopInput], num_steps: int) -> ForwardGraph | None:
+    def _graph(self, inputs: list[LoopInput], num_steps: int, *, trees: bool = False) -> ForwardGraph | None:
         """The graph of one step, with the sequences in its inputs and blocks for all tokens of the loop."""
         nodes = max(loop.num_draft_tokens for loop in inputs) + 1
         longest = max(len(loop.ids) for loop in inputs) + num_steps * nodes
-        size = self._passes.fits(len(inputs), nodes, longest)
+        size = self._passes.fits(len(inputs), nodes, longest, trees=trees)
         if size is None or size.rows > MAX_ROWS or longest > self._max_seq_len:
             return None
         if any(loop.seq_cache.lora is not None for loop in inputs):
@@ -215,9 +221,14 @@ class DraftedSteps:
     def num_seqs(self) -> int:
         return self.limits.shape[0]
 
+    @property
+    def width(self) -> int:
+        """Numbers of the row of a sequence."""
+        return FIELDS + 2 * self.k
+
     @torch.inference_mode()
     def queue(self, step: int) -> Tensor:
-        """A row of each sequence, for `_looped_step`: [num_seqs, FIELDS + 2k]"""
+        """A row of each sequence, for `looped_step`."""
         draft = self.source.draft()
         assert draft.tokens.stride(1) == 1, "kernels read the draft tokens of a sequence as neighbours"
         self._put(draft)
@@ -227,6 +238,19 @@ class DraftedSteps:
             self._move_leaf(self.leaf)
         self.source.go_on(step, settled.progress, self._states(output))
         return settled.rows
+
+    def looped_step(self, row: list[int]) -> LoopedStep:
+        """The row that the device has left of a step (step_kernels.settle)."""
+        accepted, next_token, made, has_leaf, leaf_accepted, leaf, leaf_stated = row[:FIELDS]
+        drafted, stated = row[FIELDS : FIELDS + made], row[FIELDS + self.k : FIELDS + self.k + made]
+        nodes, tokens = list(range(accepted)), drafted[:accepted]
+        if has_leaf:
+            drafted, stated = [*drafted, leaf], [*stated, leaf_stated]
+        if leaf_accepted:
+            nodes, tokens = [*nodes, made], [*tokens, leaf]
+        confidence = [part / CONFIDENCE_UNIT for part in stated] if stated and stated[0] >= 0 else None
+        verified = VerifyResult(nodes, next_token, tokens)
+        return LoopedStep(drafted, verified, confidence=confidence, has_leaf=bool(has_leaf))
 
     def _put(self, draft: DraftOutput) -> None:
         inputs, nodes = self.graph.buffers, self.graph.key.size.nodes
@@ -245,7 +269,7 @@ class DraftedSteps:
         inputs, nodes, device = self.graph.buffers, self.graph.key.size.nodes, self.limits.device
         accepted, grown = torch.empty(2, self.num_seqs, dtype=torch.int64, device=device)
         last_tokens = torch.empty(self.num_seqs, 2, dtype=torch.int64, device=device)
-        rows = torch.empty(self.num_seqs, FIELDS + 2 * self.k, dtype=torch.int64, device=device)
+        rows = torch.empty(self.num_seqs, self.width, dtype=torch.int64, device=device)
         second, second_stated = self._second(draft)
         stated = second_stated if draft.confidence is None else draft.confidence
         settle[(self.num_seqs,)](
@@ -296,14 +320,14 @@ class DraftedSteps:
 
 
 def _steps(
-    steps: DraftedSteps, reader: StepReader, inputs: list[LoopInput], num_steps: int
+    steps: DraftedSteps | TreeSteps, reader: StepReader, inputs: list[LoopInput], num_steps: int
 ) -> LoopedSteps:
     reader.send(0, steps.queue(0))
     step = 0
     while step < num_steps:
         if step + 1 < num_steps:
             reader.send(step + 1, steps.queue(step + 1))
-        results = [_looped_step(row, steps.k) for row in reader.read(step)]
+        results = [steps.looped_step(row) for row in reader.read(step)]
         for index, (loop, result) in enumerate(zip(inputs, results)):
             if not loop.has_ended():
                 num_tokens = len(result.verified.tokens) + 1
@@ -312,20 +336,6 @@ def _steps(
         step += 1
         if (yield results):
             num_steps = min(num_steps, step + 1)
-
-
-def _looped_step(row: list[int], k: int) -> LoopedStep:
-    """The row that the device has left of a step (step_kernels.settle)."""
-    accepted, next_token, made, has_leaf, leaf_accepted, leaf, leaf_stated = row[:FIELDS]
-    drafted, stated = row[FIELDS : FIELDS + made], row[FIELDS + k : FIELDS + k + made]
-    nodes, tokens = list(range(accepted)), drafted[:accepted]
-    if has_leaf:
-        drafted, stated = [*drafted, leaf], [*stated, leaf_stated]
-    if leaf_accepted:
-        nodes, tokens = [*nodes, made], [*tokens, leaf]
-    confidence = [part / CONFIDENCE_UNIT for part in stated] if stated and stated[0] >= 0 else None
-    verified = VerifyResult(nodes, next_token, tokens)
-    return LoopedStep(drafted, verified, confidence=confidence, has_leaf=bool(has_leaf))
 
 
 class DraftModelSource(LoopSource):

@@ -23,6 +23,7 @@ from paceline.runners.native.persistent_pass import (
     CHAIN_MOST,
     CHAIN_RATES,
     CHAIN_SURVIVAL,
+    CHAIN_VOCAB_ROWS,
 )
 
 
@@ -39,6 +40,10 @@ class ChainReference:
 
     def has_ended(self, step: int) -> bool:
         return step > 0 and not self.words[CHAIN_GOES_ON]
+
+    def cut(self, logits: Tensor) -> Tensor:
+        """What draft tokens are chosen from."""
+        return logits[..., : int(self.words[CHAIN_VOCAB_ROWS]) or None]
 
     def extend(self, step: int, confidence: Tensor, counts: Tensor) -> None:
         words, survival = self.words, self.words[CHAIN_SURVIVAL:]
@@ -69,8 +74,9 @@ class TorchGraphs(DecodeGraphs):
             if chain.has_ended(step):
                 break
             output = self._pass(replace(batch, nodes=tokens[-1].shape[1]), tokens[-1], single=step > 0)
-            tokens.append(output.best.view(batch.num_seqs, -1)[:, -1:])
-            nodes = output.logits.softmax(-1).view(batch.num_seqs, -1, output.logits.shape[-1])
+            logits = chain.cut(output.logits)
+            tokens.append(logits.argmax(-1).view(batch.num_seqs, -1)[:, -1:])
+            nodes = logits.softmax(-1).view(batch.num_seqs, -1, logits.shape[-1])
             chosen.append(nodes[:, -1].topk(2))
             chain.extend(step, chosen[-1].values[:, 0], batch.counts)
             batch = replace(batch, offset=LEAD_TOKENS + step)

@@ -24,6 +24,7 @@ from paceline.runners.native.loading import load_from_model, model_info
 from paceline.runners.native.pass_weights import PassFormats, PassWeights
 from paceline.runners.native.persistent_pass import BLOCKS, fits_shapes, max_rows, slots
 from tests.runners.native.models import tiny
+from tests.runners.native.part_drafts import part_drafts
 from tests.runners.native.rounding import relative_errors
 from tests.support.packed import random_packed
 
@@ -195,3 +196,15 @@ def test_a_token_has_the_same_bits_alone_in_a_chain_and_in_a_batch(form: str, si
     alone = torch.cat([runner.forward([Row.chain(cache, [token])]).logits.clone() for token in tokens])
     assert torch.equal(chain, alone)
     assert torch.equal(beside, alone[:6])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_rows", [128, 2048, 4096], ids=["few blocks", "one tile a block", "two tiles"])
+@pytest.mark.parametrize("form", ["INT4", "Q6_K"])
+def test_a_drafting_loop_chooses_from_the_rows_of_the_lm_head_that_it_is_told_to_read(
+    form: str, vocab_rows: int
+) -> None:
+    drafts = part_drafts(persistent(packed_model(form, SMALL | {"vocab_size": 9008}, "cuda")), vocab_rows)
+    assert max(drafts.part) < vocab_rows
+    assert drafts.part == drafts.expected
+    assert drafts.whole_again == drafts.whole

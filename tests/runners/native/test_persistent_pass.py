@@ -18,6 +18,8 @@ from paceline.runners.native.pass_weights import MATRIX_FIELDS, PLAIN_SLOTS, PLA
 from paceline.runners.native.persistent_pass import (
     CHAIN_MOST,
     CHAIN_SURVIVAL,
+    CHAIN_VOCAB_ROWS,
+    DraftChain,
     OutputWish,
     PersistentPass,
     TokenSource,
@@ -30,6 +32,7 @@ from paceline.runners.native.persistent_pass import (
 )
 from tests.runners.native.fused import ChainReference
 from tests.runners.native.models import tiny
+from tests.runners.native.part_drafts import part_drafts
 from tests.runners.native.rounding import relative_errors
 
 SMALL: dict[str, Any] = {
@@ -113,6 +116,16 @@ def test_every_matrix_is_described_by_the_rows_of_its_tiles(monkeypatch: pytest.
     assert [one.box_rows for one in (qkv, output, gate_up, down, head)] == [8, 8, 8, 8, 16]
     assert (gate_up.rows, gate_up.parts) == (512, 2)
     assert (qkv.rows, output.rows, down.columns, head.rows) == (512, 256, 512, 1003)
+
+
+def test_a_chain_is_told_how_many_rows_of_the_lm_head_it_reads() -> None:
+    chain, limits = DraftChain(2, torch.device("cpu")), ChainLimits(0.5, (0.25,) * NUM_BINS)
+    for vocab_rows in (0, 2048, 0):
+        chain.set(6, limits, vocab_rows)
+        assert chain.words[CHAIN_VOCAB_ROWS] == vocab_rows
+        assert chain.words[CHAIN_MOST:CHAIN_SURVIVAL].tolist() == [6, 0.5, vocab_rows, *limits.rates]
+    with pytest.raises(AssertionError, match="tile"):
+        chain.set(6, limits, 1000)
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -236,7 +249,7 @@ def test_a_drafting_loop_ends_where_its_limits_say(num_seqs: int) -> None:
     for least in (0.0, *(num_seqs * 0.3 * 0.6**power for power in range(-1, 8)), 100.0):
         limits = ChainLimits(least, rates)
         reference = ChainReference(torch.zeros(CHAIN_SURVIVAL + num_seqs))
-        reference.words[CHAIN_MOST:CHAIN_SURVIVAL] = torch.tensor([k, least, *rates])
+        reference.words[CHAIN_MOST:CHAIN_SURVIVAL] = torch.tensor([k, least, 0, *rates])
         step = 0
         while step < k and not reference.has_ended(step):
             reference.extend(step, confidence[:, step], torch.ones(num_seqs))
@@ -247,6 +260,15 @@ def test_a_drafting_loop_ends_where_its_limits_say(num_seqs: int) -> None:
         assert torch.equal(output.tokens[:num_seqs, :step], tokens[:, :step])
         counts.add(step)
     assert {1, k} <= counts and len(counts) > 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_rows", [128, 2048, 4096], ids=["few blocks", "one tile a block", "two tiles"])
+def test_a_drafting_loop_chooses_from_the_rows_of_the_lm_head_that_it_is_told_to_read(vocab_rows: int) -> None:
+    drafts = part_drafts(persistent(gpu_model("qwen2", vocab_size=9003)), vocab_rows)
+    assert max(drafts.part) < vocab_rows
+    assert drafts.part == drafts.expected
+    assert drafts.whole_again == drafts.whole
 
 
 @pytest.mark.gpu

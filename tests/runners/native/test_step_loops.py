@@ -220,6 +220,25 @@ def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_b
     assert all(0 < count < seq.stats.drafted for seq, count in zip(seqs, accepted)), "some are right, some wrong"
 
 
+def test_a_draft_model_that_chooses_from_a_part_of_its_vocabulary_writes_what_plain_decoding_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, target, draft = 64, runner(), runner(0.012)
+    monkeypatch.setattr(step_loops, "draft_vocabulary", lambda vocab_size, sequences: rows)
+    caches = [model.new_cache() for model in (target, draft)]
+    ids, drafted = list(PROMPTS[0]), list[int]()
+    target.forward([Row.chain(caches[0], ids[:-1])], last_only=True)
+    source = draft.loop_source()
+    steps = target.draft_loop(source, [LoopInput(caches[0], ids, lambda: False, 5, caches[1])], 30) if source else None
+    assert steps is not None
+    for [step] in steps:
+        drafted += step.draft_tokens
+        ids += [*step.verified.tokens, step.verified.next_token]
+    written = ids[len(PROMPTS[0]) :]
+    assert written == plain(PROMPTS[:1], 180)[0][: len(written)] and max(written) >= rows
+    assert CUDA or max(drafted) < rows, "graphs of other kernels read the whole LM head"
+
+
 def test_every_step_of_a_loop_is_handed_out_by_itself_and_the_caches_fit_the_sequence() -> None:
     made = looping()
     request = add(made.engine, sequence(PROMPTS[0], NEW_TOKENS))

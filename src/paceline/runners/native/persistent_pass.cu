@@ -256,15 +256,19 @@ __device__ __forceinline__ Best load_best(const Best* at) {  // written by anoth
 
 // A draft model's passes in a row, each a launch of its own: whether the next one is worth its time, decided by the one before.
 // In memory: whether the chain goes on; draft tokens so far; how many there may be; the least tokens that a further one must
-// promise to all sequences together; how often draft tokens are accepted, by confidence; of every sequence the probability that
-// all its draft tokens are.
+// promise to all sequences together; rows of the LM head that are read, zero: all; how often draft tokens are accepted, by
+// confidence; of every sequence the probability that all its draft tokens are.
 struct DraftChain {
   float* words;
   int step;                                   // passes before this one; less than zero: it is not of a chain
 
-  enum Place { GOES_ON, COUNT, MOST, LEAST, RATES, SURVIVAL = RATES + CONFIDENCE_BINS };
+  enum Place { GOES_ON, COUNT, MOST, LEAST, VOCAB_ROWS, RATES, SURVIVAL = RATES + CONFIDENCE_BINS };
 
   __device__ __forceinline__ bool has_ended() const { return step > 0 && words[GOES_ON] == 0.f; }
+  __device__ __forceinline__ int vocab_rows() const {
+    const int rows = step < 0 ? 0 : (int)words[VOCAB_ROWS];
+    return rows > 0 && rows < VOCAB ? rows : VOCAB;
+  }
   // One more draft token; returns what the one after it promises if it is as sure.
   __device__ __forceinline__ float extend(int seq, float confidence) const {
     constexpr float edges[] = {CONFIDENCE_EDGES};
@@ -334,8 +338,8 @@ struct Product {
   int paired;                                 // both halves have as many rows: gate and up
 
   __device__ __forceinline__ int format_of(int row) const volatile { return formats[row >= rows_of_first]; }
-  // lm_head: the weight, or in a packed model its pieces. down_segment: units of packed weights.
-  __device__ void set(int kind, const i64* layer, const void* lm_head, int down_segment) volatile {
+  // lm_head: the weight, or in a packed model its pieces; vocab_rows: of it that are read. down_segment: units of packed weights.
+  __device__ void set(int kind, const i64* layer, const void* lm_head, int vocab_rows, int down_segment) volatile {
     const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
 #if PACKED
     pieces = kind == LM_HEAD ? (const i64*)lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS;
@@ -350,7 +354,7 @@ struct Product {
     bias = kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
     paired = kind == GATE_PRODUCT;
     columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
-    rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : VOCAB;
+    rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : vocab_rows;
     outputs = kind == QKV_PRODUCT ? QKV_OUTPUTS : is_hidden ? HIDDEN_OUTPUTS : paired ? GATE_OUTPUTS : 16;
     units = columns / unit_columns;
     segment = kind != DOWN_PRODUCT ? units : min(units, unit_columns == 32 ? 4 * down_segment : down_segment);
@@ -1155,6 +1159,7 @@ extern __shared__ __align__(16) unsigned char memory[];
 struct PassFacts {
   int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
   int shares;                                 // of attention
+  int vocab_rows;                             // of the LM head
   bool by_words;                              // from gate to down
 
   __device__ __forceinline__ bool attends() const volatile { return first_share() < shares; }  // this block; it takes the ring's memory
@@ -1197,6 +1202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   if (thread == 0) {
     facts.rows = num_rows;
     facts.base = flags[BLOCKS];
+    facts.vocab_rows = want_logits ? VOCAB : chain.vocab_rows();
     facts.by_words = num_rows * (INTER / 2) <= MOST_WORDS && num_rows * (INTER + WARPS * 128) <= x_limit;
 #if PACKED
     facts.down_segment = (x_limit / num_rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;
@@ -1246,7 +1252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   fetch_gain(gain, (const u16*)table[0][ATTENTION_NORM]);
   const int last_step = 4 * num_layers;
   auto describe = [&](int step) {
-    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, facts.down_segment);
+    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, facts.vocab_rows, facts.down_segment);
   };
   wait_for_copies();
   __syncthreads();

@@ -26,7 +26,7 @@ from paceline.layers.attention_triton import TritonBatch
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
-from paceline.runners.native.pass_weights import FEATURE_FIELD, PLAIN_WEIGHTS, PassFormats, PassWeights
+from paceline.runners.native.pass_weights import FEATURE_FIELD, PLAIN_WEIGHTS, TILE_ROWS, PassFormats, PassWeights
 
 TOKEN_TILES = (1, 2, 4)  # of eight tokens each: what a kernel is compiled for
 TILE = 8
@@ -42,7 +42,8 @@ PACKED_ROWS = 16  # fewer would verify long drafts in another way, whose last bi
 MAX_HIDDEN_SIZE = 2048  # larger models wait for their weights, unless those have few bits (docs/log.md)
 MAX_SHARED_MEMORY = 232_448 - 8_960  # of a block, less what the kernel declares itself
 SUMS_BYTES = WARPS * THREADS * 4  # partial sums of the warps
-CHAIN_GOES_ON, CHAIN_COUNT, CHAIN_MOST, CHAIN_LEAST, CHAIN_RATES = range(5)  # places in a draft chain
+# Places in a draft chain, in the order of the kernel's.
+CHAIN_GOES_ON, CHAIN_COUNT, CHAIN_MOST, CHAIN_LEAST, CHAIN_VOCAB_ROWS, CHAIN_RATES = range(6)
 CHAIN_SURVIVAL = CHAIN_RATES + NUM_BINS
 
 
@@ -83,13 +84,14 @@ NO_LIMITS = ChainLimits(-1.0, (1.0,) * NUM_BINS)
 class DraftChain:
     """How far the passes of a draft model in a row go, in the memory of the device: they decide it themselves.
 
-    words  float32: whether the chain goes on, draft tokens so far, how many there may be, what the limits say, and of
-           every sequence the probability that all its draft tokens are accepted
+    words  float32: whether the chain goes on, draft tokens so far, how many there may be, the least that a further one
+           must promise, rows of the LM head that are read, how often draft tokens are accepted, and of every sequence
+           the probability that all its draft tokens are
     """
 
     def __init__(self, num_seqs: int, device: torch.device) -> None:
         self.words = torch.zeros(CHAIN_SURVIVAL + num_seqs, device=device)
-        self._set: tuple[int, ChainLimits] | None = None
+        self._set: tuple[int, ChainLimits, int] | None = None
 
     @property
     def count(self) -> Tensor:
@@ -97,13 +99,17 @@ class DraftChain:
         return self.words[CHAIN_COUNT : CHAIN_COUNT + 1]
 
     @torch.inference_mode()
-    def set(self, most: int, limits: ChainLimits | None = None) -> None:
-        """most: draft tokens. Without limits there are as many."""
+    def set(self, most: int, limits: ChainLimits | None = None, vocab_rows: int = 0) -> None:
+        """most: draft tokens. Without limits there are as many.
+
+        vocab_rows: of the LM head, from the first on, that draft tokens are chosen from, in whole tiles; 0: all
+        """
         limits = limits or NO_LIMITS
-        if self._set == (most, limits):
+        if self._set == (most, limits, vocab_rows):
             return
-        self._set = (most, limits)
-        words = torch.tensor([float(most), limits.least, *limits.rates])
+        assert vocab_rows % TILE_ROWS == 0, "a tile of the LM head is read as a whole"
+        self._set = (most, limits, vocab_rows)
+        words = torch.tensor([float(most), limits.least, float(vocab_rows), *limits.rates])
         self.words[CHAIN_MOST:CHAIN_SURVIVAL].copy_(words, non_blocking=True)
 
 

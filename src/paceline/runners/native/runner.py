@@ -324,7 +324,7 @@ class NativeRunner(PagedRunner):
             return None
         from paceline.runners.native.step_loops import StepLoops
 
-        return StepLoops(self.decode_graphs, self.kv, self.info.max_seq_len)
+        return StepLoops(self.decode_graphs, self.kv, self.info.max_seq_len, self.info.vocab_size)
 
     def _restart(self, inputs: list[DraftInput]) -> None:
         """Sequences that lack a part of their window are read from the beginning."""

@@ -37,6 +37,7 @@ from paceline.core.types import (
 from paceline.device.memory import host_buffer
 from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
+from paceline.runners.native.draft_vocabulary import draft_vocabulary
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES
 from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
@@ -86,12 +87,12 @@ class StepReader:
 class StepLoops:
     """The loops of one runner, over its graphs and its cache."""
 
-    def __init__(self, passes: DecodeGraphs, kv: KVCache, max_seq_len: int) -> None:
-        self._passes, self._kv, self._max_seq_len = passes, kv, max_seq_len
+    def __init__(self, passes: DecodeGraphs, kv: KVCache, max_seq_len: int, vocab_size: int) -> None:
+        self._passes, self._kv, self._max_seq_len, self._vocab_size = passes, kv, max_seq_len, vocab_size
 
     def source(self, catch_up: CatchUp, limits: ChainLimits | None = None) -> DraftModelSource:
         """For the loop of another runner."""
-        return DraftModelSource(self._passes, self._kv, self._max_seq_len, catch_up, limits)
+        return DraftModelSource(self._passes, self._kv, self._max_seq_len, self._vocab_size, catch_up, limits)
 
     def plain(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
         """None: these sequences cannot, or there is no room."""
@@ -346,12 +347,13 @@ class DraftModelSource(LoopSource):
         passes: DecodeGraphs,
         kv: KVCache,
         max_seq_len: int,
+        vocab_size: int,
         catch_up: CatchUp,
         limits: ChainLimits | None = None,
     ) -> None:
         """limits: where chains end earlier, if the device can tell."""
-        self._passes, self._kv, self._max_seq_len, self._catch_up = passes, kv, max_seq_len, catch_up
-        self._limits = limits
+        self._passes, self._kv, self._max_seq_len, self._vocab_size = passes, kv, max_seq_len, vocab_size
+        self._catch_up, self._limits = catch_up, limits
         self.sends_leaves = limits is not None
         self._inputs: list[LoopInput] = []
         self._graph: DraftGraph | None = None
@@ -370,7 +372,8 @@ class DraftModelSource(LoopSource):
         if not self._made_ready(drafts, num_steps * (k + 1) + self._graph.key.num_tokens):
             return False
         self._passes.put_leads(self._graph, drafts)
-        self._graph.buffers.chain.set(k, self._limits)
+        vocab_rows = draft_vocabulary(self._vocab_size, [loop.ids for loop in inputs])
+        self._graph.buffers.chain.set(k, self._limits, vocab_rows)
         return True
 
     def _made_ready(self, drafts: list[DraftInput], num_tokens: int) -> bool:

@@ -191,8 +191,9 @@ def compile_trees() -> None:
     compile_kernel(grow_trees, {"scores": FLOAT, **tensors, **numbers}, {"LANES": 16}, num_warps=1)
     put = ("drafted", "parents", "limits", "token_ids", "counts", "depths", "tree_mask")
     compile_kernel(put_tree, dict.fromkeys(put, LONG) | sizes, {"BLOCK": 64}, num_warps=1)
-    settled = ("parents", "limits", "best", "token_ids", "lengths", "accepted", "grown", "last_tokens", "order", "result")
-    compile_kernel(settle_tree, dict.fromkeys(settled, LONG) | sizes, {"FIELDS": 3, "BLOCK": 64}, num_warps=1)
+    outputs = ("accepted", "grown", "last_tokens", "order", "result")
+    settled = dict.fromkeys(("parents", "limits", "best", "token_ids", "lengths", *outputs), LONG)
+    compile_kernel(settle_tree, settled | sizes, {"FIELDS": 3, "BLOCK": 64}, num_warps=1)
     moved = dict.fromkeys(("keys", "values"), HALF) | dict.fromkeys(("blocks", "lengths", "accepted", "order"), LONG)
     moved |= {"layer_stride": "i64", "block_size": "i32", "table_width": "i32", "k": "i32"}
     compile_kernel(move_accepted, moved, {"SIZE": 1408, "BLOCK": 2048})

@@ -260,8 +260,8 @@ class LoopProgress:
     """What one of several steps in a row has brought, on the device.
 
     accepted     draft tokens of each sequence, up to the first that is wrong
-    best         the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]; of a tree those
-                 on the accepted path come first, as in a chain
+    best         the argmax after the sequence and after each draft token: [sequences, draft tokens + 1]; of a tree
+                 those on the accepted path come first, as in a chain
     grown        tokens that each sequence has grown by
     last_tokens  of each sequence, the last two
     """

@@ -8,8 +8,8 @@ the target's next states.
 A block costs the same whatever num_draft_tokens is: its first tokens are sent, at most block_size - 1.
 
 chain   (nodes = 0)  one token a depth; a sampled sequence draws from the real q (block_rows.py)
-tree    (nodes = n)  the likeliest paths through the likeliest tokens of every depth (block_tree.py); also with nodes = 0
-                     where a device takes greedy steps in a row, and makes trees as quickly as chains (tree_kernel.py)
+tree    (nodes = n)  the likeliest paths through the likeliest tokens of every depth (block_tree.py); with nodes = 0
+                     too where a device takes greedy steps in a row: it makes trees as quickly (tree_kernel.py)
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DFlash(Drafter):
     def draft_loop(
         self, target: Runner, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
     ) -> LoopedSteps | None:
-        """Where a block is a graph: trees, which cost the host nothing there. What a prompt has brought is read first."""
+        """Trees, where a block is a graph: they cost the host nothing. What a prompt has brought is read first."""
         graphs, depth = self.graphs, self._head.config.max_draft_tokens
         if graphs is None or not all(map(self.contexts.has, seqs)) or (self.nodes and not graphs.makes_trees):
             return None

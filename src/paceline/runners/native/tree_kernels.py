@@ -88,8 +88,8 @@ def settle_tree(
     count = made * 0
     path = place.to(tl.int64)
     for _ in range(0, k):  # a child that is not found is none, and has none
-        wanted = tl.sum(tl.where(place == here, own, 0), axis=0)
-        is_child = inside & (before == here) & (tokens == wanted)
+        argmax = tl.sum(tl.where(place == here, own, 0), axis=0)
+        is_child = inside & (before == here) & (tokens == argmax)
         child = tl.max(tl.where(is_child, place, 0), axis=0).to(tl.int64)
         found = child > 0
         count += found.to(tl.int64)
@@ -131,8 +131,8 @@ def move_accepted(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys and values of the accepted nodes to where those of a chain would be. They only move forward, in order: none is
-    overwritten that is still to be moved."""
+    """Keys and values of the accepted nodes to where those of a chain would be. They only move forward, in order: none
+    is overwritten that is still to be moved."""
     layer = tl.program_id(0).to(tl.int64) * layer_stride
     seq = tl.program_id(1)
     count = tl.load(accepted + seq)

@@ -57,7 +57,7 @@ def test_captured_blocks_draft_what_launches_would(variant: str, monkeypatch: py
     config = replace(tiny_head(variant).config, **sizes, mask_token_id=100)
     head = random_head(config, scale=0.3).to(DEVICE)
     prompts = [torch.randint(0, 101, (length,)).tolist() for length in (40, 3, 120)]
-    captured, launched = DFlash(head, target), DFlash(head, target)
+    captured, launched = (DFlash(head, target, nodes=4) for _ in range(2))
     launched.graphs = None
     plain = written(target, NoDraft(), prompts, 0)
     drafted = [written(target, drafter, prompts, 4) for drafter in (captured, launched)]

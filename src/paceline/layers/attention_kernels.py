@@ -73,18 +73,26 @@ def attend_kernel(
     sums over a row are laid out by the tile, so a tile that grew with the pass would change a row's last bits. Rows are
     few and tokens many, so tokens take the long side of both products: [tokens, rows], then [head_dim, rows]. Every
     program that reads new keys rotates and stores them, then reads them back like all others, so that a token is
-    treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see: its
-    first nodes are a chain, and with TREES those off it read what they see in the order of their own branch. Every
+    treated alike whether it is new or old. `tree_mask` has a bit for each node of the pass that a node may see. Its
+    first nodes are a chain; with TREES those off it have programs of their own for the chunks that hold nodes, which
+    read keys and values where they will be once the branch is accepted: or the last bits of its sums would be others
+    than those of the same tokens in a chain. They change what is read and nothing about how it is summed. Every
     chunk is summed by itself, and the last program to finish joins the chunks in order: the number of lanes changes
     nothing about the sums. With a WINDOW chunks before the first node's are left out: to other nodes they add zeros.
     A sink is a further score of its query head, in the sum of the weights and without a value.
     """
-    seq = tl.program_id(0) // PARTS
-    part = tl.program_id(0) % PARTS
+    nodes_per_part: tl.constexpr = ROWS // GROUP  # nodes of one part
+    programs: tl.constexpr = PARTS + NODES if TREES else PARTS  # of a sequence, a key head and a lane
+    seq = tl.program_id(0) // programs
+    part = tl.program_id(0) % programs
     head = tl.program_id(1)
     lane = tl.program_id(2)
-    nodes_per_part: tl.constexpr = ROWS // GROUP  # nodes of one part
     count = tl.load(counts + seq)
+    if TREES:
+        is_branch = part >= PARTS  # this program is that of one node
+        own = tl.maximum(part - PARTS, 0)
+        own_mask = tl.load(tree_mask + seq * NODES + own)
+        part = tl.where(is_branch, own // nodes_per_part, part)
     length = tl.load(lengths + seq) + offset
     end = length + count
     if WINDOW > 0:
@@ -92,6 +100,15 @@ def attend_kernel(
     else:
         first_chunk = 0
     chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS - first_chunk
+    begin = lane
+    step = lanes
+    works = (lane < chunks) & (part * nodes_per_part < count)
+    if TREES:
+        first_with_nodes = length // CHUNK_TOKENS - first_chunk
+        begin = tl.where(is_branch, first_with_nodes, lane)
+        step = tl.where(is_branch, 1, lanes)
+        is_off_chain = (own < count) & (own_mask != (tl.full((), 2, tl.int64) << own) - 1)
+        works = works & ((lane == 0) & is_off_chain | (is_branch == 0))
     heads = GROUP * NUM_KV_HEADS
     size: tl.constexpr = 2 * HALF
     half = tl.arange(0, HALF)
@@ -100,10 +117,10 @@ def attend_kernel(
     node = part * nodes_per_part + row // GROUP
     row_ok = (node < count) & (row < nodes_per_part * GROUP)
     out_at = ((seq * NODES + node) * heads * size + (head * GROUP + row % GROUP) * size)[None, :] + dim[:, None]
-    if (lane < chunks) & (part * nodes_per_part < count):
+    if works:
         row_stride = (heads + 2 * NUM_KV_HEADS) * size  # of qkv, one node
         cache_base = layer_base + head * size  # + slot · NUM_KV_HEADS · size
-        own_chunks = (chunks - 1 - lane) // lanes + 1  # chunks this program reads
+        own_chunks = (chunks - 1 - begin) // step + 1  # chunks this program reads
 
         # --- what does not depend on this pass's products
         node_mask = tl.load(tree_mask + seq * NODES + node, mask=row_ok, other=0)
@@ -133,7 +150,7 @@ def attend_kernel(
         q_high = tl.trans(high.to(dtype))
 
         # --- new keys and values
-        if (first_chunk + lane + (own_chunks - 1) * lanes + 1) * CHUNK_TOKENS > length:
+        if (first_chunk + begin + (own_chunks - 1) * step + 1) * CHUNK_TOKENS > length:
             node_at = (seq * NODES + new_node) * row_stride
             key_at = node_at[:, None] + (heads + head) * size + half[None, :]
             key_low, key_high = _rotated(qkv, key_at, new_ok[:, None], cos, sin, key_norm, eps, HALF, QK_NORM, ROPE)
@@ -154,14 +171,19 @@ def attend_kernel(
             tl.debug_barrier()
 
         # --- attention, chunk by chunk
-        head_index = tl.program_id(0) * NUM_KV_HEADS + head
+        head_index = (seq * PARTS + part) * NUM_KV_HEADS + head
+        all_chunks = chunks  # that programs read of this part
         sink = tl.zeros((ROWS,), dtype=tl.float32)
         if SINKS:
             sink = tl.load(sinks + head * GROUP + row % GROUP).to(tl.float32)
         if TREES:
             off_chain = row_ok & (node_mask != (tl.full((ROWS,), 2, node_mask.dtype) << node.to(node_mask.dtype)) - 1)
-            num_off_chain = tl.sum(off_chain.to(tl.int32), axis=0)
-        for chunk in range(lane, chunks, lanes):
+            num_off_chain = tl.sum((off_chain & (row % GROUP == 0)).to(tl.int32), axis=0)
+            all_chunks = chunks + num_off_chain * (chunks - first_with_nodes)
+            sees = ((own_mask >> new_node) & 1).to(tl.int32)
+            rank = tl.cumsum(sees, axis=0) - sees  # on the branch of the node
+            own_end = length + tl.sum(sees, axis=0)
+        for chunk in range(begin, chunks, step):
             token = (first_chunk + chunk) * CHUNK_TOKENS + tl.arange(0, CHUNK_TOKENS)
             token_ok = (token < end)[:, None]
             pass_offset = (token - length).to(node_mask.dtype)[:, None]
@@ -172,54 +194,48 @@ def attend_kernel(
                 depth = tl.load(depths + seq * NODES + token - length, mask=in_pass, other=0)
                 token_position = tl.where(in_pass, length + depth, token)
                 visible = visible & (position[None, :] - token_position[:, None] < WINDOW)
+            source = token
+            loaded = token < end
+            stored = row_ok
+            if TREES:
+                has_nodes = (first_chunk + chunk + 1) * CHUNK_TOKENS > length
+                at_place = (rank[None, :] == (token - length)[:, None]) & (sees[None, :] == 1)
+                branch_node = tl.sum(tl.where(at_place, new_node[None, :], 0), axis=1)
+                on_branch = (token < own_end)[:, None]
+                if WINDOW > 0:
+                    on_branch = on_branch & (position[None, :] - token[:, None] < WINDOW)
+                source = tl.where(is_branch & (token >= length), length + branch_node, token)
+                loaded = tl.where(is_branch, token < own_end, loaded)
+                visible = tl.where(is_branch, on_branch, visible)
+                stored = row_ok & tl.where(is_branch, node == own, (off_chain & has_nodes) == 0)
             row_max, row_sum, weighted = _chunk_sums(
-                keys, values, cache_base, blocks + seq * table_width, token, token < end, visible, q_low, q_high,
+                keys, values, cache_base, blocks + seq * table_width, source, loaded, visible, q_low, q_high,
                 scale, softcap, NUM_KV_HEADS, HALF, BLOCK_SIZE, SOFTCAP, ROUNDED, dtype,
             )
-            if TREES:  # noqa: SIM102 (without trees the rest is not even read)
-                if (num_off_chain > 0) & ((first_chunk + chunk + 1) * CHUNK_TOKENS > length):
-                    # Nodes off the first branch, one by one: keys and values where they will be once it is accepted, or
-                    # the last bits of its sums would be others than those of the same tokens in a chain.
-                    for own in range(part * nodes_per_part, tl.minimum((part + 1) * nodes_per_part, count)):
-                        own_mask = tl.load(tree_mask + seq * NODES + own)
-                        if own_mask != (tl.full((), 2, tl.int64) << own) - 1:
-                            source = token
-                            own_end = length
-                            for other in range(0, count):
-                                sees = (own_mask >> other) & 1
-                                source = tl.where((token == own_end) & (sees == 1), length + other, source)
-                                own_end += sees
-                            seen = (token < own_end)[:, None]
-                            if WINDOW > 0:
-                                seen = seen & (position[None, :] - token[:, None] < WINDOW)
-                            own_max, own_sum, own_weighted = _chunk_sums(
-                                keys, values, cache_base, blocks + seq * table_width, source, token < own_end, seen,
-                                q_low, q_high, scale, softcap, NUM_KV_HEADS, HALF, BLOCK_SIZE, SOFTCAP, ROUNDED, dtype,
-                            )
-                            row_max = tl.where(node == own, own_max, row_max)
-                            row_sum = tl.where(node == own, own_sum, row_sum)
-                            weighted = tl.where((node == own)[None, :], own_weighted, weighted)
             if chunks == 1:
                 total = row_sum
                 if SINKS:
                     total = row_sum + tl.exp(sink - row_max)
                 if WINDOW > 0:
                     total = tl.where(row_ok, total, 1.0)  # a row of padding may see nothing
-                tl.store(out + out_at, (weighted / total[None, :]).to(out.dtype.element_ty), mask=row_ok[None, :])
+                tl.store(out + out_at, (weighted / total[None, :]).to(out.dtype.element_ty), mask=stored[None, :])
             else:
                 stats_at = (head_index * max_chunks + chunk) * ROWS * 2 + row
-                tl.store(partial_stats + stats_at, row_max, mask=row_ok)
-                tl.store(partial_stats + stats_at + ROWS, row_sum, mask=row_ok)
+                tl.store(partial_stats + stats_at, row_max, mask=stored)
+                tl.store(partial_stats + stats_at + ROWS, row_sum, mask=stored)
                 part_at = (head_index * max_chunks + chunk) * ROWS * size + dim[:, None] * ROWS + row[None, :]
-                tl.store(partial + part_at, weighted, mask=row_ok[None, :])
+                tl.store(partial + part_at, weighted, mask=stored[None, :])
         if chunks > 1:
             tl.debug_barrier()
             done_before = tl.atomic_add(chunks_done + head_index, own_chunks.to(tl.int32), sem="acq_rel")
-            if done_before + own_chunks == chunks:
+            if done_before + own_chunks == all_chunks:
                 first = head_index * max_chunks
                 _join_chunks(partial, partial_stats, out, first, chunks, out_at, row_ok, sink, ROWS, HALF, SINKS)
                 tl.store(chunks_done + head_index, 0)
-    if lane == 0:  # padding: no kernel reads it, but it must not hold NaNs left in memory
+    pads = lane == 0
+    if TREES:
+        pads = pads & (is_branch == 0)
+    if pads:  # padding: no kernel reads it, but it must not hold NaNs left in memory
         if USE_PDL:
             gdc_wait()
         empty = (node >= count) & (node < NODES) & (row < nodes_per_part * GROUP)

@@ -63,7 +63,8 @@ class TritonAttention:
         sums = torch.empty(heads * chunks, sizes.head_dim, rows, dtype=torch.float32, device=qkv.device)
         stats = torch.empty(heads * chunks, 2, rows, dtype=torch.float32, device=qkv.device)
         warps = WARPS if sizes.head_dim <= 128 else 2 * WARPS
-        attend_kernel[(batch.num_seqs * parts, sizes.num_kv_heads, lanes)](
+        programs = parts + batch.nodes if batch.trees else parts  # nodes off the first chain have one of their own
+        attend_kernel[(batch.num_seqs * programs, sizes.num_kv_heads, lanes)](
             qkv, cache.keys, cache.values, self._ropes[attention.rope or 0],
             self._ropes[attention.query_rope or attention.rope or 0],
             gemm.or_none(norms.query), gemm.or_none(norms.key), gemm.or_none(attention.sinks),
@@ -74,7 +75,7 @@ class TritonAttention:
             NODES=batch.nodes, GROUP=sizes.group, NUM_KV_HEADS=sizes.num_kv_heads, HALF=sizes.head_dim // 2, ROWS=rows,
             NEW_TOKENS=self._new_tokens(norms, batch), BLOCK_SIZE=sizes.block_size, CHUNK_TOKENS=CHUNK,
             QK_NORM=norms.query is not None, PARTS=parts, USE_PDL=gemm.use_pdl,
-            TRIGGER_DEPENDENTS=self._triggers_dependents(heads * lanes),
+            TRIGGER_DEPENDENTS=self._triggers_dependents(batch.num_seqs * programs * sizes.num_kv_heads * lanes),
             WINDOW=attention.window or 0, SOFTCAP=attention.softcap is not None, SINKS=attention.sinks is not None,
             ROPE=attention.rope is not None, ROUNDED=cache.keys.dtype == STORED_DTYPE, TREES=batch.trees,
             num_warps=warps, num_stages=STAGES, **gemm.pdl_launch,

@@ -23,7 +23,7 @@ from paceline.core.draft_choice import Choice, DraftCandidates, DraftedSequence,
 from paceline.core.draft_tree import DraftTree, depths
 from paceline.core.draft_value import PREDICTION, DraftValue, kind_of
 from paceline.core.probing import ProbeSchedule
-from paceline.core.selective import SelectiveDrafts
+from paceline.core.selective import SelectiveDrafts, Unread
 from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
@@ -178,16 +178,20 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """Set the ks of sequences whose drafts are cut later; returns the others whose k is to be chosen."""
         indices: list[int] = []
         self._selective.begin_step()
-        for index, (seq, state) in enumerate(zip(seqs, states)):
+        unread = [self._much_unread(seq, state) for seq, state in zip(seqs, states)]
+        for index, seq in enumerate(seqs):
             if seq.params.num_draft_tokens is not None:
                 continue
             if not self._selective.covers(seq):
                 indices.append(index)
             elif limits[index]:
-                unread = len(seq.ids) - state.num_read
-                unread = unread if unread > self.FEW_UNREAD else 0
-                ks[index] = self._selective.ask(seq, limits[index], unread, len(seqs))
+                ks[index] = self._selective.ask(seq, limits[index], Unread(unread[index], sum(unread)), len(seqs))
         return indices
+
+    def _much_unread(self, seq: Sequence, state: DraftedSequence) -> int:
+        """Tokens that the drafter has not read; 0 if it reads them in passing."""
+        count = len(seq.ids) - state.num_read
+        return count if count > self.FEW_UNREAD else 0
 
     @property
     def is_probing(self) -> bool:
@@ -308,7 +312,7 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         """A step in which anything was compiled or captured teaches acceptance and no cost."""
         states = [self._state(seq) for seq in seqs]
         caught_up = self._caught_up(states)
-        num_selected = self._selective.observe(seqs, results, self._apart(timing), caught_up=caught_up > 0)
+        num_selected = self._selective.observe(seqs, results, self._apart(timing), caught_up=caught_up)
         if timing.num_draft_tokens or num_selected:
             for seq, state, result in zip(seqs, states, results):
                 self._observe_result(seq, state, result)

@@ -76,6 +76,10 @@ class ProbeSchedule:
         self.rested, self.probing = 0, probe
         self._add(won if probe else max(0.0, won), plain)
 
+    def charge(self, seconds: float, plain: float) -> None:
+        """What a probe that is over has cost beside its steps."""
+        self._add(-seconds, plain)
+
     def _add(self, seconds: float, plain: float) -> None:
         most = max(FIRST_PROBES * plain, 1.5 * self.cost)
         self.balance = max(min(self.balance + seconds, max(most, self.balance)), -MAX_DEBT * plain)

@@ -33,6 +33,15 @@ class _Kind:
     is_probe: bool = False  # of the step that is under way: one sequence is drafted for to find out, …
     pays: bool = False  # … some are because it pays
     won: float = 0.0  # seconds, in the last step that asked
+    owed: float = 0.0  # seconds that the drafter has read for the probe under way: it pays when it ends, and not before
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Tokens that a drafter must read before it drafts for a sequence, and for all of the batch."""
+
+    own: int
+    all: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +74,26 @@ class SelectiveDrafts:
         for kind in self._kinds.values():
             kind.is_probe = kind.pays = False
 
-    def ask(self, seq: Sequence, limit: int, unread: int, num_seqs: int) -> int:
+    def ask(self, seq: Sequence, limit: int, unread: Unread, num_seqs: int) -> int:
         """Draft tokens to ask for in a batch of so many: all that may be sent, or none.
 
-        One sequence is enough for a probe, except where a device takes steps in a row: only if all have draft tokens.
+        One sequence is enough for a probe, except where a device takes steps in a row: only if all have draft tokens,
+        so that the drafter reads all of them first.
         """
         if self._wide_steps >= PLAIN_EVERY:
             return 0
         kind, costs = self._kinds[kind_of(seq)], self.value.costs
-        reading, plain = costs.catching_up(unread), costs.plain_pass(num_seqs)
-        kind.schedule.open(plain, reading)
+        reading, plain = costs.catching_up(unread.own), costs.plain_pass(num_seqs)
+        probed, first = (num_seqs, unread.all) if self._looped else (1, unread.own)
+        kind.schedule.open(plain, costs.catching_up(first))
         gain, length = self.value.usual_gain(kind.totals, num_seqs), self.value.useful_length(seq, limit)
         if gain >= reading / HORIZON:
             kind.pays = True
             return length
         if kind.is_probe and not self._looped:
             return 0
-        kind.schedule.reading, kind.schedule.cost = reading, max(0.0, -gain) + reading
+        reading = costs.catching_up(first)
+        kind.schedule.reading, kind.schedule.cost = reading, probed * max(0.0, -gain) + reading
         if not kind.schedule.is_due(kind.schedule.cost, plain, sure=kind.totals.of(num_seqs).num_drafts > 1):
             return 0
         kind.is_probe = True
@@ -116,9 +128,9 @@ class SelectiveDrafts:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
-    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: bool) -> int:
-        """Learn from a step; returns how many sequences were asked for. caught_up: drafters had much to read first, so
-        that the time of their drafts is unusual."""
+    def observe(self, seqs: list[Sequence], results: list[StepResult], timing: StepTiming, *, caught_up: int) -> int:
+        """Learn from a step; returns how many sequences were asked for. caught_up: tokens that drafters had to read
+        first, if they were many: the time of their drafts is unusual, and probes pay for it."""
         self._looped |= timing.looped
         asked = [seq for seq in seqs if seq.seq_id in self._asked]
         share = timing.draft_seconds / len(asked) if asked else 0.0
@@ -132,7 +144,8 @@ class SelectiveDrafts:
                 drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()
         if asked or self._kinds:
-            self._observe_step(seqs, asked, timing, sum(len(result.emitted) for result in results), drafting)
+            emitted = sum(len(result.emitted) for result in results)
+            self._observe_step(seqs, asked, timing, emitted, drafting, self.value.costs.catching_up(caught_up))
         return len(asked)
 
     def _learn(self, seq: Sequence, own: _Asked, result: StepResult, num_seqs: int) -> None:
@@ -161,7 +174,13 @@ class SelectiveDrafts:
         return making
 
     def _observe_step(
-        self, seqs: list[Sequence], asked: list[Sequence], timing: StepTiming, emitted: int, drafting: float
+        self,
+        seqs: list[Sequence],
+        asked: list[Sequence],
+        timing: StepTiming,
+        emitted: int,
+        drafting: float,
+        reading: float,
     ) -> None:
         plain = self.value.costs.plain_pass(timing.num_seqs)
         self._wide_steps = self._wide_steps + 1 if timing.nodes > timing.num_seqs else 0
@@ -170,7 +189,10 @@ class SelectiveDrafts:
         for name in {kind_of(seq) for seq in seqs} & self._kinds.keys():
             kind = self._kinds[name]
             if name in asked_kinds:
+                kind.owed = 0.0 if kind.pays else kind.owed + reading
                 kind.schedule.drafted(kind.won, plain, probe=kind.is_probe and not kind.pays)
                 kind.won = 0.0
             else:
+                kind.schedule.charge(kind.owed, plain)
+                kind.owed = 0.0
                 kind.schedule.passed(min(timing.seconds, 2 * plain), plain)

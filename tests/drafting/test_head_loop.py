@@ -130,6 +130,13 @@ def test_blocks_are_trees_in_a_loop_and_branches_off_the_first_path_are_accepted
     assert [seq.generated for seq in chained] == plain(PROMPTS) and accepted[0] > accepted[1] > 0
 
 
+def test_a_tree_has_no_more_nodes_than_there_are_paths() -> None:
+    engine = head_engine("dflash", k=30, nodes=30, branches=2, block_size=4)
+    assert [seq.generated for seq in generated(engine, PROMPTS)] == plain(PROMPTS)
+    sizes = {len(nodes) for drafts in drafts_of(engine).values() for nodes in drafts}
+    assert max(sizes) == 2 + 4 + 8
+
+
 @pytest.mark.parametrize("variant", ["dflash2", "eagle3"])
 def test_a_loop_takes_several_steps_and_its_states_serve_the_next_turn(variant: str) -> None:
     more = {} if variant in EAGLES else {"nodes": 4}

@@ -128,7 +128,7 @@ class BlockGraphs:
         """vocab_size: the target's. pool: captures blocks; by default a pool for the device of the head. nodes: of a
         tree, if more than a block has; branches: children of a node."""
         self._head, self._context_product, self._buffers, self._vocab = head, context_product, buffers, vocab_size
-        self.num_nodes, self._branches = max(nodes, head.config.max_draft_tokens), branches
+        self.num_nodes, self._branches = _num_nodes(head, nodes, branches), branches
         pool = pool or GraphPool("a block of draft tokens", head.like.device)
         self._graphs: GraphCache[BlockShape, BlockBuffers, DraftOutput] = GraphCache(
             pool, MAX_GRAPHS, near=BlockShape.runs, cost=lambda shape: shape.cost
@@ -207,3 +207,10 @@ class BlockGraphs:
         masks = head.layer_masks(mask, positions, (place - length)[:, None] + columns)
         states = head.forward_block(ids, stores, positions, masks)
         return block_rows(head, states[:, config.first_row :], anchor)
+
+
+def _num_nodes(head: DFlashHead, nodes: int, branches: int) -> int:
+    """Nodes of a tree: as many as a block has tokens or as were asked for, and no more than there can be."""
+    selector, depth = head.candidate_selector, head.config.max_draft_tokens
+    ranks = min(branches, head.config.draft_vocab_size if selector is None else selector.top_k)
+    return min(max(nodes, depth), sum(ranks**place for place in range(1, depth + 1)))

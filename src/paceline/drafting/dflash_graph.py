@@ -213,4 +213,5 @@ def _num_nodes(head: DFlashHead, nodes: int, branches: int) -> int:
     """Nodes of a tree: as many as a block has tokens or as were asked for, and no more than there can be."""
     selector, depth = head.candidate_selector, head.config.max_draft_tokens
     ranks = min(branches, head.config.draft_vocab_size if selector is None else selector.top_k)
-    return min(max(nodes, depth), sum(ranks**place for place in range(1, depth + 1)))
+    paths: int = sum(ranks**place for place in range(1, depth + 1))
+    return min(max(nodes, depth), paths)

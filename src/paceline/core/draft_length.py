@@ -179,13 +179,14 @@ class AdaptiveDraftLength(DraftLengthPolicy):
         indices: list[int] = []
         self._selective.begin_step()
         unread = [self._much_unread(seq, state) for seq, state in zip(seqs, states)]
+        of_all = sum(unread)
         for index, seq in enumerate(seqs):
             if seq.params.num_draft_tokens is not None:
                 continue
             if not self._selective.covers(seq):
                 indices.append(index)
             elif limits[index]:
-                ks[index] = self._selective.ask(seq, limits[index], Unread(unread[index], sum(unread)), len(seqs))
+                ks[index] = self._selective.ask(seq, limits[index], Unread(unread[index], of_all), len(seqs))
         return indices
 
     def _much_unread(self, seq: Sequence, state: DraftedSequence) -> int:

@@ -41,7 +41,7 @@ class Unread:
     """Tokens that a drafter must read before it drafts for a sequence, and for all of the batch."""
 
     own: int
-    all: int
+    of_all: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class SelectiveDrafts:
             return 0
         kind, costs = self._kinds[kind_of(seq)], self.value.costs
         reading, plain = costs.catching_up(unread.own), costs.plain_pass(num_seqs)
-        probed, first = (num_seqs, unread.all) if self._looped else (1, unread.own)
+        probed, first = (num_seqs, unread.of_all) if self._looped else (1, unread.own)
         kind.schedule.open(plain, costs.catching_up(first))
         gain, length = self.value.usual_gain(kind.totals, num_seqs), self.value.useful_length(seq, limit)
         if gain >= reading / HORIZON:

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 WHOLE_VOCABULARY = 0  # as a draft chain is told (DraftChain.set)
 LEAST_SIZE = 65_536  # of a vocabulary: a smaller LM head saves too little time
-# Parts of a vocabulary, the smallest first: its divisor, and the share of recent tokens that it may miss. With all of a
-# step's time, a quarter saves about 5% and a half 3.5%; a missed token costs a little less than a token.
+# Parts of a vocabulary, the smallest first: its divisor, and the share of recent tokens that it may miss. Of a step's
+# time a quarter saves about 5% and a half 3.5%; a missed token costs a little less than a token.
 PARTS = ((4, 0.02), (2, 0.035))
 MULTIPLE = 1024  # of rows: whole tiles
 RECENT_TOKENS = 256  # of a sequence: they tell what comes next

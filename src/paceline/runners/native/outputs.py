@@ -58,3 +58,8 @@ def model_output(
     last = hidden[ends] if options.want_hidden else hidden
     shown = hidden if options.want_hidden else None
     return ModelOutput(logits_of(last, model, options), [1] * len(row_sizes), shown, states.features, row_sizes)
+
+
+def by_sequence(rows: Tensor, nodes: int) -> Tensor:
+    """[sequences · nodes, …] -> [sequences, nodes, …]"""
+    return rows.view(-1, nodes, *rows.shape[1:])

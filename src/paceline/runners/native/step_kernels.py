@@ -8,21 +8,24 @@ import triton
 import triton.language as tl
 
 # Sizes and addresses differ from graph to graph and from step to step: none of them is a reason to compile again.
-FREE: dict[str, list[str]] = {
-    "do_not_specialize": ["drafted_stride", "nodes", "k", "layer_stride", "block_size"],
+UNSPECIALIZED: dict[str, list[str]] = {
+    "do_not_specialize": ["drafted_stride", "nodes", "k", "layer_stride", "block_size", "table_width"],
     "do_not_specialize_on_alignment": [
-        *("drafted", "confidence", "second", "second_confidence", "count", "limits", "token_ids", "counts", "depths"),
-        *("tree_mask", "best", "lengths", "accepted", "grown", "last_tokens", "leaf", "result", "blocks"),
+        *("drafted", "confidence", "second", "second_confidence", "parents", "count", "limits", "token_ids", "counts"),
+        *("depths", "tree_mask", "best", "lengths", "accepted", "grown", "last_tokens", "leaf", "order", "result"),
+        "blocks",
     ],
 }
 
 
-def _free(kernel: Any) -> Any:
+def unspecialized(kernel: Any) -> Any:
+    """A kernel that is compiled once for all sizes of steps and all addresses."""
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    return triton.jit(kernel, **{option: [name for name in own if name in names] for option, own in FREE.items()})
+    options = {option: [name for name in own if name in names] for option, own in UNSPECIALIZED.items()}
+    return triton.jit(kernel, **options)
 
 
-@_free
+@unspecialized
 def put_drafts(
     drafted,  # [sequences, …], and how far rows of it lie apart: so do those of second and second_confidence
     second,
@@ -69,7 +72,7 @@ def put_drafts(
     tl.store(token_ids + row + place, tokens, mask=inside)
 
 
-@_free
+@unspecialized
 def settle(
     drafted,
     confidence,
@@ -142,7 +145,7 @@ def settle(
     tl.store(row + FIELDS + k + place, stated, mask=place < k)
 
 
-@_free
+@unspecialized
 def move_leaf(
     keys,  # [layers, tokens, size], and how far layers lie apart
     values,

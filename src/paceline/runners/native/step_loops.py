@@ -39,6 +39,7 @@ from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
 from paceline.runners.native.draft_vocabulary import draft_vocabulary
 from paceline.runners.native.kv_cache import KVCache, own
+from paceline.runners.native.outputs import by_sequence
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES
 from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
 from paceline.runners.native.tree_steps import TreeSteps
@@ -310,9 +311,7 @@ class DraftedSteps:
         return self.limits if draft.count is None else draft.count
 
     def _by_sequence(self, rows: Tensor) -> Tensor:
-        """[sequences · nodes, …] -> [num_seqs, k + 1, …]"""
-        nodes = self.graph.key.size.nodes
-        return rows.view(-1, nodes, *rows.shape[1:])[: self.num_seqs, : self.k + 1]
+        return by_sequence(rows, self.graph.key.size.nodes)[: self.num_seqs, : self.k + 1]
 
     def _states(self, output: PassOutput) -> RowOutput:
         parts = (output.hidden, output.features)

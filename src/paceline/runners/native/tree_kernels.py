@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import triton
 import triton.language as tl
 
-# Sizes and addresses differ from graph to graph and from step to step: none of them is a reason to compile again.
-SIZES = ("drafted_stride", "nodes", "k", "layer_stride", "block_size", "table_width")
-TENSORS = (
-    *("drafted", "parents", "limits", "token_ids", "counts", "depths", "tree_mask", "best", "lengths", "accepted"),
-    *("grown", "last_tokens", "order", "result", "blocks"),
-)
+from paceline.runners.native.step_kernels import unspecialized
 
 
-def _free(kernel: Any) -> Any:
-    names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
-    sizes, tensors = ([name for name in own if name in names] for own in (SIZES, TENSORS))
-    return triton.jit(kernel, do_not_specialize=sizes, do_not_specialize_on_alignment=tensors)
-
-
-@_free
+@unspecialized
 def put_tree(
     drafted,  # [sequences, …], and how far rows of it lie apart: so do those of parents
     parents,
@@ -58,7 +44,7 @@ def put_tree(
     tl.store(counts + seq, made + 1)
 
 
-@_free
+@unspecialized
 def settle_tree(
     parents,
     limits,
@@ -116,7 +102,7 @@ def settle_tree(
     tl.store(token_ids + seq * nodes, next_token)
 
 
-@_free
+@unspecialized
 def move_accepted(
     keys,  # [layers, tokens, size], and how far layers lie apart
     values,

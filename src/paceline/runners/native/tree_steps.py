@@ -16,6 +16,7 @@ from paceline.core.protocols import LoopSource
 from paceline.core.types import DraftOutput, LoopedStep, LoopProgress, RowOutput, VerifyResult
 from paceline.runners.native.decode_graphs import ForwardGraph, PassOutput
 from paceline.runners.native.kv_cache import KVCache
+from paceline.runners.native.outputs import by_sequence
 from paceline.runners.native.pass_inputs import MAX_NODES
 from paceline.runners.native.tree_kernels import move_accepted, put_tree, settle_tree
 
@@ -121,9 +122,7 @@ class TreeSteps:
         )
 
     def _by_sequence(self, rows: Tensor) -> Tensor:
-        """[sequences · nodes, …] -> [num_seqs, k + 1, …]"""
-        nodes = self.graph.key.size.nodes
-        return rows.view(-1, nodes, *rows.shape[1:])[: self.num_seqs, : self.k + 1]
+        return by_sequence(rows, self.graph.key.size.nodes)[: self.num_seqs, : self.k + 1]
 
     def _states(self, output: PassOutput, path: _Path) -> RowOutput:
         parts = (output.hidden, output.features)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline import SpeculativeDecoder
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter
@@ -19,6 +20,8 @@ from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
+from paceline.heads.shipped import shipped_head
+from paceline.hub.default import DIRECTORY
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.support.build import sequence
@@ -168,6 +171,18 @@ def test_lookups_draft_beside_the_draft_model(tiny_model: Any, tiny_folder: Path
     for draft_model, names in ((str(tiny_folder), ["draft_model"]), (None, [])):
         drafter = build_drafter("auto", context_for(target, draft_model))
         assert isinstance(drafter, AutoDrafter) and list(drafter.others) == names
-        assert list(drafter.lookups) == ["suffix", "prediction"]
+        assert list(drafter.lookups) == ["prediction", "suffix"]
         assert (drafter.draft_runner is None) == (draft_model is None)
         assert assert_unchanged(target, drafter, [[5, 7, 9, 5, 7, 9, 5, 7]], 60, 4).accepted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dflash", "eagle"])
+def test_a_head_that_the_user_names_drafts_beside_the_lookups(method: str, default_folder: Path) -> None:
+    head = shipped_head(method, DIRECTORY)
+    assert head is not None
+    with SpeculativeDecoder(str(default_folder), method="auto", draft_model=str(head), dtype="int8") as decoder:
+        named = decoder.generate("Count from one to ten in words:", max_new_tokens=32, temperature=0.0)
+    with SpeculativeDecoder(str(default_folder), method="none", dtype="int8") as decoder:
+        plain = decoder.generate("Count from one to ten in words:", max_new_tokens=32, temperature=0.0)
+    assert named.token_ids == plain.token_ids and named.stats.drafted > 0

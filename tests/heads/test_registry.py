@@ -19,8 +19,8 @@ from paceline.heads.eagle1 import Eagle1Head
 from paceline.heads.eagle3 import Eagle3Head
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.medusa import MedusaHeads
-from paceline.heads.registry import HeadSpec, load_head, register, save_head
-from tests.heads import checkpoints
+from paceline.heads.registry import HeadSpec, kind_in, load_head, register, save_head
+from tests.heads import checkpoints, dflash_checkpoints
 from tests.heads.checkpoints import REDUCED, VOCABULARY, WIDTH, write
 
 EAGLES = ("eagle1", "eagle3", "specforge", "eagle3.1", "speculators")
@@ -70,6 +70,22 @@ def test_published_medusa_heads_load_and_are_counted(layout: str, tmp_path: Path
     assert torch.allclose(heads(state)[2], expected, atol=1e-5)
     ids = heads.to_target_ids(torch.tensor([5]))
     assert ids.tolist() == ([5] if layout == "medusa" else [15])
+
+
+@pytest.mark.parametrize("layout", (*EAGLES, *MEDUSAS))
+def test_the_kind_of_a_folder_is_known(layout: str, tmp_path: Path) -> None:
+    kind = next(kind for kind in ("eagle1", "medusa", "eagle3") if layout.startswith(kind) or kind == "eagle3")
+    assert kind_in(write(tmp_path / "head", layout)) == kind
+
+
+def test_a_block_head_is_known_in_both_formats_and_a_whole_model_is_none(tmp_path: Path, tiny_folder: Path) -> None:
+    tensors = dflash_checkpoints.dflash()
+    assert kind_in(dflash_checkpoints.write(tmp_path / "head", "dflash2")) == "dflash"
+    assert kind_in(dflash_checkpoints.write_gguf(tmp_path / "head.gguf", tensors)) == "dflash"
+    assert kind_in(dflash_checkpoints.write_gguf(tmp_path / "model.gguf", tensors, architecture="llama")) is None
+    assert kind_in(tiny_folder) is None
+    (tmp_path / "nothing").mkdir()
+    assert kind_in(tmp_path / "nothing") is None
 
 
 def test_vllm_heads_may_share_one_matrix(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ BIN_STARTS = (0.0, *EDGES, inf)  # and behind the last bin: no confidence is eno
 PRIOR_WEIGHT = 4.0  # draft tokens that the prior counts for
 SHIFT_WEIGHT = 2.0  # draft tokens of either outcome that count as stated beside all that were verified
 FADE = 0.998  # of a bin's counts, by each draft token that falls into it
+NEWS, MAX_NEWS = 1 / 64, 8  # draft tokens, of all: with fewer new ones the rates stay as they are
 
 
 @dataclass(slots=True)
@@ -34,14 +35,17 @@ class ConfidenceTable:
     weight: float = PRIOR_WEIGHT
     _verified: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
     _accepted: list[float] = field(default_factory=lambda: [0.0] * NUM_BINS)
-    _rates: tuple[float, ...] | None = None  # of all bins, while no count has changed
+    _total: int = 0  # draft tokens that were observed
+    _new: int = 0  # since the rates were made
+    _rates: tuple[float, ...] | None = None  # of all bins
 
     def observe(self, confidence: float, accepted: bool) -> None:
         """A draft token of this confidence was verified, all before it accepted."""
         index = bin_of(confidence)
         self._verified[index] = self._verified[index] * self.fade + 1.0
         self._accepted[index] = self._accepted[index] * self.fade + accepted
-        self._rates = None
+        self._total += 1
+        self._new += 1
         if self.prior is not None:
             self.prior.observe(confidence, accepted)
 
@@ -50,16 +54,18 @@ class ConfidenceTable:
         index = bin_of(confidence)
         if self.prior is not None:  # few counts of one sequence: pooling them would only add noise
             return self._shrunk(index, self.prior.rate(confidence))
-        if self._rates is None:
-            self._rates = self._pooled()
-        return self._rates[index]
+        return self._latest()[index]
 
     def least_confidence(self, rate: float) -> float:
         """The lowest confidence, by the edges of bins, whose draft tokens are accepted at least so often. Of a table
         without a prior."""
-        if self._rates is None:
-            self._rates = self._pooled()
-        return BIN_STARTS[bisect_left(self._rates, rate)]  # they never fall
+        return BIN_STARTS[bisect_left(self._latest(), rate)]  # they never fall
+
+    def _latest(self) -> tuple[float, ...]:
+        """The rates of all bins, made again where there is news."""
+        if self._rates is None or self._new > min(NEWS * self._total, MAX_NEWS):
+            self._rates, self._new = self._pooled(), 0
+        return self._rates
 
     def _shrunk(self, index: int, prior: float) -> float:
         return (self._accepted[index] + self.weight * prior) / (self._verified[index] + self.weight)

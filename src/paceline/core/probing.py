@@ -62,11 +62,11 @@ class ProbeSchedule:
         factor = min(max(1.0, self.reading / (AFFORDABLE * plain)), MAX_FACTOR)
         return min(max(self.rest, cost / (self.share * plain)), LONGEST_REST * factor)
 
-    def passed(self, seconds: float, plain: float) -> None:
-        """A plain step was taken."""
-        self.rested += 1
+    def passed(self, seconds: float, plain: float, steps: int = 1) -> None:
+        """Plain steps were taken, of so many seconds each."""
+        self.rested += steps
         self.probing = False
-        self._add(self.share * seconds, plain)
+        self._add(self.share * seconds * steps, plain)
 
     def drafted(self, won: float, plain: float, *, probe: bool) -> None:
         """A step drafted and won this many seconds against plain decoding. Only what probes lose is charged."""

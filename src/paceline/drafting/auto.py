@@ -14,6 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from paceline.core import draft_tree
 from paceline.core.cost_model import CostModel, StepTiming
@@ -24,7 +26,7 @@ from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, LoopedSteps, RowOutput, StepResult, WarmupPlan
-from paceline.drafting.head_folder import shipped_head_folder
+from paceline.drafting.head_folder import optional_head_folder, shipped_head_folder
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.registry import (
     DrafterContext,
@@ -32,11 +34,13 @@ from paceline.drafting.registry import (
     WeightsNeeded,
     build_drafter,
     head_names,
+    method_of_head,
     options_of,
     spec,
 )
 from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
+from paceline.heads.registry import kind_in
 
 MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
 READING_WEIGHT = 0.3
@@ -44,12 +48,15 @@ PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is
 FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
 MIN_REST = 16  # steps after which what a drafter gains is in doubt
 FEW_UNREAD = 16  # tokens that a drafter reads in passing
+DRAFT_MODEL = "draft_model"
+SURE = 0.85  # acceptance of a lookup's first token behind which no other lookup is asked
 
 
 @dataclass(slots=True)
 class _Turns:
     """When a drafter that takes time has its turn, and what it takes to begin again after a rest.
 
+    idle     steps since its last turn, and of these: those that its schedule has heard of
     read     of each sequence: its length when this drafter last drafted for it
     reading  seconds that it needs beyond a draft where it has much to read first
     probed   the sequence that it drafts for in this step although another drafter seems better
@@ -58,6 +65,8 @@ class _Turns:
     """
 
     schedule: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(share=PROBE_SHARE))
+    idle: int = 0
+    told: int = 0
     read: dict[int, int] = field(default_factory=dict)
     reading: float = 0.0
     probed: int | None = None
@@ -68,6 +77,12 @@ class _Turns:
     def cost_of_reading(self, seq: Sequence) -> float:
         return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
 
+    def tell_schedule(self, plain: float) -> None:
+        """Of the steps since its last turn. plain: seconds of one."""
+        if self.idle > self.told:
+            self.schedule.passed(plain, plain, steps=self.idle - self.told)
+            self.told = self.idle
+
 
 class _Chooser:
     """Weighs the drafters against each other: for one sequence, or for all where the policy measures."""
@@ -77,6 +92,12 @@ class _Chooser:
         self.value = value
         self.turns = {name: _Turns() for name in names}
 
+    def is_sure(self, seq: Sequence, tree: DraftTree) -> bool:
+        """Whether the first token of a draft is nearly certain."""
+        if tree.confidence is None:
+            return False
+        return self.value.record(seq, tree.source).table.rate(tree.confidence[0]) > SURE
+
     def best(self, seq: Sequence, drafts: list[DraftTree], num_seqs: int) -> DraftTree:
         """Of the drafts of lookups, in a batch of so many."""
         if len(drafts) <= 1:
@@ -85,32 +106,31 @@ class _Chooser:
 
     def choose(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> str | None:
         """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
-        if not self.turns:
-            return None
-        best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) else 0.0
+        best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
         for name, turns in self.turns.items():
             own = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs)
-            if own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
+            if own > gain and own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
                 best, gain = name, own
-        return self._due(seq, best, gain, num_seqs) or best
-
-    def _due(self, seq: Sequence, best: str | None, gain: float, num_seqs: int) -> str | None:
-        """A drafter whose probe is due: it drafts although another one seems better. One sequence at a time."""
-        plain = self.value.costs.plain_pass(1)
         for name, turns in self.turns.items():
-            stats = self.value.record(seq, name).stats
-            num_drafts = stats.of(num_seqs).num_drafts
-            is_known = num_drafts >= FIRST_DRAFTS and turns.schedule.rested < MIN_REST
-            if name == best or turns.probed is not None or is_known:
-                continue
-            turns.schedule.open(plain, 0.0)
-            turns.schedule.reading = turns.cost_of_reading(seq)
-            lost = max(0.0, gain - self.value.usual_gain(stats, num_seqs))
-            turns.schedule.cost = lost + turns.schedule.reading
-            if turns.schedule.is_due(turns.schedule.cost, plain, sure=num_drafts > 1):
+            if name != best and turns.probed is None and self._is_due(seq, name, gain, num_seqs):
                 turns.probed, turns.forgone = seq.seq_id, gain
                 return name
-        return None
+        return best
+
+    def _is_due(self, seq: Sequence, name: str, gain: float, num_seqs: int) -> bool:
+        """Whether a drafter drafts although another one seems better, which gains this much: too little is known of it,
+        or nothing lately. One sequence at a time."""
+        turns, stats = self.turns[name], self.value.record(seq, name).stats
+        num_drafts = stats.of(num_seqs).num_drafts
+        if num_drafts >= FIRST_DRAFTS and turns.idle < MIN_REST:
+            return False  # nearly always: nothing is summed up before it
+        plain = self.value.costs.plain_pass(1)
+        turns.schedule.open(plain, 0.0)
+        turns.tell_schedule(plain)
+        turns.schedule.reading = turns.cost_of_reading(seq)
+        lost = max(0.0, gain - self.value.usual_gain(stats, num_seqs))
+        turns.schedule.cost = lost + turns.schedule.reading
+        return turns.schedule.is_due(turns.schedule.cost, plain, sure=num_drafts > 1)
 
     def length(self, seq: Sequence, name: str, limit: int) -> int:
         """Where confidences tell how much is sent, what may be sent; else what has paid best by depth."""
@@ -141,14 +161,16 @@ class _Chooser:
 
     def settle(self, num_seqs: int) -> None:
         """After a step: charge probes with what they took and did not save."""
-        plain = self.value.costs.plain_pass(max(1, num_seqs))
         for turns in self.turns.values():
-            if turns.had_turn:
-                won, is_probe = max(turns.won, -MAX_LOSS * plain), turns.probed is not None
-                turns.schedule.drafted(won, plain, probe=is_probe)
-            else:
-                turns.schedule.passed(plain, plain)
-            turns.probed, turns.had_turn, turns.won = None, False, 0.0
+            if not turns.had_turn:
+                turns.idle += 1
+                turns.probed = None
+                continue
+            plain = self.value.costs.plain_pass(max(1, num_seqs))
+            turns.tell_schedule(plain)
+            won, is_probe = max(turns.won, -MAX_LOSS * plain), turns.probed is not None
+            turns.schedule.drafted(won, plain, probe=is_probe)
+            turns.probed, turns.had_turn, turns.won, turns.idle, turns.told = None, False, 0.0, 0, 0
 
     def forget(self, seq: Sequence) -> None:
         for turns in self.turns.values():
@@ -186,6 +208,7 @@ class AutoDrafter(Drafter):
             raise OptionError("auto needs at least one lookup, and every drafter a name of its own")
         self.lookups, self.others = dict(lookups), dict(others)
         self._drafters: dict[str, Drafter] = {**lookups, **others}
+        self._observing = [drafter for drafter in self._drafters.values() if _observes(drafter)]
         self.needs = frozenset().union(*(drafter.needs for drafter in self._drafters.values()))
         self.draft_runner = next((drafter.draft_runner for drafter in self.others.values()), None)
         self._clock = clock
@@ -211,13 +234,13 @@ class AutoDrafter(Drafter):
             drafter.begin(seq, prompt)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
-        began = self._clock()
+        began = self._clock() if self._shared is None else 0.0
         choosers = [self._shared or self._own.chooser(seq) for seq in seqs]
         choice, self._choice = self._choice, None
         if choice is None or choice.lengths != [len(seq.ids) for seq in seqs]:
             choice = self._choose(seqs, num_draft_tokens, choosers)
         trees = choice.trees
-        for name in self.others:
+        for name in self.others if any(choice.names) else ():
             limits = [k if name == own else 0 for k, own in zip(num_draft_tokens, choice.names)]
             if any(limits):
                 self._draft_with(name, seqs, limits, trees, choosers)
@@ -256,7 +279,7 @@ class AutoDrafter(Drafter):
             self._own.observe(seqs, results, self._clock())
         else:
             self._shared.settle(len(seqs))
-        for drafter in self._drafters.values():
+        for drafter in self._observing:
             drafter.observe(seqs, results)
 
     def end(self, seq: Sequence) -> None:
@@ -312,11 +335,17 @@ class AutoDrafter(Drafter):
         return _Choice([len(seq.ids) for seq in seqs], trees, names)
 
     def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> list[DraftTree]:
+        """Their lookups one after another, until one is sure: looking further would take time and find the same."""
         drafts: list[list[DraftTree]] = [[] for _ in seqs]
+        limits = num_draft_tokens
         for name, lookup in self.lookups.items():
-            for own, tree in zip(drafts, lookup.propose(seqs, num_draft_tokens)):
-                if len(tree):
-                    own.append(draft_tree.with_source(tree, name))
+            for index, tree in enumerate(lookup.propose(seqs, limits)):
+                if tree.parents:
+                    drafts[index].append(draft_tree.with_source(tree, name))
+                    if choosers[index].is_sure(seqs[index], drafts[index][-1]):
+                        limits = [0 if place == index else k for place, k in enumerate(limits)]
+        if not any(drafts):
+            return [draft_tree.empty()] * len(seqs)
         size = self._size(seqs)
         return [chooser.best(seq, own, size) for chooser, seq, own in zip(choosers, seqs, drafts)]
 
@@ -333,6 +362,11 @@ class AutoDrafter(Drafter):
             if lengths[index] and len(tree):
                 trees[index] = draft_tree.with_source(tree, name)
                 choosers[index].drafted(seqs[index], name, trees[index], seconds, self._size(seqs))
+
+
+def _observes(drafter: Drafter) -> bool:
+    """Whether it makes anything of what became of drafts. Calls that do nothing take time in every step."""
+    return type(drafter).observe is not Drafter.observe
 
 
 class _OwnMeasurements:
@@ -377,18 +411,25 @@ class _OwnMeasurements:
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
+def _named_method(draft_model: Any) -> str | None:
+    """The method that drafts with what the user has named: a draft model, or a trained head."""
+    if draft_model is None:
+        return None
+    folder = optional_head_folder(draft_model) if isinstance(draft_model, (str, Path)) else None
+    kind = None if folder is None else kind_in(folder)
+    return DRAFT_MODEL if kind is None else method_of_head(kind)
+
+
 def build(context: DrafterContext) -> AutoDrafter:
-    """Lookups, and beside them the draft model if one is named, or else a head that comes with paceline."""
+    """Lookups, and beside them the draft model or head that is named, or else a head that comes with paceline."""
     without_options = replace(context, options={})
-    others: dict[str, Drafter] = {}
-    if context.draft_model is not None:
-        others["draft_model"] = build_drafter("draft_model", without_options)
-    else:
+    named = _named_method(context.draft_model)
+    if named is None:
         # One is enough: each head reads the target's states of every step, whether it drafts or not.
         heads = sorted(head_names(), key=lambda method: not spec(method).one_pass)
-        shipped = [method for method in heads if shipped_head_folder(method, context.target) is not None]
-        others |= {method: build_drafter(method, without_options) for method in shipped[:1]}
-    return AutoDrafter({"suffix": Suffix(**context.options), "prediction": Prediction()}, others)
+        named = next((method for method in heads if shipped_head_folder(method, context.target) is not None), None)
+    others = {} if named is None else {named: build_drafter(named, without_options)}
+    return AutoDrafter({"prediction": Prediction(), "suffix": Suffix(**context.options)}, others)
 
 
 SPEC = DrafterSpec(

@@ -353,4 +353,5 @@ SPEC = DrafterSpec(
     reference="EAGLE, https://arxiv.org/abs/2401.15077; EAGLE-2, https://arxiv.org/abs/2406.16858; "
     "EAGLE-3, https://arxiv.org/abs/2503.01840; P-EAGLE, https://arxiv.org/abs/2602.01469",
     head_kind="eagle3",
+    other_kinds=("eagle1", "peagle"),
 )

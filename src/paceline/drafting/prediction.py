@@ -71,6 +71,8 @@ class Prediction(Drafter):
             self._states[seq.seq_id] = _PredictionState(list(seq.params.prediction), self._index(seq.params.prediction))
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        if not self._states:
+            return [draft_tree.empty()] * len(seqs)
         return [self._draft(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
 
     def end(self, seq: Sequence) -> None:

@@ -136,6 +136,7 @@ class DrafterSpec:
     reference    paper and link
     per_request  whether a request may choose it; None: methods that need no weights
     head_kind    the kind of head it reads (heads/registry.py), where it reads one
+    other_kinds  further kinds that it reads
     one_pass     its head drafts any number of tokens in one pass
     """
 
@@ -147,6 +148,7 @@ class DrafterSpec:
     reference: str = ""
     per_request: bool | None = None
     head_kind: str | None = None
+    other_kinds: tuple[str, ...] = ()
     one_pass: bool = False
 
     @property
@@ -230,6 +232,14 @@ def names_needing(weights: WeightsNeeded) -> tuple[str, ...]:
 def head_names() -> tuple[str, ...]:
     """Methods that read a trained head, also where they work without one."""
     return tuple(method.name for method in specs() if method.head_kind is not None)
+
+
+def method_of_head(kind: str) -> str:
+    """The method that drafts with heads of a kind. Raises OptionError where there is none."""
+    for method in specs():
+        if kind == method.head_kind or kind in method.other_kinds:
+            return method.name
+    raise OptionError(f"no method drafts with heads of the kind {kind}")
 
 
 def per_request_names() -> tuple[str, ...]:

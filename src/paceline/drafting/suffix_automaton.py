@@ -156,7 +156,9 @@ class SuffixAutomaton:
         for _ in range(CONTEXTS):
             if state <= START or remaining < least:
                 return
-            new = [pair for pair in islice(self._next[state].items(), SUCCESSORS) if pair[0] not in seen]
+            new = list(islice(self._next[state].items(), SUCCESSORS))
+            if seen:
+                new = [pair for pair in new if pair[0] not in seen]
             total = sum([counts[child] for _, child in new])
             if total:
                 escape = len(new) / (len(new) + total * (length if length > 1 else SINGLE_WEIGHT))
@@ -166,6 +168,8 @@ class SuffixAutomaton:
                     if own >= least:
                         heappush(candidates, _Candidate(-own, -self._latest[child], parent, token, child, length + 1))
                 remaining *= escape
+                if remaining < least:
+                    return
                 seen.update([token for token, _ in new])
             state = self._link[state]
             length = self._length[state]

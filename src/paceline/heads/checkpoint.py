@@ -86,6 +86,25 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     raise WeightsError(f"{folder} has a config.json but none of {', '.join((*SAFE_FILES, *PICKLED_FILES))}")
 
 
+def tensor_names(folder: Path) -> list[str]:
+    """The names of the tensors of a directory, read without the tensors where the format allows it; none where it has
+    no file that a head may have."""
+    if not any((folder / name).is_file() for name in (INDEX, *SAFE_FILES, *PICKLED_FILES)):
+        return []
+    if (folder / INDEX).is_file():
+        return list(_shard_by_name(folder))
+    safe = next((folder / name for name in SAFE_FILES if (folder / name).is_file()), None)
+    if safe is None:
+        return list(_read_tensors(folder))
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(safe, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise WeightsError(f"{safe} is damaged or not a safetensors file: {error}") from error
+
+
 def _read_safe(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -97,14 +116,17 @@ def _read_safe(path: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
-    try:
-        shard_by_name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
-        raise WeightsError(f"{folder / INDEX} cannot be read: {error}") from error
     tensors: dict[str, Tensor] = {}
-    for shard in sorted(set(shard_by_name.values())):
+    for shard in sorted(set(_shard_by_name(folder).values())):
         tensors.update(_read_safe(folder / Path(shard).name))
     return tensors
+
+
+def _shard_by_name(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder / INDEX} cannot be read: {error}") from error
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:

@@ -59,6 +59,11 @@ TOP_NAMES = {
 SAME_KEYS = ("block_size", "selector_top_k", "output_multiplier", "final_logit_softcapping", "input_embedding_scale")
 
 
+def holds_head(path: Path) -> bool:
+    """Whether a GGUF file is a head and no whole model. Raises WeightsError."""
+    return GgufFields(open_gguf(path), path).architecture == ARCHITECTURE
+
+
 def read_gguf(path: Path) -> Checkpoint:
     """Config and tensors of a file, in z-lab's layout. Raises WeightsError."""
     reader = open_gguf(path)

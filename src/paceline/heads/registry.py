@@ -17,10 +17,20 @@ import torch
 from torch import nn
 
 from paceline.errors import OptionError, WeightsError
-from paceline.heads.checkpoint import Checkpoint, Provenance, declared_kind, gguf_file, plain_name, read_checkpoint
+from paceline.heads.checkpoint import (
+    Checkpoint,
+    Provenance,
+    declared_kind,
+    gguf_file,
+    plain_name,
+    read_checkpoint,
+    tensor_names,
+)
 
 Head = TypeVar("Head", bound=nn.Module)
 SHOWN = 3  # tensor names listed in an error
+EMBEDDINGS = frozenset({"embed_tokens.weight", "wte.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight"})
+JOINS_STATES = "fc.weight"  # of the target, as input: no whole model has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,18 @@ def spec_of(checkpoint: Checkpoint) -> HeadSpec:
         raise WeightsError(f"{checkpoint.folder} holds a {declared} head; paceline reads heads of the kinds {kinds}")
     first = ", ".join(sorted(map(plain_name, checkpoint.tensors))[:SHOWN])
     raise WeightsError(f"{checkpoint.folder} holds no head of the kinds {kinds} (its tensors are {first}, …)")
+
+
+def kind_in(folder: Path) -> str | None:
+    """The kind of head in a directory or GGUF file; None where that is a whole model. Raises WeightsError."""
+    gguf = gguf_file(folder)
+    if gguf is None:
+        names = set(map(plain_name, tensor_names(folder)))
+        is_model = not names or (JOINS_STATES not in names and bool(names & EMBEDDINGS))
+        return None if is_model else spec_of(read_checkpoint(folder)).name
+    from paceline.heads.dflash_gguf import holds_head
+
+    return spec_of(_stored_head(gguf)).name if holds_head(gguf) else None
 
 
 def load_head(

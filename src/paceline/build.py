@@ -425,7 +425,7 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
 def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
     """Graphs of all sizes of the plan. Before anything is measured."""
     if plan is not None:
-        own = target.preparations(replace(plan, num_draft_tokens=()))
+        own = target.preparations(replace(plan, num_draft_tokens=(), trees=Capability.TREE in drafter.needs))
         run_preparations(own + drafter.preparations(plan), "capturing graphs", target.info.device)
 
 

@@ -11,10 +11,12 @@ import torch
 
 from paceline import SpeculativeDecoder
 from paceline.core import draft_tree
+from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_tree import DraftTree
+from paceline.core.draft_value import DraftValue
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, RowOutput, StepResult, VerifyResult
+from paceline.core.types import Capability, LoopedStep, LoopedSteps, RowOutput, StepResult, VerifyResult
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter
@@ -26,6 +28,7 @@ from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner
 from tests.support.build import sequence
 from tests.support.drafter_exactness import assert_unchanged, check_greedy, check_sampled, context_for
+from tests.support.toy import ToyRunner
 
 
 @dataclass
@@ -140,6 +143,50 @@ def test_of_two_lookups_the_one_that_was_right_is_followed() -> None:
     drafter.begin(seq, None)
     sources = [play(drafter, clock, seq, {1: 3, 2: 0}) for _ in range(40)]
     assert sources[-30:] == [1] * 30
+
+
+@dataclass
+class Looping(Stub):
+    """Takes steps in a row of `seconds` each, the first `start` more; notes whether it was told to end."""
+
+    start: float = 0.0
+    told: list[bool | None] = field(default_factory=list)
+
+    def draft_loop(
+        self, target: Any, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
+    ) -> LoopedSteps | None:
+        return self._steps(num_steps)
+
+    def _steps(self, num_steps: int) -> LoopedSteps:
+        self.clock.now += self.start
+        for _ in range(num_steps):
+            self.clock.now += self.seconds
+            self.told.append((yield [LoopedStep([0, 0, 0], VerifyResult([0, 1], 8, [0, 0]))]))
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "ends"),
+    [(3, 0.1, False), (16, 0.1, True), (16, 30.0, False)],
+    ids=["the step under way has it", "a long repetition", "loops start slowly"],
+)
+def test_a_lookup_ends_steps_in_a_row_for_what_lies_behind_the_one_under_way(
+    length: int, start: float, ends: bool
+) -> None:
+    clock = Clock()
+    lookup, model = Stub(clock, LOOKUP, 0.0, 0.5), Looping(clock, MODEL, 1.2, start=start)
+    drafter, seq = AutoDrafter({"lookup": lookup}, {"model": model}, clock), sequence_of()
+    value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
+    drafter.use_value(value)
+    drafter.begin(seq, None)
+    for _ in range(9):
+        value.record(seq, "model").stats.of(1).add(2.0, 0.2)
+    steps = drafter.draft_loop(ToyRunner(), [seq], [length], 4)
+    assert steps is not None, "the model is better than a lookup of even chances"
+    next(steps)
+    steps.send(None)  # how slowly it starts is known from the second step on
+    lookup.confidence = 0.99
+    steps.send(None)
+    assert model.told == [False, ends]
 
 
 def test_needs_are_joined_and_names_are_checked() -> None:

@@ -194,6 +194,14 @@ class DraftValue:
         added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
         return tokens * self.token_seconds(num_seqs) - added
 
+    def gain_behind(self, seq: Sequence, tree: DraftTree, num_tokens: int, num_seqs: int) -> float:
+        """Seconds that the nodes of a draft behind its first so many tokens will save, if these come true."""
+        survival, depth_of = self.survival(seq, tree), depths(tree.parents)
+        nodes = [survival[node] for node in range(len(survival)) if depth_of[node] >= num_tokens]
+        costs = self.costs.of(num_seqs)
+        added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
+        return sum(nodes) * self.token_seconds(num_seqs) - added
+
     def usual_gain(self, stats: ByBatchSize[DraftStats], num_seqs: int = 1) -> float:
         """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
         usual = stats.of(num_seqs)

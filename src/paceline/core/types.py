@@ -55,6 +55,7 @@ class WarmupPlan:
     max_context       tokens that a sequence may hold
     num_seqs          sizes of batches
     quick_batches     sizes that are prepared too where that takes next to no time
+    trees             whether draft tokens may be trees
     """
 
     widths: tuple[int, ...]
@@ -62,6 +63,7 @@ class WarmupPlan:
     max_context: int
     num_seqs: tuple[int, ...] = (1,)
     quick_batches: tuple[int, ...] = ()
+    trees: bool = False
 
 
 class SequenceCache:

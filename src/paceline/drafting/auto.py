@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core import draft_tree
-from paceline.core.cost_model import CostModel, StepTiming
+from paceline.core.cost_model import CostModel, HiccupFilter, StepTiming
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
 from paceline.core.probing import PROBE_STEPS, ProbeSchedule
@@ -43,7 +43,7 @@ from paceline.errors import OptionError
 from paceline.heads.registry import kind_in
 
 MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
-READING_WEIGHT = 0.3
+READING_WEIGHT = RESTART_WEIGHT = 0.3
 PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is missed than where nothing drafts
 FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
 MIN_REST = 16  # steps after which what a drafter gains is in doubt
@@ -61,6 +61,7 @@ class _Turns:
     reading  seconds that it needs beyond a draft where it has much to read first
     probed   the sequence that it drafts for in this step although another drafter seems better
     forgone  seconds that the other one would have saved there
+    restart  seconds that the first of several steps in a row takes more than the others
     won      seconds that its own draft is expected to save there, less those it took
     """
 
@@ -71,11 +72,21 @@ class _Turns:
     reading: float = 0.0
     probed: int | None = None
     forgone: float = 0.0
+    restart: float = 0.0
     won: float = 0.0
     had_turn: bool = False  # in this step
 
     def cost_of_reading(self, seq: Sequence) -> float:
         return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
+
+    def restarted(self, seconds: float) -> None:
+        """Steps in a row have begun, the first of which took so many seconds more. What was compiled on the way is
+        forgotten at once."""
+        if not self.restart or HiccupFilter.OUTLIER * seconds < self.restart:
+            self.restart = seconds
+        else:
+            bounded = min(seconds, HiccupFilter.OUTLIER * self.restart)
+            self.restart += RESTART_WEIGHT * (bounded - self.restart)
 
     def tell_schedule(self, plain: float) -> None:
         """Of the steps since its last turn. plain: seconds of one."""
@@ -261,7 +272,7 @@ class AutoDrafter(Drafter):
         better."""
         if self._shared is None:
             return None
-        choosers = [self._shared] * len(seqs)
+        began, choosers = self._clock(), [self._shared] * len(seqs)
         choice = self._choose(seqs, num_draft_tokens, choosers)
         steps, name = None, choice.drafter
         if name is not None and self._others_can_wait(name):
@@ -272,7 +283,7 @@ class AutoDrafter(Drafter):
         if steps is None or name is None:
             self._choice = choice
             return None
-        return self._looped(steps, name, self._shared, seqs, num_draft_tokens)
+        return self._looped(self._timed(steps, began, self._shared.turns[name]), name, seqs, num_draft_tokens)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         if self._shared is None:
@@ -296,10 +307,27 @@ class AutoDrafter(Drafter):
         others = [drafter for other, drafter in self.others.items() if other != name]
         return not any(Capability.HIDDEN_STATES in drafter.needs for drafter in others)
 
+    def _timed(self, steps: LoopedSteps, last: float, turns: _Turns) -> LoopedSteps:
+        """The same steps; the second one tells what the first took more. last: when they were begun."""
+        num_read, first, ends = 0, 0.0, None
+        try:
+            while True:
+                group = steps.send(ends)
+                now = self._clock()
+                num_read, seconds, last = num_read + 1, now - last, now
+                if num_read == 1:
+                    first = seconds
+                elif num_read == 2:
+                    turns.restarted(max(0.0, first - seconds))
+                ends = yield group
+        except StopIteration:
+            return
+
     def _looped(
-        self, steps: LoopedSteps, name: str, chooser: _Chooser, seqs: list[Sequence], num_draft_tokens: list[int]
+        self, steps: LoopedSteps, name: str, seqs: list[Sequence], num_draft_tokens: list[int]
     ) -> LoopedSteps:
-        lookup_is_best: bool | None = None
+        assert self._shared is not None, "a loop is begun where the policy measures"
+        chooser, lookup_is_best = self._shared, None
         try:
             while True:
                 group = steps.send(lookup_is_best)
@@ -312,12 +340,18 @@ class AutoDrafter(Drafter):
             chooser.turns[name].probed = None
 
     def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: _Chooser, name: str) -> bool:
-        """Whether the lookups now promise more than a drafter, over all sequences."""
+        """Whether it pays to end the loop for what the lookups know, over all sequences.
+
+        One more step of the loop is under way, so only what lies behind its tokens counts; and the next loop starts
+        slowly.
+        """
         limits = [min(k, seq.remaining_tokens - 1) for seq, k in zip(seqs, limits)]
-        gain = 0.0
+        gain = -chooser.turns[name].restart
         for seq, tree in zip(seqs, self._look_up(seqs, limits, [chooser] * len(seqs))):
-            gain += chooser.value.gain(seq, tree, self._size(seqs)) if len(tree) else 0.0
-            gain -= chooser.value.usual_gain(chooser.value.record(seq, name).stats, self._size(seqs))
+            usual = chooser.value.record(seq, name).stats
+            behind = 1 + round(usual.of(self._size(seqs)).tokens)
+            gain += chooser.value.gain_behind(seq, tree, behind, self._size(seqs)) if len(tree) else 0.0
+            gain -= chooser.value.usual_gain(usual, self._size(seqs))
         return gain > 0
 
     # --- drafting -----------------------------------------------------------------------------------------------------

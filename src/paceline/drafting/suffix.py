@@ -76,6 +76,11 @@ class _SuffixState:
     positions: list[_StorePosition] = field(default_factory=list)
     unsent: _Unsent | None = None
 
+    def read(self, seq: Sequence) -> None:
+        """What the sequence has more than the automaton."""
+        for token in seq.ids[self.own.num_read :]:
+            self.own.append(token)
+
 
 class Suffix(Drafter):
     """Drafts the likeliest continuation of the longest suffix that occurred before.
@@ -102,7 +107,10 @@ class Suffix(Drafter):
         self._value, self._source = value, source
 
     def begin(self, seq: Sequence, prompt: RowOutput | None) -> None:
-        self._states[seq.seq_id] = _SuffixState()
+        """The prompt is read now: where the target is on a GPU, it is still busy with it."""
+        state = self._states[seq.seq_id] = _SuffixState()
+        if seq.params.num_draft_tokens != 0:
+            state.read(seq)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         return [self.forecast(seq, k).tree for seq, k in zip(seqs, num_draft_tokens)]
@@ -118,8 +126,7 @@ class Suffix(Drafter):
         state = self._states.get(seq.seq_id)
         if state is None:
             state = self._states[seq.seq_id] = _SuffixState()
-        for token in seq.ids[state.own.num_read :]:
-            state.own.append(token)
+        state.read(seq)
         if state.unsent is not None:
             self._learn(seq, state)
         context = state.own.repeated()

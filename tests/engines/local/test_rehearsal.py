@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
-from paceline.core.draft_length import AdaptiveDraftLength
+from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
 from paceline.core.types import WarmupPlan
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
@@ -15,7 +15,7 @@ from paceline.drafting.ngram import Ngram
 from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
 from paceline.engines.local import rehearsal
-from paceline.engines.local.rehearsal import Rehearsal
+from paceline.engines.local.rehearsal import ForkedDrafts, Rehearsal
 from tests.support.build import plain_tokens, sequence, toy_engine
 from tests.support.toy import ToyRunner
 
@@ -52,6 +52,19 @@ def test_drafters_that_are_chosen_among_are_prepared_and_rehearsed_too() -> None
     for prepare in Rehearsal(engine, model).preparations(PLAN):
         prepare()
     assert draft.passes and not draft.open_caches and engine.stats().spec.new_tokens == 0
+
+
+def test_trees_are_met_too_and_a_branch_of_them_is_accepted() -> None:
+    runner, forked = ToyRunner(), ForkedDrafts()
+    rehearsed = Rehearsal(toy_engine(runner, Suffix(), AdaptiveDraftLength()), forked)
+    for prepare in rehearsed.forks(PLAN):
+        prepare()
+    assert {width for [width, *_] in runner.passes} >= {4, 9, 17} and not runner.open_caches and not rehearsed.timings
+    assert len(rehearsed.forks(WarmupPlan((1, 3), (2,), 4096))) == 2 * 2 + 1
+    engine = toy_engine(runner, forked, FixedDraftLength(6))
+    first, second = (engine.run([sequence([0, 1, 2], 12)])[0] for _ in range(2))
+    assert first.generated == second.generated == plain_tokens([0, 1, 2], 12)
+    assert second.stats.accepted_at == [3, 2, 2]  # of branches of three tokens, and shorter ones at the end
 
 
 def test_batches_are_rehearsed_too_where_the_plan_has_them() -> None:

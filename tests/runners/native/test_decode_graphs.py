@@ -328,15 +328,16 @@ def test_what_was_prepared_runs_every_pass_of_the_plan() -> None:
     """Widths, contexts and numbers of draft tokens of one sequence: none of them needs a graph that is not there."""
     graphs = fused("llama").decode_graphs
     assert graphs is not None
-    for prepare in graphs.preparations(WarmupPlan(tuple(range(1, 18)), tuple(range(1, 17)), 4096)):
+    for prepare in graphs.preparations(WarmupPlan(tuple(range(1, 18)), tuple(range(1, 17)), 4096, trees=True)):
         prepare()
     prepared = (len(graphs._forward), len(graphs._draft))
     assert prepared[1] <= MAX_DRAFT_GRAPHS
     for tokens in (1, 100, 512, 513, 1500, 4096):
         for k in range(17):
-            size = graphs.fits(1, k + 1, tokens)
-            assert size is not None
+            size, tree = graphs.fits(1, k + 1, tokens), graphs.fits(1, k + 1, tokens, trees=k > 1)
+            assert size is not None and tree is not None
             graphs.forward_graph(size)
+            graphs.forward_graph(tree)
             lead = graphs.fits(1, 2, tokens)
             for _ in range(OFTEN + 1):
                 assert lead is not None and (not k or graphs.draft_graph(lead, k, sampled=False) is not None)

@@ -12,11 +12,12 @@ from functools import partial
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy, within_room
+from paceline.core.draft_tree import DraftTree, empty, merge
 from paceline.core.protocols import Drafter, Preparation
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.stopping import StopRules
-from paceline.core.types import StepResult, WarmupPlan
+from paceline.core.types import Capability, StepResult, WarmupPlan
 from paceline.device.properties import supports_graphs
 from paceline.engines.local.engine import EngineParts, LocalEngine
 from paceline.engines.local.warmup import run_preparations
@@ -27,6 +28,7 @@ PROMPTS = (100, 400, 900)  # tokens; what drafters keep of a sequence grows in p
 USUAL_KS = 8  # draft tokens: where the policy decides, more of them are only rehearsed after the shortest prompt
 BATCH_KS = (1, 3)  # draft tokens of a batch, where the policy decides
 WIDE_BATCH_KS = (3, 7, 15)  # the same where a pass is not one kernel: a graph also runs passes of a quarter of its size
+FORKED_KS = (3, 8, 16)  # draft tokens of trees
 STEPS = 6  # with each number of draft tokens, of which the first is not measured
 
 
@@ -37,6 +39,8 @@ def rehearse(engine: LocalEngine, plan: WarmupPlan | None) -> None:
     drafter, policy = engine.parts.drafter, engine.parts.draft_length
     rehearsals = [Rehearsal(engine, part) for part in drafter.rehearsed()]
     pieces = [piece for rehearsal in rehearsals for piece in rehearsal.preparations(plan)]
+    if Capability.TREE in drafter.needs and plan.num_draft_tokens:
+        pieces += Rehearsal(engine, ForkedDrafts()).forks(plan)
     run_preparations(pieces, "rehearsing", engine.info.device)
     if engine.config.tuned is None:
         policy.rehearsed(rehearsals[0].timings)
@@ -48,6 +52,27 @@ def _at_the_end(plan: WarmupPlan) -> range:
     """Of one number of draft tokens, the smaller ones that fit at the end of a sequence: draws are graphs of each."""
     [k, *others] = plan.num_draft_tokens or (0,)
     return range(1, 1 if others else min(k, USUAL_KS + 1))
+
+
+class ForkedDrafts(Drafter):
+    """Trees of two branches, which lookups find in no made-up sequence: tokens of no meaning, and beside them what the
+    target has written after the same prompt before."""
+
+    needs = frozenset({Capability.TREE})
+
+    def __init__(self) -> None:
+        self._written: list[int] = []
+
+    def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        return [self._fork(seq.ids, k) if k > 1 else empty() for seq, k in zip(seqs, num_draft_tokens)]
+
+    def _fork(self, ids: list[int], k: int) -> DraftTree:
+        known = self._written[len(ids) : len(ids) + k // 2] if self._written[: len(ids)] == ids else []
+        other = int(known[:1] == [0])
+        return merge([[other] * (k - len(known)), known], k)
+
+    def end(self, seq: Sequence) -> None:
+        self._written = list(seq.ids)
 
 
 class RehearsedSteps(DraftLengthPolicy):
@@ -113,6 +138,15 @@ class Rehearsal:
         if len(plan.num_draft_tokens) > 1:
             pieces.append(partial(self._run, plan.num_draft_tokens[-1], PROMPTS[0], 2, whole=False))
         return pieces + self._largest_batch(plan, longest)
+
+    def forks(self, plan: WarmupPlan) -> list[Preparation]:
+        """Each twice after every length of prompt: the second time the target's own tokens are a branch. Once drawn."""
+        longest = min(plan.max_context, self._max_seq_len)
+        ks = FORKED_KS if len(plan.num_draft_tokens) > 1 else plan.num_draft_tokens
+        sizes = [(k, length) for k in ks for length in PROMPTS if length + 2 * (k + 1) < longest]
+        run = partial(self._run, num_steps=2, measured=False)
+        pieces: list[Preparation] = [partial(run, k, length) for k, length in sizes for _ in range(2)]
+        return pieces + [partial(run, *size, temperature=1.0) for size in sizes[:1]]
 
     def _largest_batch(self, plan: WarmupPlan, longest: int) -> list[Preparation]:
         """The largest of the small batches, whose graphs also run the smaller ones: its prompts are read together, and

@@ -312,8 +312,10 @@ class DecodeGraphs:
         contexts = [chunks * CHUNK for chunks in reversed(needed(CHUNKS, longest))]
         widths = sorted({width for width in plan.widths if width <= NODES[-1]})
         forward = [(count, width, tokens) for count in plan.num_seqs for width in widths for tokens in contexts]
+        forks = [size for size in forward if plan.trees and size[1] > 2]
         drafts = [(count, k, tokens) for count in plan.num_seqs for k in plan.num_draft_tokens for tokens in contexts]
         pieces: list[Preparation] = [partial(self._prepare_forward, *size) for size in forward]
+        pieces += [partial(self._prepare_forward, *size, trees=True) for size in forks]
         pieces += [partial(self._prepare_draft, *size) for size in drafts]
         return pieces + self._quick_preparations(plan, widths)
 
@@ -326,8 +328,8 @@ class DecodeGraphs:
         pieces: list[Preparation] = [partial(self._prepare_forward, *size, plan.max_context) for size in fitting]
         return pieces + [partial(self._prepare_draft, *size, plan.max_context) for size in drafts]
 
-    def _prepare_forward(self, num_seqs: int, width: int, tokens: int) -> None:
-        size = self.fits(num_seqs, width, tokens)
+    def _prepare_forward(self, num_seqs: int, width: int, tokens: int, *, trees: bool = False) -> None:
+        size = self.fits(num_seqs, width, tokens, trees=trees)
         if size is not None and size.rows <= MAX_ROWS:
             self.forward_graph(size)
 

@@ -143,6 +143,7 @@ class DraftValue:
         self._records: dict[tuple[str, str], SourceRecord] = {}
         self._tokens = self._seconds = 1.0  # of recent steps, of one sequence; the seconds in plain steps
         self._weighed: _Weighed | None = None  # the last draft of this step whose gain was asked for
+        self._token_seconds: dict[int, float] = {}  # by size of batch, in this step
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -155,9 +156,12 @@ class DraftValue:
 
     def token_seconds(self, num_seqs: int) -> float:
         """What a token takes in a batch of this size: less than in a plain step where drafts are accepted."""
-        speedup = min(max(1.0, self._tokens / self._seconds), MAX_SPEEDUP)
-        plain = self.costs.plain_pass(num_seqs) or 1.0  # by a clock that stands still
-        return plain / (num_seqs * speedup)
+        seconds = self._token_seconds.get(num_seqs)
+        if seconds is None:
+            speedup = min(max(1.0, self._tokens / self._seconds), MAX_SPEEDUP)
+            plain = self.costs.plain_pass(num_seqs) or 1.0  # by a clock that stands still
+            seconds = self._token_seconds[num_seqs] = plain / (num_seqs * speedup)
+        return seconds
 
     def survival(self, seq: Sequence, tree: DraftTree) -> list[float]:
         """Of every node: the probability that it and all before it are accepted."""
@@ -357,6 +361,7 @@ class DraftValue:
     def stepped(self, timing: StepTiming, emitted: int, draft_seconds: float) -> None:
         """A step took about this long to draft and emitted so many tokens. Costs are the learned ones: no hiccups."""
         self._weighed = None
+        self._token_seconds.clear()
         plain = self.costs.plain_pass(timing.num_seqs)
         if plain > 0:
             alone = timing.num_seqs == 1

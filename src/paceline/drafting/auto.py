@@ -26,6 +26,7 @@ from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, LoopedSteps, RowOutput, StepResult, WarmupPlan
+from paceline.device.properties import on_host
 from paceline.drafting.head_folder import optional_head_folder, shipped_head_folder
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.registry import (
@@ -225,6 +226,7 @@ class AutoDrafter(Drafter):
         self._clock = clock
         self._shared: _Chooser | None = None  # where the draft-length policy measures
         self._own = _OwnMeasurements(self.others)
+        self._never_loops = False  # a CPU takes no steps in a row: it is asked once
         self._choice: _Choice | None = None  # for the step that is under way, where it was made before `propose`
 
     # --- the protocol -------------------------------------------------------------------------------------------------
@@ -245,6 +247,8 @@ class AutoDrafter(Drafter):
             drafter.begin(seq, prompt)
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
+        if len(seqs) == 1 and self._shared is not None and self._choice is None:
+            return [self._propose_alone(seqs[0], num_draft_tokens[0], self._shared)]
         began = self._clock() if self._shared is None else 0.0
         choosers = [self._shared or self._own.chooser(seq) for seq in seqs]
         choice, self._choice = self._choice, None
@@ -270,7 +274,7 @@ class AutoDrafter(Drafter):
     ) -> LoopedSteps | None:
         """Where one drafter drafts for all sequences. The lookups go on looking, and end the loop when they know
         better."""
-        if self._shared is None:
+        if self._shared is None or self._never_loops:
             return None
         began, choosers = self._clock(), [self._shared] * len(seqs)
         choice = self._choose(seqs, num_draft_tokens, choosers)
@@ -282,6 +286,7 @@ class AutoDrafter(Drafter):
             steps = self.others[name].draft_loop(target, seqs, lengths, most)
         if steps is None or name is None:
             self._choice = choice
+            self._never_loops = name is not None and on_host(target.info.device)
             return None
         return self._looped(self._timed(steps, began, self._shared.turns[name]), name, seqs, num_draft_tokens)
 
@@ -367,6 +372,21 @@ class AutoDrafter(Drafter):
             for chooser, seq, k, tree in zip(choosers, seqs, num_draft_tokens, trees)
         ]
         return _Choice([len(seq.ids) for seq in seqs], trees, names)
+
+    def _propose_alone(self, seq: Sequence, k: int, chooser: _Chooser) -> DraftTree:
+        """For one sequence, without the lists of a batch: on a CPU what is done in every step shows."""
+        drafts: list[DraftTree] = []
+        for name, lookup in self.lookups.items():
+            [tree] = lookup.propose([seq], [k])
+            if tree.parents:
+                drafts.append(draft_tree.with_source(tree, name))
+                if chooser.is_sure(seq, drafts[-1]):
+                    break
+        trees = [chooser.best(seq, drafts, 1)]
+        chosen = chooser.choose(seq, trees[0], 1) if k else None
+        if chosen is not None:
+            self._draft_with(chosen, [seq], [k], trees, [chooser])
+        return trees[0]
 
     def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> list[DraftTree]:
         """Their lookups one after another, until one is sure: looking further would take time and find the same."""

@@ -24,6 +24,7 @@ from paceline.errors import OptionError
 
 MEGABYTE = 1 << 20
 WORTH_TRYING = 0.5  # of the probability that a draft token needs to be sent: counts may understate it
+BOUNDS_EVERY = 8  # drafts after which it is asked again how likely a draft token must be
 LOOKBACK = 64  # tokens of a sequence that locate it in an automaton it has not used before
 
 
@@ -102,6 +103,7 @@ class Suffix(Drafter):
         self._states: dict[int, _SuffixState] = {}
         self._value: DraftValue | None = None
         self._source = ""  # its name where drafts are weighed
+        self._bounds, self._bounds_used = ForecastBounds(least), BOUNDS_EVERY
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         self._value, self._source = value, source
@@ -132,7 +134,7 @@ class Suffix(Drafter):
         context = state.own.repeated()
         if self._store is None and not context.length:
             return NOTHING
-        bounds = self._bounds(seq)
+        bounds = self._bounds_for(seq)
         own = state.own.forecast(context, num_draft_tokens, bounds)
         if own.unlikely is not None:
             state.unsent = _Unsent(len(seq.ids), *own.unlikely)
@@ -143,15 +145,18 @@ class Suffix(Drafter):
             forecasts.append(position.automaton.forecast(position.context, num_draft_tokens, bounds))
         return max(forecasts, key=lambda forecast: forecast.expected)
 
-    def _bounds(self, seq: Sequence) -> ForecastBounds:
+    def _bounds_for(self, seq: Sequence) -> ForecastBounds:
         """Where drafts are weighed, none is made whose first node would not be sent: most steps have no other."""
         if self._value is None:
-            return ForecastBounds(self.least)
-        needed = self._value.least_survival()
-        least = max(self.least, WORTH_TRYING * needed)
+            return self._bounds
         if seq.params.num_draft_tokens is not None:  # as many as the client asked for
-            return ForecastBounds(least)
-        return ForecastBounds(least, self._value.record(seq, self._source).table.least_confidence(needed))
+            return ForecastBounds(max(self.least, WORTH_TRYING * self._value.least_survival()))
+        self._bounds_used += 1
+        if self._bounds_used > BOUNDS_EVERY:  # what draft tokens cost changes slowly, and asking takes a while
+            needed, table = self._value.least_survival(), self._value.record(seq, self._source).table
+            self._bounds = ForecastBounds(max(self.least, WORTH_TRYING * needed), table.least_confidence(needed))
+            self._bounds_used = 0
+        return self._bounds
 
     def _learn(self, seq: Sequence, state: _SuffixState) -> None:
         """What was not worth drafting teaches what its confidence means all the same, or it would never be again."""

@@ -49,6 +49,7 @@ PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is
 FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
 MIN_REST = 16  # steps after which what a drafter gains is in doubt
 FEW_UNREAD = 16  # tokens that a drafter reads in passing
+EARNING_DRAFTS = 6  # within which a drafter must earn what it has to read first
 DRAFT_MODEL = "draft_model"
 SURE = 0.85  # acceptance of a lookup's first token behind which no other lookup is asked
 
@@ -121,7 +122,7 @@ class _Chooser:
         best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
         for name, turns in self.turns.items():
             own = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs)
-            if own > gain and own - turns.cost_of_reading(seq) / FEW_UNREAD > gain:
+            if own > gain and own - turns.cost_of_reading(seq) / EARNING_DRAFTS > gain:
                 best, gain = name, own
         for name, turns in self.turns.items():
             if name != best and turns.probed is None and self._is_due(seq, name, gain, num_seqs):

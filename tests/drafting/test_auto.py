@@ -150,6 +150,7 @@ class Looping(Stub):
     """Takes steps in a row of `seconds` each, the first `start` more; notes whether it was told to end."""
 
     start: float = 0.0
+    accepted: int = 2  # of the draft tokens of a step
     told: list[bool | None] = field(default_factory=list)
 
     def draft_loop(
@@ -161,7 +162,8 @@ class Looping(Stub):
         self.clock.now += self.start
         for _ in range(num_steps):
             self.clock.now += self.seconds
-            self.told.append((yield [LoopedStep([0, 0, 0], VerifyResult([0, 1], 8, [0, 0]))]))
+            verified = VerifyResult(list(range(self.accepted)), 8, [0] * self.accepted)
+            self.told.append((yield [LoopedStep([0] * 9, verified)]))
 
 
 @pytest.mark.parametrize(
@@ -187,6 +189,31 @@ def test_a_lookup_ends_steps_in_a_row_for_what_lies_behind_the_one_under_way(
     lookup.confidence = 0.99
     steps.send(None)
     assert model.told == [False, ends]
+
+
+@pytest.mark.parametrize(("easy", "stays"), [(8, True), (2, False)], ids=["easy for both", "for lookups alone"])
+def test_steps_in_a_row_go_on_where_what_lookups_know_is_easy_for_the_model_too(easy: int, stays: bool) -> None:
+    """One step of five lies where the lookup is nearly certain of ten tokens. There the model brings more than usual,
+    or does not."""
+    clock = Clock()
+    lookup, model = Stub(clock, LOOKUP, 0.0, 0.01), Looping(clock, MODEL, 1.2)
+    drafter, seq = AutoDrafter({"lookup": lookup}, {"model": model}, clock), sequence_of()
+    value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
+    drafter.use_value(value)
+    drafter.begin(seq, None)
+    usual = value.record(seq, "model").stats.of(1)
+    for _ in range(9):
+        usual.add(2.0, 0.2)
+    steps = drafter.draft_loop(ToyRunner(), [seq], [10], 100)
+    assert steps is not None
+    next(steps)
+    for step in range(96):
+        is_easy = step % 5 == 0
+        lookup.confidence, model.accepted = (0.99, easy) if is_easy else (0.01, 2)
+        steps.send(None)
+        usual.add(float(model.accepted), 0.2)
+    assert model.told[0], "what was easy so far is not known"
+    assert model.told[-1] is not stays
 
 
 def test_needs_are_joined_and_names_are_checked() -> None:

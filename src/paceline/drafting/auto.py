@@ -12,21 +12,20 @@ So the output is exactly the target's whichever drafter is chosen.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core import draft_tree
-from paceline.core.cost_model import CostModel, HiccupFilter, StepTiming
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
-from paceline.core.probing import PROBE_STEPS, ProbeSchedule
+from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, Preparation, Runner
-from paceline.core.selective import SelectiveDrafts
 from paceline.core.sequence import Sequence
 from paceline.core.types import Capability, LoopedSteps, RowOutput, StepResult, WarmupPlan
 from paceline.device.properties import on_host
+from paceline.drafting.chooser import Chooser, OwnMeasurements, Turns
 from paceline.drafting.head_folder import optional_head_folder, shipped_head_folder
 from paceline.drafting.prediction import Prediction
 from paceline.drafting.registry import (
@@ -43,151 +42,7 @@ from paceline.drafting.suffix import Suffix
 from paceline.errors import OptionError
 from paceline.heads.registry import kind_in
 
-MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
-READING_WEIGHT = RESTART_WEIGHT = 0.3
-PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is missed than where nothing drafts
-FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
-MIN_REST = 16  # steps after which what a drafter gains is in doubt
-FEW_UNREAD = 16  # tokens that a drafter reads in passing
-EARNING_DRAFTS = 6  # within which a drafter must earn what it has to read first
 DRAFT_MODEL = "draft_model"
-SURE = 0.85  # acceptance of a lookup's first token behind which no other lookup is asked
-
-
-@dataclass(slots=True)
-class _Turns:
-    """When a drafter that takes time has its turn, and what it takes to begin again after a rest.
-
-    idle     steps since its last turn, and of these: those that its schedule has heard of
-    read     of each sequence: its length when this drafter last drafted for it
-    reading  seconds that it needs beyond a draft where it has much to read first
-    probed   the sequence that it drafts for in this step although another drafter seems better
-    forgone  seconds that the other one would have saved there
-    restart  seconds that the first of several steps in a row takes more than the others
-    won      seconds that its own draft is expected to save there, less those it took
-    """
-
-    schedule: ProbeSchedule = field(default_factory=lambda: ProbeSchedule(share=PROBE_SHARE))
-    idle: int = 0
-    told: int = 0
-    read: dict[int, int] = field(default_factory=dict)
-    reading: float = 0.0
-    probed: int | None = None
-    forgone: float = 0.0
-    restart: float = 0.0
-    won: float = 0.0
-    had_turn: bool = False  # in this step
-
-    def cost_of_reading(self, seq: Sequence) -> float:
-        return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
-
-    def restarted(self, seconds: float) -> None:
-        """Steps in a row have begun, the first of which took so many seconds more. What was compiled on the way is
-        forgotten at once."""
-        if not self.restart or HiccupFilter.OUTLIER * seconds < self.restart:
-            self.restart = seconds
-        else:
-            bounded = min(seconds, HiccupFilter.OUTLIER * self.restart)
-            self.restart += RESTART_WEIGHT * (bounded - self.restart)
-
-    def tell_schedule(self, plain: float) -> None:
-        """Of the steps since its last turn. plain: seconds of one."""
-        if self.idle > self.told:
-            self.schedule.passed(plain, plain, steps=self.idle - self.told)
-            self.told = self.idle
-
-
-class _Chooser:
-    """Weighs the drafters against each other: for one sequence, or for all where the policy measures."""
-
-    def __init__(self, value: DraftValue, names: Iterable[str]) -> None:
-        """names: of the drafters that take time."""
-        self.value = value
-        self.turns = {name: _Turns() for name in names}
-
-    def is_sure(self, seq: Sequence, tree: DraftTree) -> bool:
-        """Whether the first token of a draft is nearly certain."""
-        if tree.confidence is None:
-            return False
-        return self.value.record(seq, tree.source).table.rate(tree.confidence[0]) > SURE
-
-    def best(self, seq: Sequence, drafts: list[DraftTree], num_seqs: int) -> DraftTree:
-        """Of the drafts of lookups, in a batch of so many."""
-        if len(drafts) <= 1:
-            return drafts[0] if drafts else draft_tree.empty()
-        return max(drafts, key=lambda tree: self.value.gain(seq, tree, num_seqs))
-
-    def choose(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> str | None:
-        """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
-        best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
-        for name, turns in self.turns.items():
-            own = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs)
-            if own > gain and own - turns.cost_of_reading(seq) / EARNING_DRAFTS > gain:
-                best, gain = name, own
-        for name, turns in self.turns.items():
-            if name != best and turns.probed is None and self._is_due(seq, name, gain, num_seqs):
-                turns.probed, turns.forgone = seq.seq_id, gain
-                return name
-        return best
-
-    def _is_due(self, seq: Sequence, name: str, gain: float, num_seqs: int) -> bool:
-        """Whether a drafter drafts although another one seems better, which gains this much: too little is known of it,
-        or nothing lately. One sequence at a time."""
-        turns, stats = self.turns[name], self.value.record(seq, name).stats
-        num_drafts = stats.of(num_seqs).num_drafts
-        if num_drafts >= FIRST_DRAFTS and turns.idle < MIN_REST:
-            return False  # nearly always: nothing is summed up before it
-        plain = self.value.costs.plain_pass(1)
-        turns.schedule.open(plain, 0.0)
-        turns.tell_schedule(plain)
-        turns.schedule.reading = turns.cost_of_reading(seq)
-        lost = max(0.0, gain - self.value.usual_gain(stats, num_seqs))
-        turns.schedule.cost = lost + turns.schedule.reading
-        return turns.schedule.is_due(turns.schedule.cost, plain, sure=num_drafts > 1)
-
-    def length(self, seq: Sequence, name: str, limit: int) -> int:
-        """Where confidences tell how much is sent, what may be sent; else what has paid best by depth."""
-        if self.value.record(seq, name).states_confidence:
-            return self.value.useful_length(seq, limit, name)
-        return self.value.best_length(seq, limit, name)
-
-    def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float, num_seqs: int) -> None:
-        """A drafter that takes time has drafted."""
-        turns = self.turns[name]
-        if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD:
-            usual = self.value.record(seq, name).draft.at(tree.num_draft_tokens)
-            turns.reading += READING_WEIGHT * (max(0.0, seconds - usual) - turns.reading)
-        turns.read[seq.seq_id], turns.had_turn = len(seq.ids), True
-        if seq.seq_id == turns.probed:
-            turns.won = self.value.gain(seq, tree, num_seqs) - turns.forgone - seconds
-
-    def looped(self, seqs: list[Sequence], name: str) -> None:
-        """A drafter has made the drafts of one of several steps in a row. All steps of a probe are one."""
-        turns = self.turns[name]
-        turns.had_turn, probed = True, turns.probed
-        for seq in seqs:
-            turns.read[seq.seq_id] = len(seq.ids)
-            if seq.seq_id == turns.probed:
-                turns.won = self.value.usual_gain(self.value.record(seq, name).stats, len(seqs)) - turns.forgone
-        self.settle(len(seqs))
-        turns.probed = probed
-
-    def settle(self, num_seqs: int) -> None:
-        """After a step: charge probes with what they took and did not save."""
-        for turns in self.turns.values():
-            if not turns.had_turn:
-                turns.idle += 1
-                turns.probed = None
-                continue
-            plain = self.value.costs.plain_pass(max(1, num_seqs))
-            turns.tell_schedule(plain)
-            won, is_probe = max(turns.won, -MAX_LOSS * plain), turns.probed is not None
-            turns.schedule.drafted(won, plain, probe=is_probe)
-            turns.probed, turns.had_turn, turns.won, turns.idle, turns.told = None, False, 0.0, 0, 0
-
-    def forget(self, seq: Sequence) -> None:
-        for turns in self.turns.values():
-            turns.read.pop(seq.seq_id, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +80,8 @@ class AutoDrafter(Drafter):
         self.needs = frozenset().union(*(drafter.needs for drafter in self._drafters.values()))
         self.draft_runner = next((drafter.draft_runner for drafter in self.others.values()), None)
         self._clock = clock
-        self._shared: _Chooser | None = None  # where the draft-length policy measures
-        self._own = _OwnMeasurements(self.others)
+        self._shared: Chooser | None = None  # where the draft-length policy measures
+        self._own = OwnMeasurements(self.others)
         self._never_loops = False  # a CPU takes no steps in a row: it is asked once
         self._choice: _Choice | None = None  # for the step that is under way, where it was made before `propose`
 
@@ -239,7 +94,7 @@ class AutoDrafter(Drafter):
         return [self, *self.others.values()]
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
-        self._shared = _Chooser(value, self.others)
+        self._shared = Chooser(value, self.others)
         for name, drafter in self._drafters.items():
             drafter.use_value(value, name)
 
@@ -313,7 +168,7 @@ class AutoDrafter(Drafter):
         others = [drafter for other, drafter in self.others.items() if other != name]
         return not any(Capability.HIDDEN_STATES in drafter.needs for drafter in others)
 
-    def _timed(self, steps: LoopedSteps, last: float, turns: _Turns) -> LoopedSteps:
+    def _timed(self, steps: LoopedSteps, last: float, turns: Turns) -> LoopedSteps:
         """The same steps; the second one tells what the first took more. last: when they were begun."""
         num_read, first, ends = 0, 0.0, None
         try:
@@ -337,7 +192,7 @@ class AutoDrafter(Drafter):
         try:
             while True:
                 group = steps.send(lookup_is_best)
-                chooser.looped(seqs, name)
+                chooser.looped(seqs, name, [len(step.verified.accepted) for step in group])
                 yield [replace(step, source=name) for step in group]
                 lookup_is_best = self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
         except StopIteration:
@@ -345,7 +200,7 @@ class AutoDrafter(Drafter):
         finally:
             chooser.turns[name].probed = None
 
-    def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: _Chooser, name: str) -> bool:
+    def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: Chooser, name: str) -> bool:
         """Whether it pays to end the loop for what the lookups know, over all sequences.
 
         One more step of the loop is under way, so only what lies behind its tokens counts; and the next loop starts
@@ -354,10 +209,9 @@ class AutoDrafter(Drafter):
         limits = [min(k, seq.remaining_tokens - 1) for seq, k in zip(seqs, limits)]
         gain = -chooser.turns[name].restart
         for seq, tree in zip(seqs, self._look_up(seqs, limits, [chooser] * len(seqs))):
-            usual = chooser.value.record(seq, name).stats
-            behind = 1 + round(usual.of(self._size(seqs)).tokens)
+            behind = 1 + round(chooser.value.record(seq, name).stats.of(self._size(seqs)).tokens)
             gain += chooser.value.gain_behind(seq, tree, behind, self._size(seqs)) if len(tree) else 0.0
-            gain -= chooser.value.usual_gain(usual, self._size(seqs))
+            gain -= chooser.usual_gain(seq, name, chooser.promised(seq, tree), self._size(seqs))
         return gain > 0
 
     # --- drafting -----------------------------------------------------------------------------------------------------
@@ -366,7 +220,7 @@ class AutoDrafter(Drafter):
         """Of the batch that drafts are weighed in. Where every sequence learns for itself, each is alone."""
         return 1 if self._shared is None else len(seqs)
 
-    def _choose(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> _Choice:
+    def _choose(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[Chooser]) -> _Choice:
         trees = self._look_up(seqs, num_draft_tokens, choosers)
         names = [
             chooser.choose(seq, tree, self._size(seqs)) if k else None
@@ -374,7 +228,7 @@ class AutoDrafter(Drafter):
         ]
         return _Choice([len(seq.ids) for seq in seqs], trees, names)
 
-    def _propose_alone(self, seq: Sequence, k: int, chooser: _Chooser) -> DraftTree:
+    def _propose_alone(self, seq: Sequence, k: int, chooser: Chooser) -> DraftTree:
         """For one sequence, without the lists of a batch: on a CPU what is done in every step shows."""
         drafts: list[DraftTree] = []
         for name, lookup in self.lookups.items():
@@ -389,7 +243,7 @@ class AutoDrafter(Drafter):
             self._draft_with(chosen, [seq], [k], trees, [chooser])
         return trees[0]
 
-    def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[_Chooser]) -> list[DraftTree]:
+    def _look_up(self, seqs: list[Sequence], num_draft_tokens: list[int], choosers: list[Chooser]) -> list[DraftTree]:
         """Their lookups one after another, until one is sure: looking further would take time and find the same."""
         drafts: list[list[DraftTree]] = [[] for _ in seqs]
         limits = num_draft_tokens
@@ -405,7 +259,7 @@ class AutoDrafter(Drafter):
         return [chooser.best(seq, own, size) for chooser, seq, own in zip(choosers, seqs, drafts)]
 
     def _draft_with(
-        self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree], choosers: list[_Chooser]
+        self, name: str, seqs: list[Sequence], limits: list[int], trees: list[DraftTree], choosers: list[Chooser]
     ) -> None:
         """Let one drafter draft for the sequences that chose it, where it can."""
         began = self._clock()
@@ -422,45 +276,6 @@ class AutoDrafter(Drafter):
 def _observes(drafter: Drafter) -> bool:
     """Whether it makes anything of what became of drafts. Calls that do nothing take time in every step."""
     return type(drafter).observe is not Drafter.observe
-
-
-class _OwnMeasurements:
-    """Where no policy measures (a fixed k), every sequence learns for itself: its output is the same in any batch."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = tuple(names)
-        self._choosers: dict[int, _Chooser] = {}
-        self._meters: dict[int, SelectiveDrafts] = {}
-        self._began = self._proposed = 0.0  # when the drafts of this step began, and when they were ready
-
-    def chooser(self, seq: Sequence) -> _Chooser:
-        chooser = self._choosers.get(seq.seq_id)
-        if chooser is None:
-            value = DraftValue(CostModel())
-            chooser = self._choosers[seq.seq_id] = _Chooser(value, self._names)
-            self._meters[seq.seq_id] = SelectiveDrafts(value)
-        return chooser
-
-    def proposed(
-        self, seqs: list[Sequence], trees: list[DraftTree], num_draft_tokens: list[int], began: float, now: float
-    ) -> None:
-        self._began, self._proposed = began, now
-        for seq, tree, k in zip(seqs, trees, num_draft_tokens):
-            self._meters[seq.seq_id].cut([seq], [tree], [k])  # noted, and sent whole
-
-    def observe(self, seqs: list[Sequence], results: list[StepResult], now: float) -> None:
-        for seq, result in zip(seqs, results):
-            count = result.tree.num_draft_tokens
-            seconds = (self._proposed - self._began, now - self._proposed)
-            timing = StepTiming(*seconds, 1 + len(result.tree), count, 1, int(count > 0))
-            meter = self._meters[seq.seq_id]
-            meter.observe([seq], [result], timing, caught_up=False)
-            meter.value.costs.observe(replace(timing, num_draft_tokens=0))
-            self.chooser(seq).settle(1)
-
-    def forget(self, seq: Sequence) -> None:
-        self._choosers.pop(seq.seq_id, None)
-        self._meters.pop(seq.seq_id, None)
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter
-from paceline.errors import OptionError, PairError
+from paceline.errors import OptionError, OutOfMemory, PairError
 from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.native import NativeRunner
 from paceline.runners.table import TableRunner
+from tests.runners.native.models import tiny
 from tests.support.build import sequence
-from tests.support.drafter_exactness import context_for, steps
+from tests.support.drafter_exactness import assert_unchanged, context_for, steps
 from tests.support.tiny import write_tiny_model
 
 
@@ -73,6 +75,61 @@ def test_another_vocabulary_size_is_cut_or_padded(size: int) -> None:
         assert tree.probs is not None and tree.probs.shape == (3, 5)
         assert int(tree.tokens.max()) < min(5, size)
         drafter.end(seq)
+
+
+LARGE_VOCABULARY, QUARTER = 65_536, 16_384
+FREQUENT, RARE = [7 * place % 300 for place in range(250)], [60_000 + place for place in range(250)]
+
+
+def large_runner() -> NativeRunner:
+    return NativeRunner.of_model(tiny("llama", vocab_size=LARGE_VOCABULARY), "tiny", kv_cache_tokens=2048)
+
+
+def sampled(ids: list[int]) -> Sequence:
+    return sequence(ids, 60, SamplingParams(1.0, seed=1))
+
+
+def next_logits(runner: NativeRunner, ids: list[int]) -> torch.Tensor:
+    cache = runner.new_cache()
+    logits = runner.forward([Row.chain(cache, ids)], last_only=True).logits[0].clone()
+    runner.free(cache)
+    return logits
+
+
+@pytest.mark.parametrize(("ids", "size"), [(FREQUENT, QUARTER), (RARE, LARGE_VOCABULARY)], ids=["frequent", "rare"])
+def test_on_a_cpu_draft_tokens_come_from_the_part_of_the_vocabulary_that_is_in_use(ids: list[int], size: int) -> None:
+    runner = large_runner()
+    drafter = DraftModel(runner, LARGE_VOCABULARY)
+    trees = drafter.propose([sequence(ids, 60), sampled(ids)], [3, 3])
+    path = list(ids)
+    for token in trees[0].tokens.tolist():
+        assert token == int(next_logits(runner, path)[:size].argmax())
+        path.append(token)
+    assert trees[1].probs is not None and trees[1].probs.shape == (3, LARGE_VOCABULARY)
+    torch.testing.assert_close(trees[1].probs[:, :size].sum(dim=1), torch.ones(3))
+
+
+def test_draws_do_not_depend_on_what_others_in_the_batch_need_of_the_vocabulary() -> None:
+    """One sequence needs a quarter, the other half; and one that needs all."""
+    half = [20_000 + place for place in range(250)]
+    alone = DraftModel(large_runner(), LARGE_VOCABULARY).propose([sampled(FREQUENT)], [3])[0]
+    for other in (half, RARE):
+        beside = DraftModel(large_runner(), LARGE_VOCABULARY).propose([sampled(other), sampled(FREQUENT)], [3, 3])[1]
+        assert alone.probs is not None and beside.probs is not None
+        assert torch.equal(beside.tokens, alone.tokens)
+        torch.testing.assert_close(beside.probs, alone.probs)
+
+
+def test_what_a_part_of_the_vocabulary_cannot_draft_is_written_all_the_same() -> None:
+    """The target's tokens lie anywhere, so that most of them cannot be drafted; and a pass that fails leaves the runner
+    with the whole vocabulary."""
+    runner = large_runner()
+    drafter = DraftModel(runner, LARGE_VOCABULARY)
+    assert_unchanged(large_runner(), drafter, [FREQUENT, RARE[:9]], 12, 3)
+    full = sequence(FREQUENT * 20, 60)
+    with pytest.raises(OutOfMemory):
+        drafter._draft([full], [3])
+    assert next_logits(runner, FREQUENT).shape == (LARGE_VOCABULARY,)
 
 
 class DeviceRunner(TableRunner):

@@ -26,6 +26,7 @@ from paceline.layers.cpu_kernels import (
     repack_blocks,
     unpack_blocks,
 )
+from paceline.quantization.blocked import BlockedLinear
 from tests.support.gguf import random_blocks
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiled kernels on this machine")
@@ -133,6 +134,17 @@ def all_products(kinds: dict[str, WeightBlocks], x: Tensor) -> dict[str, Tensor]
 
 @needs_x86
 @pytest.mark.slow  # compiles all kernels
+def test_the_first_rows_of_a_weight_are_read_alone_and_give_the_same_bits() -> None:
+    x = torch.randn(3, 256)
+    for name, blocks in every_kind(64, 256).items():
+        linear = BlockedLinear((blocks,))
+        part = linear.first_rows(24)
+        assert part is not None and part.out_features == 24 and part.blocks[0].data is blocks.data, name
+        assert torch.equal(part(x), linear(x)[:, :24]), name
+        assert linear.first_rows(20) is None, "rows are stored eight at a time"
+    assert BlockedLinear((blocks, blocks)).first_rows(24) is None
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = every_kind(37, 512)

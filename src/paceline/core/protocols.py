@@ -115,6 +115,11 @@ class ModelStates(Protocol):
         """Tokens -> input vectors."""
         raise _missing(self.info, Capability.HIDDEN_STATES)
 
+    def limit_logits(self, vocab_rows: int) -> bool:
+        """Until told otherwise passes leave out the logits of all tokens but the first so many; WHOLE_VOCABULARY: they
+        give all. False: they always do. For draft models: what is left out is not drafted."""
+        return False
+
     def shared_keys(self, seq_cache: SequenceCache) -> Mapping[str, LayerKeys]:
         """What is stored of a sequence by the last layer of each kind of attention (Capability.SHARED_KEYS)."""
         raise _missing(self.info, Capability.SHARED_KEYS)

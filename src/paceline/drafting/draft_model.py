@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
+from paceline.core.draft_vocabulary import WHOLE_VOCABULARY, draft_vocabulary, largest_part
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
 from paceline.core.types import DraftInput, LoopedSteps, LoopInput, Row, SequenceCache, StepResult, WarmupPlan
@@ -153,7 +155,14 @@ class DraftModel(Drafter):
         self._kv.make_room(sum(map(step_tokens, unread, num_draft_tokens)))
         drafts = [SampledDraft(uniforms=predrawn(seq, k)) for seq, k in zip(seqs, num_draft_tokens)]
         trees = self._on_device(seqs, num_draft_tokens, drafts)
-        return self._step_by_step(seqs, num_draft_tokens, drafts) if trees is None else trees
+        if trees is not None:
+            return trees
+        parts = [draft_vocabulary(self._vocab_size, [seq.ids]) for seq in seqs]
+        is_limited = self.runner.limit_logits(largest_part(parts))
+        try:
+            return self._step_by_step(seqs, num_draft_tokens, drafts, parts if is_limited else None)
+        finally:
+            self.runner.limit_logits(WHOLE_VOCABULARY)
 
     def _on_device(
         self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft]
@@ -172,18 +181,20 @@ class DraftModel(Drafter):
         return [first_tokens(drafted, row, k) for row, k in enumerate(num_draft_tokens)]
 
     def _step_by_step(
-        self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft]
+        self, seqs: list[Sequence], num_draft_tokens: list[int], drafts: list[SampledDraft], parts: list[int] | None
     ) -> list[DraftTree]:
+        """parts: of the vocabulary, that the tokens of each sequence are drawn from; None: from all that passes give"""
         for depth in range(max(num_draft_tokens)):
             active = [index for index, k in enumerate(num_draft_tokens) if depth < k and not drafts[index].stopped]
             if not active:
                 break
             rows = [self._row(seqs[index], drafts[index]) for index in active]
-            logits = self._over_target_vocab(self.runner.forward(rows, last_only=True).logits)
+            logits = self.runner.forward(rows, last_only=True).logits[..., : self._vocab_size]
             if self._stop is not None:
                 state_confidences([seqs[i] for i in active], logits, [drafts[i] for i in active], self._stop)
             best = argmax_rows(logits)[:, None]
-            choose([seqs[i] for i in active], best, logits.__getitem__, [drafts[i] for i in active])
+            drawn_from = partial(self._drawn_from, logits, None if parts is None else [parts[i] for i in active])
+            choose([seqs[i] for i in active], best, drawn_from, [drafts[i] for i in active])
         return [draft.chain(seq) for draft, seq in zip(drafts, seqs)]
 
     def _row(self, seq: Sequence, draft: SampledDraft) -> Row:
@@ -211,12 +222,14 @@ class DraftModel(Drafter):
             seq_cache = self._seq_caches[seq.seq_id] = self._kv.open(seq.ids)
         return seq_cache
 
-    def _over_target_vocab(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary: padding beyond it is never drafted."""
-        size = logits.shape[-1]
-        if size >= self._vocab_size:
-            return logits[..., : self._vocab_size]
-        return torch.nn.functional.pad(logits, (0, self._vocab_size - size), value=-torch.inf)
+    def _drawn_from(self, logits: Tensor, parts: list[int] | None, places: list[int]) -> Tensor:
+        """Logits of the sequences at these places over the target's vocabulary. What they lack is never drafted, nor
+        what a sequence would not be drawn from alone: its draws do not depend on its batch."""
+        whole = logits.new_full((len(places), self._vocab_size), -torch.inf)
+        for row, place in enumerate(places):
+            size = logits.shape[-1] if parts is None else parts[place] or logits.shape[-1]
+            whole[row, :size] = logits[place, :size]
+        return whole
 
 
 # --- building ---------------------------------------------------------------------------------------------------------

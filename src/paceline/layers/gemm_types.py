@@ -139,6 +139,10 @@ class Linear(Protocol):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight as one matrix [out_features, in_features], for products of many rows through cuBLAS."""
 
+    def first_rows(self, count: int) -> Linear | None:
+        """The first rows of the weight, without a copy; None: they cannot be read alone."""
+        return None
+
     def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
         """The same weight read row by row; None: it has to be unpacked for that."""
         return None

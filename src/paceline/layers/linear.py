@@ -60,6 +60,9 @@ class UnquantizedLinear:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
 
+    def first_rows(self, count: int) -> UnquantizedLinear:
+        return UnquantizedLinear(self.weight[:count])
+
     def saved(self) -> SavedWeight | None:
         return None
 

@@ -102,6 +102,9 @@ class LoraLinear:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.inner.dequantize(dtype)
 
+    def first_rows(self, count: int) -> Linear | None:
+        return None
+
     def saved(self) -> SavedWeight | None:
         return None
 

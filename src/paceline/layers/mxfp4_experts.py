@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, SavedWeight, StoredEmbedding
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight, StoredEmbedding
 from paceline.layers.weight_pieces import Pieces
 
 GROUP_SIZE = 32  # numbers that share an exponent
@@ -87,6 +87,9 @@ class Mxfp4Linear:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return unpacked(self.codes, self.exponents, dtype)
+
+    def first_rows(self, count: int) -> Linear | None:
+        return None
 
     def saved(self) -> SavedWeight | None:
         return None

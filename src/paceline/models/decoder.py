@@ -111,9 +111,14 @@ class DecoderModel:
         """The final norm."""
         return ops.norm(hidden_states, self.final_norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states behind the final norm -> logits."""
-        logits = self.lm_head(hidden, self.lm_head_bias)
+    def logits(self, hidden: Tensor, vocab_rows: int = 0) -> Tensor:
+        """Hidden states behind the final norm -> logits. vocab_rows: of the first so many tokens alone, where the LM
+        head can be read so; 0: of all."""
+        part = self.lm_head.first_rows(vocab_rows) if vocab_rows else None
+        if part is None:
+            logits = self.lm_head(hidden, self.lm_head_bias)
+        else:
+            logits = part(hidden, None if self.lm_head_bias is None else self.lm_head_bias[:vocab_rows])
         return logits if self.scale_logits is None else self.scale_logits(logits)
 
     def fused_logits(self, hidden_states: Tensor, ops: TritonOps) -> GemmOutput:

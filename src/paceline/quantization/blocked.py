@@ -6,13 +6,14 @@ the tokens beside it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from paceline.device.memory import weight_buffer
 from paceline.layers.cpu_kernels import (
+    BLOCK_ROWS,
     CLinear,
     WeightBlocks,
     WeightKind,
@@ -56,6 +57,11 @@ class BlockedLinear(Linear):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([unpack_blocks(piece) for piece in self.blocks]).to(dtype)
+
+    def first_rows(self, count: int) -> BlockedLinear | None:
+        if len(self.blocks) > 1 or count % BLOCK_ROWS:
+            return None
+        return BlockedLinear((replace(self.blocks[0], rows=count),))
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         return None

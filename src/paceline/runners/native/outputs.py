@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.draft_vocabulary import WHOLE_VOCABULARY
 from paceline.core.protocols import Adapter
 from paceline.core.types import ModelOutput, RowOutput
 from paceline.device.memory import for_sampling
@@ -22,12 +23,14 @@ class OutputOptions:
     last_layer: int  # layers that run; all of them, or fewer for an early exit
     want_hidden: bool = False
     feature_layers: tuple[int, ...] = ()
+    vocab_rows: int = WHOLE_VOCABULARY  # tokens whose logits are wanted, from the first on
     adapter: Adapter | None = None  # of an early exit: applied between the final norm and the LM head
 
 
 def logits_of(hidden: Tensor, model: DecoderModel, options: OutputOptions) -> Tensor:
     """Hidden states behind the final norm -> logits; of an early exit, through its adapter."""
-    return for_sampling(model.logits(hidden if options.adapter is None else options.adapter(hidden)))
+    hidden = hidden if options.adapter is None else options.adapter(hidden)
+    return for_sampling(model.logits(hidden, options.vocab_rows))
 
 
 def joined(parts: list[RowOutput]) -> RowOutput:

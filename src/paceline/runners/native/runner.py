@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from paceline.core.draft_vocabulary import MULTIPLE
 from paceline.core.protocols import Adapter, LoopSource, Preparation
 from paceline.core.state_view import StateView, all_layers
 from paceline.core.types import (
@@ -27,7 +28,7 @@ from paceline.core.types import (
     WarmupPlan,
 )
 from paceline.device.graphs import GraphPool
-from paceline.device.properties import supports_graphs
+from paceline.device.properties import on_host, supports_graphs
 from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.kv.window_blocks import PASS_TOKENS
@@ -365,6 +366,13 @@ class NativeRunner(PagedRunner):
 
     def lm_head(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
+
+    def limit_logits(self, vocab_rows: int) -> bool:
+        """On CPUs. Graphs on a GPU are captured with all rows; chains of draft tokens in them are told otherwise."""
+        if not on_host(self.kv.device) or self.model.lm_head.first_rows(MULTIPLE) is None:
+            return False
+        self.options.vocab_rows = vocab_rows
+        return True
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens.to(self.kv.device))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.draft_vocabulary import draft_vocabulary
 from paceline.core.protocols import LoopSource
 from paceline.core.types import (
     ChainLimits,
@@ -37,7 +38,6 @@ from paceline.core.types import (
 from paceline.device.memory import host_buffer
 from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
-from paceline.runners.native.draft_vocabulary import draft_vocabulary
 from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import by_sequence
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.runners.native.draft_vocabulary import RECENT_TOKENS, WHOLE_VOCABULARY, draft_vocabulary
+from paceline.core.draft_vocabulary import RECENT_TOKENS, WHOLE_VOCABULARY, draft_vocabulary
 
 QWEN, LLAMA, SMOL = 151_936, 128_256, 49_152  # sizes of vocabularies
 QUARTER, HALF = 38_912, 76_800  # of Qwen's, rounded up

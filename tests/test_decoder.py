@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -404,3 +406,21 @@ def test_impossible_requests_are_typed_errors(plain: SpeculativeDecoder, prompt:
 def test_ids_that_are_no_batch_are_prompt_errors(plain: SpeculativeDecoder, ids: Any) -> None:
     with pytest.raises(PromptError):
         plain.decode(ids)
+
+
+UNFINISHED = """
+import sys
+from paceline import SpeculativeDecoder
+
+stream = SpeculativeDecoder(sys.argv[1], method="none").stream("abc", max_new_tokens=100_000, ignore_eos=True)
+next(stream)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_while_a_model_writes_ends_well(tiny_folder: Path) -> None:
+    """The interpreter ends threads wherever they are; inside torch that aborts the process."""
+    for _ in range(2):
+        command = [sys.executable, "-c", UNFINISHED, str(tiny_folder)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr

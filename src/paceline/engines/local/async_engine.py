@@ -12,6 +12,7 @@ import asyncio
 import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from paceline.errors import EngineClosed, EngineFailed, PacelineError
 from paceline.hub.tokenizer import StreamDetokenizer
 
 LOG = logging.getLogger(__name__)
+EXIT_SECONDS = 10.0  # that the end of a program waits for the step under way
 CHECK_SECONDS = 1.0  # how long a task waits before it asks whether the worker lives
 Result = TypeVar("Result")
 
@@ -104,6 +106,9 @@ class AsyncEngine:
         self._requests: set[RequestState] = set()  # requests that have a reader
         self._thread = threading.Thread(target=self._work, name="paceline-worker", daemon=True)
         self._thread.start()
+        # A program that ends without closing: its interpreter would end the thread inside an operation of torch, which
+        # aborts the process.
+        weakref.finalize(self, _end_worker, self._closing, self._commands, self._thread)
 
     # --- Engine -------------------------------------------------------------------------------------------------------
 
@@ -235,3 +240,11 @@ def _with_text(
         if output.finish_reason is not None:
             text += detokenizer.flush()
         yield replace(output, text=text)
+
+
+def _end_worker(
+    closing: threading.Event, commands: queue.SimpleQueue[_Command | None], thread: threading.Thread
+) -> None:
+    closing.set()
+    commands.put(None)
+    thread.join(EXIT_SECONDS)

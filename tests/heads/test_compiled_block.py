@@ -21,11 +21,11 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "target_hidden_size": 64, "intermedi
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 16}
 
 
-def rounded_head(**changes: Any) -> DFlashHead:
-    head = random_head(**SIZES, **changes)
+def rounded_head(seed: int = 0, **changes: Any) -> DFlashHead:
+    head, generator = random_head(seed, **SIZES, **changes), torch.Generator().manual_seed(seed)
     for name, weight in head.named_parameters():  # a convolution that starts as the identity hides mistakes
         if "conv" in name:
-            torch.nn.init.normal_(weight, std=0.3)
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
     round_linears(head.layers)
     return head
 
@@ -33,7 +33,14 @@ def rounded_head(**changes: Any) -> DFlashHead:
 @pytest.mark.parametrize("changes", [{}, {"causal": True}, CONVOLVED, {**CONVOLVED, "causal": True}])
 @pytest.mark.parametrize(("length", "rows"), [(5, 4), (70, 8), (1, 2)])
 def test_it_gives_the_states_that_torch_gives(changes: dict[str, Any], length: int, rows: int) -> None:
-    head = rounded_head(**changes, block_size=8)
+    """Of three heads: a number between two steps of eight bits may be rounded either way (one head of 30), a mistake
+    shows in all of them."""
+    heads = [rounded_head(seed, **changes, block_size=8) for seed in range(3)]
+    assert min(difference(head, length, rows) for head in heads) < 1e-4
+
+
+def difference(head: DFlashHead, length: int, rows: int) -> float:
+    """Between the states of a block by compiled code and by torch, as a share of them."""
     if not head.config.is_causal:
         rows = 8
     compiled, config = compiled_block(head), head.config
@@ -53,8 +60,8 @@ def test_it_gives_the_states_that_torch_gives(changes: dict[str, Any], length: i
         cached = buffers.row(row)
         cache = BlockCache(cached.keys, cached.values, length, RopeTable(head).rows(length, rows))
         states = compiled.run(head.embed(ids)[0], cache)
-    assert (states - expected).norm() / expected.norm() < 5e-3
     assert torch.equal(buffers.written(row, length).keys, keys), "the context stays as it is"
+    return float((states - expected).norm() / expected.norm())
 
 
 def test_heads_with_parts_the_kernels_lack_stay_with_torch() -> None:

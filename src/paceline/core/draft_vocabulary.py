@@ -13,7 +13,7 @@ from collections.abc import Iterable
 WHOLE_VOCABULARY = 0  # as a draft chain is told (DraftChain.set), and a runner
 LEAST_SIZE = 65_536  # of a vocabulary: a smaller LM head saves too little time
 # Parts of a vocabulary, the smallest first: its divisor, and the share of recent tokens that it may miss. Of a step's
-# time a quarter saves about 5% on a GPU and 15% on a CPU, a half two thirds of that; a missed token costs a little less
+# time a quarter saves about 5% on a GPU and 13% on a CPU, a half two thirds of that; a missed token costs a little less
 # than a token.
 PARTS = ((4, 0.02), (2, 0.035))
 MULTIPLE = 1024  # of rows: whole tiles

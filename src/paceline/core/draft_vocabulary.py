@@ -21,11 +21,6 @@ RECENT_TOKENS = 256  # of a sequence: they tell what comes next
 SPECIAL_TOKENS = 512  # at the end of a vocabulary: chat templates write them
 
 
-def largest_part(parts: list[int]) -> int:
-    """Rows that hold all of these parts."""
-    return WHOLE_VOCABULARY if WHOLE_VOCABULARY in parts else max(parts)
-
-
 def draft_vocabulary(vocab_size: int, sequences: Iterable[list[int]]) -> int:
     """Rows of the LM head, from the first on, that draft tokens of these sequences are chosen from."""
     if vocab_size < LEAST_SIZE:

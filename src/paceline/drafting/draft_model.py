@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
-from paceline.core.draft_vocabulary import WHOLE_VOCABULARY, draft_vocabulary, largest_part
+from paceline.core.draft_vocabulary import WHOLE_VOCABULARY, draft_vocabulary
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
 from paceline.core.types import DraftInput, LoopedSteps, LoopInput, Row, SequenceCache, StepResult, WarmupPlan
@@ -158,7 +158,7 @@ class DraftModel(Drafter):
         if trees is not None:
             return trees
         parts = [draft_vocabulary(self._vocab_size, [seq.ids]) for seq in seqs]
-        is_limited = self.runner.limit_logits(largest_part(parts))
+        is_limited = self.runner.limit_logits(draft_vocabulary(self._vocab_size, [seq.ids for seq in seqs]))
         try:
             return self._step_by_step(seqs, num_draft_tokens, drafts, parts if is_limited else None)
         finally:

@@ -381,8 +381,10 @@ class ChainStop:
     def goes_on(self, seq: Sequence, confidences: list[float]) -> bool:
         return self.value.goes_on(seq, confidences, self.source)
 
-    def of_loop(self, seqs: list[Sequence]) -> ChainLimits | None:
-        return self.value.chain_limits(seqs, self.source)
+    def of_loop(self, seqs: list[Sequence]) -> Callable[[], ChainLimits] | None:
+        """What a loop over these sequences asks now and then; None: their clients asked for a number."""
+        first = self.value.chain_limits(seqs, self.source)
+        return None if first is None else lambda: self.value.chain_limits(seqs, self.source) or first
 
 
 def _seconds_each(drafts: CostCurve) -> float:

@@ -72,8 +72,9 @@ class LoopSource(Protocol):
     sends_leaves: bool = False  # whether a second choice may stand beside the last draft token, where it drafts alone
     sends_trees: bool = False  # whether its draft tokens are trees, the first of them trees of fewer
 
-    def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
-        """Make ready for so many steps of these sequences; False: not possible for them."""
+    def begin(self, inputs: list[LoopInput], num_tokens: int) -> bool:
+        """Make ready for steps of these sequences, in which each may grow by so many tokens; False: not possible for
+        them."""
 
     def draft(self) -> DraftOutput:
         """Queue the draft tokens of a step, of these sequences or more, as many as were asked for or more."""
@@ -200,22 +201,23 @@ class Runner(ModelStates, Protocol):
         return None
 
     def draft_loop(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
-        """Verify draft tokens by the argmax, step after step, without waiting for the host.
+        """Verify draft tokens by the argmax, step after step, without waiting for the host: so many, or as many as the
+        sequences have room for.
 
         Each step comes while the next one runs, with the cache of every sequence as long as it has left it. The tokens
         are those of as many `forward` passes, bit for bit. None: not possible for these.
         """
         return None
 
-    def loop_source(self, limits: ChainLimits | None = None) -> LoopSource | None:
+    def loop_source(self, limits: Callable[[], ChainLimits] | None = None) -> LoopSource | None:
         """What drafts with this model in the loop of another one; None: it cannot.
 
-        limits: its chains may end before they have as many draft tokens as were asked for
+        limits: its chains may end before they have as many draft tokens as were asked for. Asked again now and then
         """
         return None
 
     def plain_loop(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
-        """As `draft_loop` without draft tokens: the tokens of a few steps at a time, of every sequence."""
+        """As `draft_loop` without draft tokens, a few steps at a time. Their states are those of `forward`."""
         return None
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:

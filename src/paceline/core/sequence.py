@@ -227,4 +227,5 @@ def group_by_sampling(seqs: list[Sequence]) -> list[list[int]]:
 def loop_input(seq: Sequence, num_draft_tokens: int = 0, draft_cache: SequenceCache | None = None) -> LoopInput:
     """The sequence for several steps in a row. draft_cache: of a draft model."""
     assert seq.seq_cache is not None, "its prompt has been read"
-    return LoopInput(seq.seq_cache, seq.ids, lambda: seq.finished, num_draft_tokens, draft_cache)
+    room = seq.remaining_tokens
+    return LoopInput(seq.seq_cache, seq.ids, lambda: seq.finished, num_draft_tokens, draft_cache, most_tokens=room)

@@ -6,6 +6,7 @@ together without waiting for the device.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +17,9 @@ from torch import Tensor
 from paceline.core.draft_tree import DraftTree, is_chain
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import SpecStats
+
+LOOP_TOKENS = 256  # that a sequence may grow by in several steps in a row: their places in the cache are reserved
+STEPS_AHEAD = 2  # of a loop, that are queued or being read
 
 
 class Capability(Enum):
@@ -204,6 +208,14 @@ class StepResult:
     emitted: list[int] = field(default_factory=list)
     accepted: int = 0  # draft tokens among the emitted ones
 
+    @property
+    def kept_rows(self) -> list[int]:
+        """Of the output: the rows of tokens that now have an emitted one behind them. Without a tree there is one for
+        each step, and several steps may have been taken as one."""
+        if not len(self.tree):
+            return list(range(len(self.emitted)))
+        return [0, *(node + 1 for node in self.verified.accepted)][: len(self.emitted)]
+
     def add_to(self, stats: SpecStats) -> None:
         """Count this step. Several plain steps that were taken as one count as several."""
         if not len(self.tree):
@@ -289,6 +301,7 @@ class LoopInput:
     seq_cache    the target's; it holds all of `ids` but the last
     has_ended    whether the sequence is over: its caches are then left alone
     draft_cache  the draft model's, where there is one
+    most_tokens  that it may still grow by
     """
 
     seq_cache: SequenceCache
@@ -296,6 +309,25 @@ class LoopInput:
     has_ended: Callable[[], bool]
     num_draft_tokens: int = 0
     draft_cache: SequenceCache | None = None
+    most_tokens: int = sys.maxsize
+
+
+def loop_tokens(inputs: list[LoopInput], num_steps: int) -> int:
+    """Tokens that each sequence may grow by in so many steps in a row, or that all together need to their end.
+
+    What was queued before the host has read that a sequence is over still writes.
+    """
+    nodes = max(loop.num_draft_tokens for loop in inputs) + 1
+    needed = max(loop.most_tokens for loop in inputs) + STEPS_AHEAD * nodes
+    return min(num_steps * nodes, needed, max(LOOP_TOKENS, STEPS_AHEAD * nodes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainSteps:
+    """A few plain steps in a row, of one sequence. output: states that the target returns, a row for each of them."""
+
+    tokens: list[int]
+    output: RowOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +348,8 @@ class LoopedStep:
 
 # The steps of all sequences, one after another. Sent True, no further one is begun; one that was begun still comes.
 LoopedSteps = Generator[list[LoopedStep], bool | None, None]
-# The same without draft tokens: of all sequences, a few tokens at a time.
-PlainGroups = Generator[list[list[int]], bool | None, None]
+# The same without draft tokens: of all sequences, a few steps at a time.
+PlainGroups = Generator[list[PlainSteps], bool | None, None]
 
 
 @dataclass(frozen=True, slots=True)

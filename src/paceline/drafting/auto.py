@@ -188,13 +188,13 @@ class AutoDrafter(Drafter):
         self, steps: LoopedSteps, name: str, seqs: list[Sequence], num_draft_tokens: list[int]
     ) -> LoopedSteps:
         assert self._shared is not None, "a loop is begun where the policy measures"
-        chooser, lookup_is_best = self._shared, None
+        chooser, ends = self._shared, None
         try:
             while True:
-                group = steps.send(lookup_is_best)
+                group = steps.send(ends)
                 chooser.looped(seqs, name, [len(step.verified.accepted) for step in group])
-                yield [replace(step, source=name) for step in group]
-                lookup_is_best = self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
+                told = yield [replace(step, source=name) for step in group]
+                ends = told or self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
         except StopIteration:
             return
         finally:

@@ -134,9 +134,9 @@ class DFlash(Drafter):
         states = [self.contexts.of(seq) for seq in seqs]
         self._read_pending([state for state in states if state.num_pending > graphs.MAX_STATES])
 
-        def prepare(inputs: list[LoopInput], num_steps: int) -> BlockGraph:
+        def prepare(inputs: list[LoopInput], num_tokens: int) -> BlockGraph:
             starts = [_start(state, loop.num_draft_tokens, depth) for state, loop in zip(states, inputs)]
-            return graphs.prepared(starts, num_steps * most_nodes(inputs), trees=trees)
+            return graphs.prepared(starts, num_tokens, trees=trees)
 
         return target.draft_loop(HeadSource(self._view, states, prepare, trees), inputs, num_steps)
 

@@ -23,7 +23,16 @@ from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.draft_vocabulary import WHOLE_VOCABULARY, draft_vocabulary
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import DraftInput, LoopedSteps, LoopInput, Row, SequenceCache, StepResult, WarmupPlan
+from paceline.core.types import (
+    DraftInput,
+    LoopedSteps,
+    LoopInput,
+    Row,
+    SequenceCache,
+    StepResult,
+    WarmupPlan,
+    loop_tokens,
+)
 from paceline.device.argmax import argmax_rows
 from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_kv import DraftKV, step_tokens
@@ -112,7 +121,8 @@ class DraftModel(Drafter):
         ks = [self._prepared(seq, k) for seq, k in zip(seqs, num_draft_tokens)]
         inputs = [self._loop_input(seq, k) for seq, k in zip(seqs, ks)]
         unread = [len(seq.ids) - self._seq_cache(seq).length for seq in seqs]
-        self._kv.make_room(sum(map(step_tokens, unread, (num_steps * (k + 1) + k for k in ks))))
+        further = loop_tokens(inputs, num_steps)
+        self._kv.make_room(sum(map(step_tokens, unread, (further + k for k in ks))))
         return target.draft_loop(source, inputs, num_steps)
 
     def _loop_input(self, seq: Sequence, k: int) -> LoopInput:

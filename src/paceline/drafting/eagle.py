@@ -120,10 +120,10 @@ class Eagle(Drafter):
             return None
         self._read_prompts(graphs, states)
 
-        def prepare(inputs: list[LoopInput], num_steps: int) -> ChainGraph:
+        def prepare(inputs: list[LoopInput], num_tokens: int) -> ChainGraph:
             nodes = most_nodes(inputs)
             starts = [_start(state, loop.num_draft_tokens, nodes - 1) for state, loop in zip(states, inputs)]
-            return graphs.prepared(starts, nodes - 1, nodes, num_steps * nodes)
+            return graphs.prepared(starts, nodes - 1, nodes, num_tokens)
 
         return target.draft_loop(HeadSource(self._view, states, prepare), inputs, num_steps)
 

@@ -41,9 +41,7 @@ class AssistantDrafter(Drafter):
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
             if result.output.hidden is not None and result.emitted:
-                # An end token may have cut inside the accepted run: the last row with a next token counts.
-                rows = [0, *(node + 1 for node in result.verified.accepted)][: len(result.emitted)]
-                self._states[seq.seq_id] = result.output.hidden[rows[-1]].clone()
+                self._states[seq.seq_id] = result.output.hidden[result.kept_rows[-1]].clone()
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)

@@ -12,7 +12,7 @@ from paceline.drafting.eagle_state import HeadPrefixes, HeadState
 from paceline.heads.kv_cache import KeyBuffers
 from paceline.kv.prefix_cache import PrefixCache
 
-FIRST_ROW = [0]  # of a step in which nothing was accepted
+FIRST_ROW = [0]  # of a step that has emitted one token
 
 
 class HeadContexts:
@@ -52,15 +52,13 @@ class HeadContexts:
         state = self._states.get(seq.seq_id)
         if state is None:
             return
-        # An end token may have cut inside the accepted run: only positions with a next token count.
-        accepted = result.verified.accepted
-        rows = [0, *(node + 1 for node in accepted)][: len(result.emitted)] if accepted else FIRST_ROW
+        rows = result.kept_rows if len(result.emitted) > 1 else FIRST_ROW
         first = len(seq.ids) - 1 - len(rows)
         if first != state.next_position + state.num_pending:  # steps were not observed: restart here
             state.restart_at(first)
         # On the host every pass has memory of its own: where all of it is kept there is nothing to copy, and no call of
         # torch, which a drafter that drafts now and then would wait for in every step.
-        is_whole = alone and self._on_host and len(rows) == 1 + len(result.tree)
+        is_whole = alone and self._on_host and len(rows) == states.shape[0]
         state.add(states if is_whole else _copied(states, rows), len(rows))
 
     def end(self, seq: Sequence) -> None:

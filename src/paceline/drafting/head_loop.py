@@ -11,11 +11,9 @@ from torch import Tensor
 
 from paceline.core.protocols import LoopSource
 from paceline.core.state_view import StateView
-from paceline.core.types import DraftOutput, LoopInput, LoopProgress, RowOutput
+from paceline.core.types import STEPS_AHEAD, DraftOutput, LoopInput, LoopProgress, RowOutput
 from paceline.device.graphs import Graph
 from paceline.drafting.eagle_state import HeadState
-
-AHEAD = 2  # steps whose states are held: one that runs, one that is read
 
 
 class HeadBuffers(Protocol):
@@ -36,8 +34,9 @@ class HeadBuffers(Protocol):
 class HeadSource(LoopSource):
     """Drafts for these sequences with the graph of a head.
 
-    prepare  the graph that drafts for so many steps, with the sequences in its inputs
-    _held    states of the target after the last steps, [sequences, draft tokens + 1, features]
+    prepare  the graph that drafts while sequences grow by so many tokens, with them in its inputs
+    _held    states of the target after the last steps, one that runs and one that is read, [sequences, draft tokens +
+             1, features]
     """
 
     view: StateView
@@ -45,11 +44,11 @@ class HeadSource(LoopSource):
     prepare: Callable[[list[LoopInput], int], Graph[Any, Any, DraftOutput]]
     sends_trees: bool = False
     _graph: Graph[Any, HeadBuffers, DraftOutput] | None = None
-    _held: list[Tensor | None] = field(default_factory=lambda: [None] * AHEAD)
+    _held: list[Tensor | None] = field(default_factory=lambda: [None] * STEPS_AHEAD)
 
     @torch.inference_mode()
-    def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
-        self._graph = self.prepare(inputs, num_steps)
+    def begin(self, inputs: list[LoopInput], num_tokens: int) -> bool:
+        self._graph = self.prepare(inputs, num_tokens)
         return True
 
     def draft(self) -> DraftOutput:
@@ -62,11 +61,11 @@ class HeadSource(LoopSource):
         given, (count, nodes) = self._graph.buffers, progress.best.shape
         given.go_on(progress.accepted, progress.best)
         given.states[:count, :nodes] = features
-        self._held[step % AHEAD] = features.clone()
+        self._held[step % STEPS_AHEAD] = features.clone()
 
     def keep(self, step: int, index: int, num_tokens: int) -> None:
         """The draft has read what was pending; what the step has brought is pending now."""
-        held, state = self._held[step % AHEAD], self.states[index]
+        held, state = self._held[step % STEPS_AHEAD], self.states[index]
         assert held is not None, "the step was queued before it is read"
         state.mark_read(state.num_pending)
         state.out = None

@@ -65,9 +65,9 @@ class Medusa(Drafter):
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         for seq, result in zip(seqs, results):
             self.end(seq)
-            if result.output.hidden is not None:  # a step without states leaves nothing to draft from
-                path = result.verified.accepted
-                self._states[seq.seq_id] = result.output.hidden[path[-1] + 1 if path else 0]
+            # A step without states leaves nothing to draft from.
+            if result.output.hidden is not None and result.emitted:
+                self._states[seq.seq_id] = result.output.hidden[result.kept_rows[-1]]
 
     def end(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from paceline.core import types
 from paceline.core.confidence import NUM_BINS
 from paceline.core.draft_length import AdaptiveDraftLength, FixedDraftLength
 from paceline.core.protocols import LoopSource
@@ -23,12 +24,14 @@ from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.router import DrafterRouter
 from paceline.drafting.suffix import Suffix
-from paceline.engines.local.engine import LOOP_STEPS, LocalEngine
+from paceline.engines.local.engine import LocalEngine
+from paceline.engines.local.scheduler import LOOP_STEPS
 from paceline.runners.native import NativeRunner, step_loops
-from paceline.runners.native.decode_graphs import ForwardGraph
-from paceline.runners.native.pass_inputs import PassSize
+from paceline.runners.native.decode_graphs import ForwardGraph, PassOutput
+from paceline.runners.native.pass_inputs import PassInputs, PassSize
+from paceline.runners.native.plain_steps import PLAIN_GROUP
 from paceline.runners.native.step_kernels import put_drafts, settle
-from paceline.runners.native.step_loops import FIELDS, PLAIN_GROUP
+from paceline.runners.native.step_loops import FIELDS
 from tests.runners.native.fused import TorchGraphs
 from tests.runners.native.models import tiny
 from tests.support.build import add, finish, sequence, toy_engine
@@ -169,7 +172,7 @@ def test_a_chain_that_ends_early_and_its_leaf_write_what_plain_decoding_writes(
     target.forward([Row.chain(caches[0], ids[:-1])], last_only=True)
     rates = tuple(0.3 + 0.05 * index for index in range(NUM_BINS))
     while len(ids) < len(PROMPTS[0]) + 120:
-        source = draft.loop_source(ChainLimits(least, rates))
+        source = draft.loop_source(lambda: ChainLimits(least, rates))
         loop = LoopInput(caches[0], ids, lambda: False, 5, caches[1])
         steps = target.draft_loop(source, [loop], 6) if source is not None else None
         assert steps is not None
@@ -195,7 +198,8 @@ def test_a_step_with_a_leaf_is_read_by_a_pass_for_trees(leaves: bool) -> None:
     target, draft = runner(), runner(0.012)
     caches = [model.new_cache() for model in (target, draft)]
     target.forward([Row.chain(caches[0], PROMPTS[0][:-1])], last_only=True)
-    source = draft.loop_source(ChainLimits(0.02, (0.5,) * NUM_BINS) if leaves else None)
+    limits = ChainLimits(0.02, (0.5,) * NUM_BINS)
+    source = draft.loop_source((lambda: limits) if leaves else None)
     graphs = target.decode_graphs
     assert source is not None and source.sends_leaves == leaves and graphs is not None
     asked: list[bool] = []
@@ -213,7 +217,7 @@ def test_a_step_with_a_leaf_is_read_by_a_pass_for_trees(leaves: bool) -> None:
 def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:
     looped, single = looping(), looping(loops=False)
     seqs, others = (made.engine.run([sequence(prompt, NEW_TOKENS) for prompt in PROMPTS]) for made in (looped, single))
-    assert looped.count > 2 and single.count == 0
+    assert looped.count and single.count == 0
     assert [seq.generated for seq in seqs] == plain(PROMPTS)
     assert list(map(counts_of, seqs)) == list(map(counts_of, others))
     accepted = [seq.stats.accepted for seq in seqs]
@@ -251,6 +255,78 @@ def test_every_step_of_a_loop_is_handed_out_by_itself_and_the_caches_fit_the_seq
         if seq.seq_cache is not None and not seq.finished:
             assert seq.seq_cache.length == len(seq.ids) - 1
     assert max(sizes) > 2 and request.tokens == request.state.seq.generated == plain(PROMPTS[:1])[0]
+
+
+def test_a_loop_goes_on_as_long_as_the_policy_drafts_as_many_tokens() -> None:
+    made = looping()
+    [seq] = made.engine.run([sequence(PROMPTS[0], NEW_TOKENS)])
+    assert made.count == 1 and seq.stats.steps > LOOP_STEPS and [seq.generated] == plain(PROMPTS[:1])
+
+    made = looping()
+    policy, asked = made.engine._draft_length, list[int]()
+
+    def plan(seqs: list[Sequence]) -> list[int]:
+        asked.append(seqs[0].stats.steps)
+        return [min(3 + (len(asked) > 1), seq.remaining_tokens - 1) for seq in seqs]
+
+    policy.plan = plan  # type: ignore[method-assign]
+    [seq] = made.engine.run([sequence(PROMPTS[0], NEW_TOKENS)])
+    assert asked[:3] == [0, LOOP_STEPS, LOOP_STEPS + 1], "another number ends it; a step that was begun still comes"
+    assert made.count == 2 and [seq.generated] == plain(PROMPTS[:1])
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("tokens", [1, 13, 30])
+def test_a_loop_ends_before_a_sequence_outgrows_what_was_reserved_for_it(
+    noise: float, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model is right all the time, or now and then; a few tokens are enough for a few steps only."""
+    monkeypatch.setattr(types, "LOOP_TOKENS", tokens)
+    target, draft = runner(), runner(noise)
+    caches = [model.new_cache() for model in (target, draft)]
+    ids, num_loops, ends = list(PROMPTS[0]), 0, list[int]()
+    target.forward([Row.chain(caches[0], ids[:-1])], last_only=True)
+    graphs = target.decode_graphs
+    assert graphs is not None
+    run, held = graphs._forward_work, lambda: len(target.blocks.table(caches[0])) * target.blocks.block_size
+
+    def watched(inputs: PassInputs) -> PassOutput:
+        ends.append(int(inputs.batch.lengths[0] + inputs.batch.counts[0]))
+        assert ends[-1] <= held(), "it would write into blocks of others"
+        return run(inputs)
+
+    graphs._forward_work = watched  # type: ignore[method-assign]
+    while len(ids) < len(PROMPTS[0]) + 150:
+        source, loop = draft.loop_source(), LoopInput(caches[0], ids, lambda: False, 3, caches[1])
+        steps = target.draft_loop(source, [loop], 64) if source is not None else None
+        assert steps is not None
+        num_loops += 1
+        for [step] in steps:
+            ids += [*step.verified.tokens, step.verified.next_token]
+    assert ids[len(PROMPTS[0]) :] == plain(PROMPTS[:1], 300)[0][: len(ids) - len(PROMPTS[0])]
+    assert num_loops >= 150 // max(tokens, 8) and max(ends) > 150
+
+
+def test_a_caller_ends_a_loop() -> None:
+    made = looping()
+    made.engine.end_loops_if(lambda: True)
+    request = add(made.engine, sequence(PROMPTS[0], NEW_TOKENS))
+    made.engine.step()
+    assert request.state.seq.stats.steps == 2, "one that was read, and one that was under way"
+    finish(made.engine)
+    assert [request.tokens] == plain(PROMPTS[:1])
+
+
+def test_a_place_that_becomes_free_goes_to_a_request_that_waits() -> None:
+    made = looping(max_num_seqs=2)
+    prompts = [*PROMPTS, PROMPTS[0]]
+    requests = [add(made.engine, sequence(prompt, tokens)) for prompt, tokens in zip(prompts, (8, 120, 20, 20))]
+    while len(requests[0].tokens) < 8:
+        made.engine.step()
+    assert len(requests[1].tokens) < 60, "the other one has not gone on to its end"
+    finish(made.engine)
+    assert [request.tokens for request in requests[:2]] == [plain(PROMPTS[:1], 8)[0], plain(PROMPTS[1:2], 120)[0]]
+    assert requests[2].tokens == plain(PROMPTS[2:], 20)[0]
 
 
 @pytest.mark.parametrize("place", [9, 10, 11, 12, 13])

@@ -101,6 +101,8 @@ class AsyncEngine:
         self.info, self.methods = engine.info, engine.methods
         self.tokenizer: Tokenizer = engine.tokenizer
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        commands = self._commands
+        engine.end_loops_if(lambda: not commands.empty())
         self._closing = threading.Event()
         self._failure: EngineFailed | None = None  # why the worker died
         self._requests: set[RequestState] = set()  # requests that have a reader

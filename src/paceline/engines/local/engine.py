@@ -13,7 +13,7 @@ One thread owns an engine and calls `step` as long as it has work; async_engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from paceline.core.types import (
     Capability,
     LoopedStep,
     ModelOutput,
+    PlainSteps,
     Request,
     RowOutput,
     StepResult,
@@ -51,7 +52,7 @@ from paceline.errors import CapabilityError, OutOfMemory, PacelineError, StepFai
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.prefix_cache import PrefixCache
 
-LOOP_STEPS = 8  # of draft tokens in a row at most: a new request waits for them
+LONGEST_LOOP = 64  # of them at most; a new request ends them
 PLAIN_LOOP = 4  # times as many plain steps in a row as otherwise, where nothing but plain steps can come
 NO_OUTPUT = RowOutput(torch.empty(0, 0))  # several plain steps in a row return tokens only
 
@@ -122,6 +123,10 @@ class LocalEngine:
     def abort_all(self) -> None:
         """End every sequence where it is, and free everything."""
         self._scheduler.abort_all()
+
+    def end_loops_if(self, is_called: Callable[[], bool]) -> None:
+        """is_called: whether a caller waits until it may say something between two steps."""
+        self._scheduler.is_called = is_called
 
     def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         """The pooled hidden states of a prompt, computed between two steps."""
@@ -208,10 +213,10 @@ class LocalEngine:
             yield from self._draft_steps(batch, begun)
             return
         results: list[StepResult] | None = None
+        if all(map(_argmax_alone, batch.seqs)) and (plain := self._plain_loop(batch)) is not None:
+            yield from self._plain(batch, plain)
+            return
         if all(self._is_plain(seq) for seq in batch.seqs):
-            if (plain := self._plain_loop(batch)) is not None:
-                yield from self._plain(batch, plain)
-                return
             results = self._several_plain_steps(batch, begun)
         yield _StepOfBatch(batch, self._one_step(batch, begun) if results is None else results)
 
@@ -285,8 +290,8 @@ class LocalEngine:
     def _draft_loop(self, batch: StepBatch) -> TimedLoop[LoopedStep] | None:
         """Steps that the device takes without waiting for the host. None: not for this batch."""
         seqs, ks = batch.seqs, batch.num_draft_tokens
-        most = PROBE_STEPS if self._draft_length.is_probing else LOOP_STEPS
-        steps = min(most, *(seq.remaining_tokens // (k + 1) + 1 for seq, k in zip(seqs, ks)))
+        most = PROBE_STEPS if self._draft_length.is_probing else LONGEST_LOOP
+        steps = min(most, max(seq.remaining_tokens for seq in seqs))
         if steps < 2 or not all(ks) or not all(map(_argmax_alone, seqs)):
             return None
         started, one_off_works = time.perf_counter(), num_one_off_works()
@@ -295,7 +300,8 @@ class LocalEngine:
 
     def _drafted(self, batch: StepBatch, loop: TimedLoop[LoopedStep]) -> Iterator[_StepOfBatch]:
         """The steps of a loop one by one; a sequence that has ended takes part in no further one."""
-        for steps in loop.groups:
+        num_steps, ends = 0, False
+        while (steps := loop.next(last=ends)) is not None:
             part = batch.unfinished()
             trees = [_looped_tree(steps[place]) for place in part.places]
             self._draft_length.sent(part.seqs, trees)
@@ -309,6 +315,8 @@ class LocalEngine:
             yield _StepOfBatch(part, results)
             if batch.has_finished:
                 return
+            num_steps += 1
+            ends = ends or self._scheduler.ends_loop(batch, num_steps)
 
     def _settle_looped(self, seq: Sequence, tree: DraftTree, verified: VerifyResult) -> StepResult:
         assert seq.seq_cache is not None
@@ -321,7 +329,7 @@ class LocalEngine:
         result.add_to(seq.stats)
         return result
 
-    def _plain_loop(self, batch: StepBatch, *, watched: bool = False) -> TimedLoop[list[int]] | None:
+    def _plain_loop(self, batch: StepBatch, *, watched: bool = False) -> TimedLoop[PlainSteps] | None:
         """The same without draft tokens. A policy that may draft again is asked sooner.
 
         watched: the loop ends when there is something to draft.
@@ -337,9 +345,9 @@ class LocalEngine:
         groups = self._target.plain_loop(inputs, steps)
         return None if groups is None else TimedLoop(groups, started, one_off_works)
 
-    def _watched_loop(self, batch: StepBatch) -> TimedLoop[list[int]] | None:
+    def _watched_loop(self, batch: StepBatch) -> TimedLoop[PlainSteps] | None:
         """Plain steps in a row although there might be draft tokens: lookups have found none, and go on looking."""
-        if self._target.decode_steps < 2 or not all(self._is_plain(seq) for seq in batch.seqs):
+        if self._target.decode_steps < 2 or not all(map(_argmax_alone, batch.seqs)):
             return None
         if self._drafter.look_up(batch.seqs, [0] * len(batch.seqs)) is None:  # asked for nothing, it only says whether
             return None
@@ -354,22 +362,22 @@ class LocalEngine:
         return any(value is None or value.gain(seq, tree) > 0 for seq, tree in found)
 
     def _plain(
-        self, batch: StepBatch, loop: TimedLoop[list[int]], *, watched: bool = False
+        self, batch: StepBatch, loop: TimedLoop[PlainSteps], *, watched: bool = False
     ) -> Iterator[_StepOfBatch]:
-        found = False
-        while (rows := loop.next(last=found)) is not None:
+        ends = False
+        while (group := loop.next(last=ends)) is not None:
             part = batch.unfinished()
-            tokens = [rows[place] for place in part.places]
-            results = [self._settle_plain(seq, row) for seq, row in zip(part.seqs, tokens)]
+            steps = [group[place] for place in part.places]
+            tokens = [own.tokens for own in steps]
+            results = [self._settle_plain(seq, own.tokens, own.output) for seq, own in zip(part.seqs, steps)]
             timing = loop.timing([0] * len(tokens), len(tokens[0]))
             self._pauses.end(part.seqs)
             self._observe_plain(part.seqs, tokens, results, timing)
-            if watched:
-                self._drafter.observe(part.seqs, results)
+            self._drafter.observe(part.seqs, results)
             yield _StepOfBatch(part, results)
             if batch.has_finished:
                 return
-            found = watched and self._found(batch)
+            ends = ends or self._scheduler.ends_loop(batch) or (watched and self._found(batch))
 
     def _several_plain_steps(self, batch: StepBatch, begun: StepBegun) -> list[StepResult] | None:
         """Plain steps taken as one, where only the argmax is needed. None: not for this batch.
@@ -407,12 +415,12 @@ class LocalEngine:
         drafts_later = seq.params.num_draft_tokens != 0 and Capability.HIDDEN_STATES in self._drafter.needs
         return _argmax_alone(seq) and not drafts_later
 
-    def _settle_plain(self, seq: Sequence, tokens: list[int]) -> StepResult:
+    def _settle_plain(self, seq: Sequence, tokens: list[int], output: RowOutput = NO_OUTPUT) -> StepResult:
         assert seq.seq_cache is not None
         emitted = seq.extend(tokens, 0)
         if len(emitted) < len(tokens):
             self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
-        result = StepResult(empty(), VerifyResult([], emitted[-1]), NO_OUTPUT, emitted)
+        result = StepResult(empty(), VerifyResult([], emitted[-1]), output, emitted)
         result.add_to(seq.stats)
         return result
 

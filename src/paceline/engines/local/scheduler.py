@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.config import EngineConfig
@@ -27,6 +28,7 @@ from paceline.errors import PacelineError
 from paceline.kv.prefix_cache import common_prefix_length
 
 WORTH_WAITING = 64  # shared prompt tokens for which a sequence waits until another one has read them
+LOOP_STEPS = 8  # of draft tokens in a row after which the policy is asked again
 PREFILL_ALONE = 2048  # prompt tokens a pass while no sequence is running
 MAX_LOGPROB_ROWS = 512  # prompt tokens a pass that have a row of logits each: a large vocabulary fills memory
 
@@ -50,6 +52,10 @@ class StepBatch:
     def has_finished(self) -> bool:
         """Whether all its sequences are over."""
         return all(request.seq.finished for request in self.requests)
+
+    @property
+    def has_finished_one(self) -> bool:
+        return any(request.seq.finished for request in self.requests)
 
     def unfinished(self) -> StepBatch:
         """The part whose sequences are not over."""
@@ -86,6 +92,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         self._arrivals = 0
         self._totals = Totals()
+        self.is_called: Callable[[], bool] = lambda: False  # whether a caller waits for the end of this step
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -193,6 +200,22 @@ class Scheduler:
         seq = request.seq
         assert seq.seq_cache is not None
         return self.kv.reserve(seq.seq_cache, len(seq.ids) + num_draft_tokens)
+
+    def ends_loop(self, batch: StepBatch, num_draft_steps: int = 0) -> bool:
+        """Whether several steps in a row of this batch should end: for a caller, for a place that has become free and
+        that somebody waits for, or, now and then, because the next steps would be others."""
+        if self.is_called() or (self._waiting and batch.has_finished_one):
+            return True
+        if not num_draft_steps or num_draft_steps % LOOP_STEPS or self._draft_length.is_probing:
+            return False
+        return bool(self._prefilling) or batch.has_finished_one or self._plans_otherwise(batch)
+
+    def _plans_otherwise(self, batch: StepBatch) -> bool:
+        """Whether the policy would draft another number of tokens now. Near the end of a sequence there is room for
+        fewer, which a loop need not know."""
+        rooms = [seq.remaining_tokens - 1 for seq in batch.seqs]
+        asked = zip(self._draft_length.plan(batch.seqs), batch.num_draft_tokens, rooms)
+        return any(k != min(own, room) for k, own, room in asked)
 
     def make_room(self) -> bool:
         """After a pass ran out of memory: evict, or preempt the youngest; False if only one sequence is left."""

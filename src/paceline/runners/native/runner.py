@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -312,7 +313,7 @@ class NativeRunner(PagedRunner):
         loops = self._step_loops()
         return None if loops is None else loops.plain(inputs, num_steps)
 
-    def loop_source(self, limits: ChainLimits | None = None) -> LoopSource | None:
+    def loop_source(self, limits: Callable[[], ChainLimits] | None = None) -> LoopSource | None:
         loops = self._step_loops()
         return None if loops is None else loops.source(self._catch_up, limits)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.core.draft_vocabulary import draft_vocabulary
 from paceline.core.protocols import LoopSource
 from paceline.core.types import (
+    STEPS_AHEAD,
     ChainLimits,
     DraftInput,
     DraftOutput,
@@ -34,52 +35,24 @@ from paceline.core.types import (
     RowOutput,
     SequenceCache,
     VerifyResult,
+    loop_tokens,
 )
-from paceline.device.memory import host_buffer
 from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
-from paceline.runners.native.kv_cache import KVCache, own
+from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import by_sequence
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES
+from paceline.runners.native.plain_steps import PLAIN_GROUP, plain_groups
 from paceline.runners.native.step_kernels import move_leaf, put_drafts, settle
+from paceline.runners.native.step_reader import StepReader, grow
 from paceline.runners.native.tree_steps import TreeSteps
 
-AHEAD = 2  # results that are queued or being read
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
 CONFIDENCE_UNIT = 1 << 20  # parts of one that a confidence is sent to the host in
 BLOCK = MAX_NODES + 1  # one size for all graphs, so that none has to compile
 FIELDS = 7  # of the row that the device leaves of a step, before its draft tokens and their confidences
 LEAST_LEAF = 0.1  # a second choice for the last draft token is sent if it is as likely
-PLAIN_GROUP = 2  # plain steps that are read together: the host needs less time than they take
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-class StepReader:
-    """Brings the results of steps to the host, each in a place of its own until it is read.
-
-    width: numbers of each sequence
-    """
-
-    def __init__(self, num_seqs: int, width: int, device: torch.device) -> None:
-        self._places = [host_buffer((num_seqs, width), torch.int64, device) for _ in range(AHEAD)]
-        cuda = device.type == "cuda"
-        self._events = [torch.cuda.Event() if cuda else None for _ in range(AHEAD)]  # type: ignore[no-untyped-call]
-
-    @torch.inference_mode()
-    def send(self, step: int, result: Tensor) -> None:
-        place, event = step % AHEAD, self._events[step % AHEAD]
-        self._places[place].copy_(result, non_blocking=True)
-        if event is not None:
-            event.record()
-
-    def read(self, step: int) -> list[list[int]]:
-        event = self._events[step % AHEAD]
-        if event is not None:
-            event.synchronize()
-        rows: list[list[int]] = self._places[step % AHEAD].tolist()
-        return rows
+SET_EVERY = 8  # steps after which a draft model is told again how far its chains go
 
 
 # --- a runner's loops -------------------------------------------------------------------------------------------------
@@ -91,25 +64,30 @@ class StepLoops:
     def __init__(self, passes: DecodeGraphs, kv: KVCache, max_seq_len: int, vocab_size: int) -> None:
         self._passes, self._kv, self._max_seq_len, self._vocab_size = passes, kv, max_seq_len, vocab_size
 
-    def source(self, catch_up: CatchUp, limits: ChainLimits | None = None) -> DraftModelSource:
+    def source(self, catch_up: CatchUp, limits: Callable[[], ChainLimits] | None = None) -> DraftModelSource:
         """For the loop of another runner."""
         return DraftModelSource(self._passes, self._kv, self._max_seq_len, self._vocab_size, catch_up, limits)
 
     def plain(self, inputs: list[LoopInput], num_steps: int) -> PlainGroups | None:
         """None: these sequences cannot, or there is no room."""
-        graph = self._graph(inputs, num_steps)
+        graph = self._graph(inputs, num_steps) if _is_within(inputs, num_steps, self._max_seq_len) else None
         if graph is None:
             return None
         reader = StepReader(len(inputs), PLAIN_GROUP, self._kv.device)
-        return _plain_groups(graph, reader, inputs, num_steps // PLAIN_GROUP)
+        return plain_groups(graph, reader, inputs, num_steps // PLAIN_GROUP)
 
     def drafted(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
-        """The same with draft tokens."""
+        """The same with draft tokens; fewer steps where sequences would grow past the longest."""
         has_leaf = source.sends_leaves and len(inputs) == 1
-        graph = self._graph(inputs, num_steps, trees=source.sends_trees or has_leaf)
+        nodes = max(loop.num_draft_tokens for loop in inputs) + 1
+        longest = max(len(loop.ids) for loop in inputs)
+        room = min(loop_tokens(inputs, num_steps), self._max_seq_len - longest - nodes)
+        if room < STEPS_AHEAD * nodes:
+            return None
+        graph = self._graph(inputs, room, trees=source.sends_trees or has_leaf)
         if graph is None:
             return None
-        if not source.begin(inputs, num_steps):
+        if not source.begin(inputs, room):
             for loop in inputs:
                 self._kv.shrink(loop.seq_cache)
             return None
@@ -119,21 +97,21 @@ class StepLoops:
             steps = TreeSteps(graph, source, self._kv, torch.tensor(ks, device=self._kv.device), max(ks))
         else:
             steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=has_leaf)
-        return _steps(steps, StepReader(len(inputs), steps.width, self._kv.device), inputs, num_steps)
+        return _steps(steps, StepReader(len(inputs), steps.width, self._kv.device), inputs, num_steps, room)
 
     @torch.inference_mode()
-    def _graph(self, inputs: list[LoopInput], num_steps: int, *, trees: bool = False) -> ForwardGraph | None:
-        """The graph of one step, with the sequences in its inputs and blocks for all tokens of the loop."""
+    def _graph(self, inputs: list[LoopInput], num_tokens: int, *, trees: bool = False) -> ForwardGraph | None:
+        """The graph of one step, with the sequences in its inputs and blocks for all tokens that each may grow by."""
         nodes = max(loop.num_draft_tokens for loop in inputs) + 1
-        longest = max(len(loop.ids) for loop in inputs) + num_steps * nodes
+        longest = max(len(loop.ids) for loop in inputs) + num_tokens
         size = self._passes.fits(len(inputs), nodes, longest, trees=trees)
-        if size is None or size.rows > MAX_ROWS or longest > self._max_seq_len:
+        if size is None or size.rows > MAX_ROWS:
             return None
         if any(loop.seq_cache.lora is not None for loop in inputs):
             return None
         rows = list(map(_row, inputs))
         try:
-            self._kv.reserve_rows(rows, 2 + (num_steps - 1) * nodes)  # one more than nodes: the place of a leaf
+            self._kv.reserve_rows(rows, 2 + num_tokens - nodes)  # one more than nodes: the place of a leaf
         except OutOfMemory:
             return None
         return self._passes.prepared(rows, size)
@@ -145,42 +123,8 @@ def _row(loop: LoopInput) -> Row:
     return Row(loop.seq_cache, torch.zeros(k, dtype=torch.int64), list(range(-1, k)), loop.ids[-1])
 
 
-def _grow(loop: LoopInput, num_tokens: int) -> None:
-    """The target's cache holds so many tokens more."""
-    cache = own(loop.seq_cache)
-    cache.last_row_start = cache.length
-    cache.length += num_tokens
-
-
-# --- plain steps ------------------------------------------------------------------------------------------------------
-
-
-def _plain_groups(
-    graph: ForwardGraph, reader: StepReader, inputs: list[LoopInput], num_groups: int
-) -> PlainGroups:
-    _queue_group(graph, reader, 0, len(inputs))
-    group = 0
-    while group < num_groups:
-        if group + 1 < num_groups:
-            _queue_group(graph, reader, group + 1, len(inputs))
-        tokens = reader.read(group)
-        for loop in inputs:
-            if not loop.has_ended():
-                _grow(loop, PLAIN_GROUP)
-        group += 1
-        if (yield tokens):
-            num_groups = min(num_groups, group + 1)
-
-
-@torch.inference_mode()
-def _queue_group(graph: ForwardGraph, reader: StepReader, group: int, num_seqs: int) -> None:
-    inputs, nodes = graph.buffers, graph.key.size.nodes
-    written = []
-    for _ in range(PLAIN_GROUP):
-        written.append(graph.run().best.view(-1, nodes)[:num_seqs, 0].clone())
-        inputs.token_ids[:num_seqs, 0] = written[-1]
-        inputs.advance()
-    reader.send(group, torch.stack(written, dim=1))
+def _is_within(inputs: list[LoopInput], num_tokens: int, max_seq_len: int) -> bool:
+    return max(len(loop.ids) for loop in inputs) + num_tokens <= max_seq_len
 
 
 # --- steps of draft tokens --------------------------------------------------------------------------------------------
@@ -320,18 +264,22 @@ class DraftedSteps:
 
 
 def _steps(
-    steps: DraftedSteps | TreeSteps, reader: StepReader, inputs: list[LoopInput], num_steps: int
+    steps: DraftedSteps | TreeSteps, reader: StepReader, inputs: list[LoopInput], num_steps: int, room: int
 ) -> LoopedSteps:
+    """room: tokens that each sequence may grow by. The device goes on with one that is over, so it counts too."""
     reader.send(0, steps.queue(0))
-    step = 0
+    step, grown = 0, [0] * len(inputs)
     while step < num_steps:
+        if max(grown) + STEPS_AHEAD * (steps.k + 1) > room:
+            num_steps = step + 1
         if step + 1 < num_steps:
             reader.send(step + 1, steps.queue(step + 1))
         results = [steps.looped_step(row) for row in reader.read(step)]
         for index, (loop, result) in enumerate(zip(inputs, results)):
+            num_tokens = len(result.verified.tokens) + 1
+            grown[index] += num_tokens
             if not loop.has_ended():
-                num_tokens = len(result.verified.tokens) + 1
-                _grow(loop, num_tokens)
+                grow(loop, num_tokens)
                 steps.source.keep(step, index, num_tokens)
         step += 1
         if (yield results):
@@ -348,7 +296,7 @@ class DraftModelSource(LoopSource):
         max_seq_len: int,
         vocab_size: int,
         catch_up: CatchUp,
-        limits: ChainLimits | None = None,
+        limits: Callable[[], ChainLimits] | None = None,
     ) -> None:
         """limits: where chains end earlier, if the device can tell."""
         self._passes, self._kv, self._max_seq_len, self._vocab_size = passes, kv, max_seq_len, vocab_size
@@ -358,22 +306,26 @@ class DraftModelSource(LoopSource):
         self._graph: DraftGraph | None = None
 
     @torch.inference_mode()
-    def begin(self, inputs: list[LoopInput], num_steps: int) -> bool:
+    def begin(self, inputs: list[LoopInput], num_tokens: int) -> bool:
         if not all(map(_can_draft, inputs)):
             return False
         k = max(loop.num_draft_tokens for loop in inputs)
-        longest = max(len(loop.ids) for loop in inputs) + num_steps * (k + 1) + k
+        longest = max(len(loop.ids) for loop in inputs) + num_tokens + k
         size = self._passes.fits(len(inputs), LEAD_TOKENS, longest)
         if size is None or longest > self._max_seq_len:
             return False
         self._inputs, self._graph = inputs, self._passes.draft_graph(size, k, sampled=False)
         drafts = [DraftInput(_draft_cache(loop), loop.ids) for loop in inputs]
-        if not self._made_ready(drafts, num_steps * (k + 1) + self._graph.key.num_tokens):
+        if not self._made_ready(drafts, num_tokens + self._graph.key.num_tokens):
             return False
         self._passes.put_leads(self._graph, drafts)
-        vocab_rows = draft_vocabulary(self._vocab_size, [loop.ids for loop in inputs])
-        self._graph.buffers.chain.set(k, self._limits, vocab_rows)
+        self._set_chain(self._graph)
         return True
+
+    def _set_chain(self, graph: DraftGraph) -> None:
+        """How far chains go, and the part of the vocabulary that they are chosen from, as it seems now."""
+        limits, k = None if self._limits is None else self._limits(), max(map(_k, self._inputs))
+        graph.buffers.chain.set(k, limits, draft_vocabulary(self._vocab_size, [loop.ids for loop in self._inputs]))
 
     def _made_ready(self, drafts: list[DraftInput], num_tokens: int) -> bool:
         """Read what the graph does not read, before the loop, so that all its steps cost the same; and blocks for so
@@ -397,11 +349,17 @@ class DraftModelSource(LoopSource):
         leads, count = self._graph.buffers.inputs, progress.grown.shape[0]
         leads.token_ids[:count] = progress.last_tokens
         leads.batch.lengths[:count] += progress.grown
+        if step % SET_EVERY == SET_EVERY - 1:
+            self._set_chain(self._graph)
 
     def keep(self, step: int, index: int, num_tokens: int) -> None:
         """What its next graph reads again does not count."""
         loop = self._inputs[index]
         _draft_cache(loop).length = loop.seq_cache.length + 1 - LEAD_TOKENS
+
+
+def _k(loop: LoopInput) -> int:
+    return loop.num_draft_tokens
 
 
 def _draft_cache(loop: LoopInput) -> SequenceCache:

@@ -43,7 +43,8 @@ class Clock:
 
 @dataclass
 class Stub(Drafter):
-    """Drafts a token of its own, takes some seconds, and records the draft lengths of each call."""
+    """Drafts a token of its own, `most` times at most, takes some seconds, and records the draft lengths of each
+    call."""
 
     clock: Clock
     token: int = 0
@@ -52,14 +53,15 @@ class Stub(Drafter):
     needs: frozenset[Capability] = frozenset()
     lengths: list[list[int]] = field(default_factory=list)
     observed: int = 0
+    most: int = 10_000
 
     def propose(self, seqs: list[Sequence], num_draft_tokens: list[int]) -> list[DraftTree]:
         self.lengths.append(num_draft_tokens)
         self.clock.now += self.seconds if any(num_draft_tokens) else 0.0
-        return [
-            draft_tree.chain([self.token] * k, confidence=None if self.confidence is None else [self.confidence] * k)
-            for k in num_draft_tokens
-        ]
+        return [self._chain(min(k, self.most)) for k in num_draft_tokens]
+
+    def _chain(self, k: int) -> DraftTree:
+        return draft_tree.chain([self.token] * k, confidence=None if self.confidence is None else [self.confidence] * k)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         self.observed += 1
@@ -168,21 +170,21 @@ class Looping(Stub):
 
 @pytest.mark.parametrize(
     ("length", "start", "ends"),
-    [(3, 0.1, False), (16, 0.1, True), (16, 30.0, False)],
-    ids=["the step under way has it", "a long repetition", "loops start slowly"],
+    [(3, 0.1, False), (16, 0.1, True), (19, 11.0, True), (16, 11.0, False), (19, 30.0, False)],
+    ids=["the step under way has it", "a long one", "what follows is asked for too", "not worth it", "slow starts"],
 )
 def test_a_lookup_ends_steps_in_a_row_for_what_lies_behind_the_one_under_way(
     length: int, start: float, ends: bool
 ) -> None:
     clock = Clock()
-    lookup, model = Stub(clock, LOOKUP, 0.0, 0.5), Looping(clock, MODEL, 1.2, start=start)
+    lookup, model = Stub(clock, LOOKUP, 0.0, 0.5, most=length), Looping(clock, MODEL, 1.2, start=start)
     drafter, seq = AutoDrafter({"lookup": lookup}, {"model": model}, clock), sequence_of()
     value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
     drafter.use_value(value)
     drafter.begin(seq, None)
     for _ in range(9):
         value.record(seq, "model").stats.of(1).add(2.0, 0.2)
-    steps = drafter.draft_loop(ToyRunner(), [seq], [length], 4)
+    steps = drafter.draft_loop(ToyRunner(), [seq], [16], 4)
     assert steps is not None, "the model is better than a lookup of even chances"
     next(steps)
     steps.send(None)  # how slowly it starts is known from the second step on
@@ -191,12 +193,47 @@ def test_a_lookup_ends_steps_in_a_row_for_what_lies_behind_the_one_under_way(
     assert model.told == [False, ends]
 
 
+def looping_auto(seq: Sequence, start: float) -> AutoDrafter:
+    """A model that usually brings two tokens for a fifth of a step, and whose steps in a row start slowly."""
+    clock = Clock()
+    model = Looping(clock, MODEL, 1.2, start=start)
+    drafter = AutoDrafter({"lookup": Stub(clock, LOOKUP, 0.0, 0.01)}, {"model": model}, clock)
+    value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
+    drafter.use_value(value)
+    drafter.begin(seq, None)
+    for _ in range(9):
+        value.record(seq, "model").stats.of(1).add(2.0, 0.2)
+    return drafter
+
+
+def test_how_slowly_steps_in_a_row_start_is_not_learnt_where_a_prompt_is_read_first() -> None:
+    seq = sequence(list(range(40)), 10_000)
+    drafter = looping_auto(seq, 30.0)
+    restarts = []
+    for _ in range(2):
+        steps = drafter.draft_loop(ToyRunner(), [seq], [8], 4)
+        assert steps is not None and drafter._shared is not None and len(list(steps)) == 4
+        restarts.append(drafter._shared.turns["model"].restart)
+    assert restarts == [0.0, pytest.approx(30.0)]
+
+
+@pytest.mark.parametrize(("num_steps", "loops"), [(50, True), (2, False)])
+def test_steps_in_a_row_that_start_slowly_must_be_many(num_steps: int, loops: bool) -> None:
+    seq = sequence_of()
+    drafter = looping_auto(seq, 8.0)
+    for _ in range(12):
+        steps = drafter.draft_loop(ToyRunner(), [seq], [8], num_steps)
+        if steps is not None:
+            assert len(list(steps)) == num_steps
+    assert (drafter.draft_loop(ToyRunner(), [seq], [8], num_steps) is not None) == loops
+
+
 @pytest.mark.parametrize(("easy", "stays"), [(8, True), (2, False)], ids=["easy for both", "for lookups alone"])
 def test_steps_in_a_row_go_on_where_what_lookups_know_is_easy_for_the_model_too(easy: int, stays: bool) -> None:
     """One step of five lies where the lookup is nearly certain of ten tokens. There the model brings more than usual,
     or does not."""
     clock = Clock()
-    lookup, model = Stub(clock, LOOKUP, 0.0, 0.01), Looping(clock, MODEL, 1.2)
+    lookup, model = Stub(clock, LOOKUP, 0.0, 0.01, most=10), Looping(clock, MODEL, 1.2)
     drafter, seq = AutoDrafter({"lookup": lookup}, {"model": model}, clock), sequence_of()
     value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
     drafter.use_value(value)

@@ -13,9 +13,9 @@ from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.sequence import Sequence
 from paceline.core.stopping import StopRules
-from paceline.core.types import StepResult
+from paceline.core.types import StepResult, WarmupPlan
 from paceline.device.graphs import EagerPool
-from paceline.drafting.dflash import DFlash
+from paceline.drafting.dflash import CONTEXT_SIZES, DFlash
 from paceline.drafting.eagle import Eagle
 from paceline.drafting.eagle_graph import EagleGraphs
 from paceline.engines.local.engine import LocalEngine
@@ -209,3 +209,14 @@ def test_a_sequence_that_ends_inside_a_loop_leaves_the_others_alone(place: int, 
     engine.run([stopped, *others])
     assert stopped.generated == texts[0][: texts[0].index(end) + 1]
     assert [seq.generated for seq in others] == texts[1:]
+
+
+@pytest.mark.parametrize("variant", ["dflash", "dflash2"])
+def test_what_is_read_at_once_is_made_ready(variant: str) -> None:
+    drafter = dflash(variant, runner())
+    pieces = drafter.preparations(WarmupPlan((1,), (3,), 256))
+    assert len(pieces) == len(CONTEXT_SIZES)
+    for piece in pieces:
+        piece()
+    drafter.graphs = None
+    assert not drafter.preparations(WarmupPlan((1,), (3,), 256)), "nothing is loaded on first use"

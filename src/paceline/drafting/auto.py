@@ -144,7 +144,10 @@ class AutoDrafter(Drafter):
             self._choice = choice
             self._never_loops = name is not None and on_host(target.info.device)
             return None
-        return self._looped(self._timed(steps, began, self._shared.turns[name]), name, seqs, num_draft_tokens)
+        turns = self._shared.turns[name]
+        if not any(map(turns.must_read, seqs)):
+            steps = self._timed(steps, began, turns)
+        return self._looped(steps, name, seqs, num_draft_tokens)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         if self._shared is None:
@@ -188,17 +191,17 @@ class AutoDrafter(Drafter):
         self, steps: LoopedSteps, name: str, seqs: list[Sequence], num_draft_tokens: list[int]
     ) -> LoopedSteps:
         assert self._shared is not None, "a loop is begun where the policy measures"
-        chooser, ends = self._shared, None
+        chooser, ends, num_steps = self._shared, None, 0
         try:
             while True:
-                group = steps.send(ends)
+                group, num_steps = steps.send(ends), num_steps + 1
                 chooser.looped(seqs, name, [len(step.verified.accepted) for step in group])
                 told = yield [replace(step, source=name) for step in group]
                 ends = told or self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
         except StopIteration:
             return
         finally:
-            chooser.turns[name].probed = None
+            chooser.loop_ended(name, num_steps)
 
     def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: Chooser, name: str) -> bool:
         """Whether it pays to end the loop for what the lookups know, over all sequences.
@@ -206,12 +209,13 @@ class AutoDrafter(Drafter):
         One more step of the loop is under way, so only what lies behind its tokens counts; and the next loop starts
         slowly.
         """
-        limits = [min(k, seq.remaining_tokens - 1) for seq, k in zip(seqs, limits)]
-        gain = -chooser.turns[name].restart
-        for seq, tree in zip(seqs, self._look_up(seqs, limits, [chooser] * len(seqs))):
-            behind = 1 + round(chooser.value.record(seq, name).stats.of(self._size(seqs)).tokens)
-            gain += chooser.value.gain_behind(seq, tree, behind, self._size(seqs)) if len(tree) else 0.0
-            gain -= chooser.usual_gain(seq, name, chooser.promised(seq, tree), self._size(seqs))
+        size, gain = self._size(seqs), -chooser.turns[name].restart
+        behind = [1 + round(chooser.value.record(seq, name).stats.of(size).tokens) for seq in seqs]
+        further = [min(k + own, seq.remaining_tokens - 1) for seq, k, own in zip(seqs, limits, behind)]
+        trees = self._look_up(seqs, further, [chooser] * len(seqs))
+        for seq, tree, k, own in zip(seqs, trees, limits, behind):
+            gain += chooser.value.gain_behind(seq, tree, own, size) if len(tree) else 0.0
+            gain -= chooser.usual_gain(seq, name, chooser.promised(seq, tree, k), size)
         return gain > 0
 
     # --- drafting -----------------------------------------------------------------------------------------------------

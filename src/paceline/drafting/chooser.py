@@ -17,7 +17,8 @@ from paceline.core.sequence import Sequence
 from paceline.core.types import StepResult
 
 MAX_LOSS = 8.0  # plain steps that one probe is charged for: more is a hiccup of the machine
-READING_WEIGHT = RESTART_WEIGHT = 0.3
+READING_WEIGHT = RESTART_WEIGHT = ROW_WEIGHT = 0.3
+FIRST_ROW = 8.0  # steps in a row that a drafter is expected to have, before it had any
 PROBE_SHARE = 0.004  # of all time: others draft well meanwhile, so that less is missed than where nothing drafts
 FIRST_DRAFTS = 2  # of a drafter, before anything is known of it
 MIN_REST = 16  # steps after which what a drafter gains is in doubt
@@ -58,6 +59,7 @@ class Turns:
     probed   the sequence that it drafts for in this step although another drafter seems better
     forgone  seconds that the other one would have saved there
     restart  seconds that the first of several steps in a row takes more than the others
+    row      how many steps in a row it usually has
     won      seconds that its own draft is expected to save there, less those it took
     """
 
@@ -70,15 +72,21 @@ class Turns:
     probed: int | None = None
     forgone: float = 0.0
     restart: float = 0.0
+    row: float = FIRST_ROW
     won: float = 0.0
     had_turn: bool = False  # in this step
 
-    def cost_of_reading(self, seq: Sequence) -> float:
-        return self.reading if len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD else 0.0
+    def must_read(self, seq: Sequence) -> bool:
+        """Whether it has much to read before it drafts for a sequence, such as a prompt."""
+        return len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD
+
+    def cost_of_beginning(self, seq: Sequence) -> float:
+        """Seconds a step, over those that follow."""
+        return (self.reading / EARNING_DRAFTS if self.must_read(seq) else 0.0) + self.restart / self.row
 
     def restarted(self, seconds: float) -> None:
-        """Steps in a row have begun, the first of which took so many seconds more. What was compiled on the way is
-        forgotten at once."""
+        """Steps in a row have begun, the first of which took so many seconds more, with nothing to read before it. What
+        was compiled on the way is forgotten at once."""
         if not self.restart or HiccupFilter.OUTLIER * seconds < self.restart:
             self.restart = seconds
         else:
@@ -117,10 +125,10 @@ class Chooser:
     def choose(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> str | None:
         """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
         best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
-        promised = self.promised(seq, tree)
+        promised = self.promised(seq, tree, len(tree))
         for name, turns in self.turns.items():
             own = self.usual_gain(seq, name, promised, num_seqs)
-            if own > gain and own - turns.cost_of_reading(seq) / EARNING_DRAFTS > gain:
+            if own > gain and own - turns.cost_of_beginning(seq) > gain:
                 best, gain = name, own
         for name, turns in self.turns.items():
             if name != best and turns.probed is None and self._is_due(seq, name, gain, num_seqs):
@@ -128,10 +136,11 @@ class Chooser:
                 return name
         return best
 
-    def promised(self, seq: Sequence, tree: DraftTree) -> float:
-        """Tokens that a draft of lookups is expected to bring if all of it is sent. Before the first loop none is
-        learnt from."""
-        promised = sum(self.value.survival(seq, tree)) if self._has_looped and len(tree) else 0.0
+    def promised(self, seq: Sequence, tree: DraftTree, num_draft_tokens: int) -> float:
+        """Tokens that so many of a draft of lookups are expected to bring. Before the first loop none is learnt
+        from."""
+        nodes = self._has_looped and len(tree)
+        promised = sum(self.value.survival(seq, tree)[:num_draft_tokens]) if nodes else 0.0
         if self._has_looped:
             self._promised[seq.seq_id] = promised
         return promised
@@ -153,7 +162,7 @@ class Chooser:
         plain = self.value.costs.plain_pass(1)
         turns.schedule.open(plain, 0.0)
         turns.tell_schedule(plain)
-        turns.schedule.reading = turns.cost_of_reading(seq)
+        turns.schedule.reading = turns.reading if turns.must_read(seq) else 0.0
         lost = max(0.0, gain - self.value.usual_gain(stats, num_seqs))
         turns.schedule.cost = lost + turns.schedule.reading
         return turns.schedule.is_due(turns.schedule.cost, plain, sure=num_drafts > 1)
@@ -167,7 +176,7 @@ class Chooser:
     def drafted(self, seq: Sequence, name: str, tree: DraftTree, seconds: float, num_seqs: int) -> None:
         """A drafter that takes time has drafted."""
         turns = self.turns[name]
-        if len(seq.ids) - turns.read.get(seq.seq_id, 0) > FEW_UNREAD:
+        if turns.must_read(seq):
             usual = self.value.record(seq, name).draft.at(tree.num_draft_tokens)
             turns.reading += READING_WEIGHT * (max(0.0, seconds - usual) - turns.reading)
         turns.read[seq.seq_id], turns.had_turn = len(seq.ids), True
@@ -187,6 +196,13 @@ class Chooser:
                 turns.won = self.value.usual_gain(self.value.record(seq, name).stats, len(seqs)) - turns.forgone
         self.settle(len(seqs))
         turns.probed = probed
+
+    def loop_ended(self, name: str, num_steps: int) -> None:
+        """Of one drafter, after so many steps in a row. How long a probe was says nothing."""
+        turns = self.turns[name]
+        if turns.probed is None:
+            turns.row += ROW_WEIGHT * (max(1, num_steps) - turns.row)
+        turns.probed = None
 
     def settle(self, num_seqs: int) -> None:
         """After a step: charge probes with what they took and did not save."""

@@ -23,9 +23,9 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
-from paceline.core.protocols import Drafter, Runner
+from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult
+from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import DraftRows, block_rows
@@ -56,6 +56,7 @@ from paceline.kv.prefix_cache import PrefixCache
 from paceline.layers.cpu_block import BlockCache, CompiledBlock, CompiledContext
 
 OWNER = "dflash"  # in the prefix cache
+CONTEXT_SIZES = (40, 64, 128, 256, 512)  # states; fewer are read by the graph of a block
 
 
 class DFlash(Drafter):
@@ -91,6 +92,17 @@ class DFlash(Drafter):
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
+
+    def preparations(self, plan: WarmupPlan) -> list[Preparation]:
+        """What prompts and rests leave to be read at once: other sizes may be other kernels, loaded on first use."""
+        return [] if self.graphs is None else [partial(self._rehearse_context, count) for count in CONTEXT_SIZES]
+
+    @torch.inference_mode()
+    def _rehearse_context(self, count: int) -> None:
+        config = self._head.config
+        width = config.target_hidden_size * len(config.feature_layers)
+        features = torch.zeros(count, width, dtype=self._head.like.dtype, device=self._device)
+        self._context_product(self._head.context(features)[None], torch.arange(count, device=self._device)[None])
 
     @property
     def _device(self) -> torch.device:

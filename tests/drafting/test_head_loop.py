@@ -28,7 +28,10 @@ from tests.support.build import finish, sequence, toy_engine
 from tests.support.dflash import tiny_head
 from tests.support.tiny import tiny_llama
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model has no fused kernels")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the tiny model has no fused kernels"),
+]
 SMALL = {"vocab_size": 6, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}  # a random head is right at times
 PROMPTS = [[5, 1, 2, 4, 3, 0], [2, 3], [place % 6 for place in range(70)]]
 NEW_TOKENS = 40

@@ -204,6 +204,7 @@ def test_wrong_trees_are_found_in_half_precision_too(kind: str) -> None:
     assert Capability.TREE not in runner.capabilities
 
 
+@pytest.mark.slow
 def test_a_pass_does_not_grow_with_the_sequence_beyond_attention(default_model: Any) -> None:
     """Nothing is read again: a pass after 1,000 tokens takes less than twice one after 100."""
     runner = HuggingFaceRunner(default_model, "default")

@@ -164,7 +164,7 @@ def _add_tokenizer(writer: Any, vocab_size: int, pre_tokenizer: str) -> None:
     writer.add_tokenizer_pre(pre_tokenizer)
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 257 + [3] * (vocab_size - 257))
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e"] * 2)  # of an array of one, transformers 5.17 makes a string
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
 

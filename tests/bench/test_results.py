@@ -53,6 +53,7 @@ def off_by_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResul
     return VerifyResult([], (result.next_token + 1) % VOCAB_SIZE) if len(tree) else result
 
 
+@pytest.mark.slow
 def test_no_speedup_is_stated_when_the_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     # A rule that calls itself lossless is not asked about greedy sequences: there the argmax decides.
     monkeypatch.setitem(RULES, "token", AcceptanceRule("token", off_by_one, lossless=False))
@@ -81,6 +82,7 @@ def test_an_interrupted_sweep_compares_only_what_both_sides_generated() -> None:
     assert all(len(repeats) == 1 for repeats in speeds.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "outcome"), [(0.0, "not shown"), pytest.param(1.0, "different", marks=pytest.mark.slow)]
 )

@@ -54,6 +54,7 @@ def conversations(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]
     return turns
 
 
+@pytest.mark.slow
 def test_a_turn_reads_only_what_is_new(run_command: Any, prefix_tokens: list[int]) -> None:
     first = "a rather long first turn that should be read once and not again"
     command = ("chat", "TINY", "--method", "none", "--max-new-tokens", "5")

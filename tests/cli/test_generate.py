@@ -65,6 +65,7 @@ def test_a_seed_makes_sampling_repeatable(generate_json: Any) -> None:
     assert generate_json(*sampling, "7")["token_ids"] != generate_json(*sampling, "8")["token_ids"]
 
 
+@pytest.mark.slow
 def test_penalties_and_biases_reach_the_model(generate_json: Any) -> None:
     token_ids = generate_json("abcabc")["token_ids"]
     assert token_ids[0] not in generate_json("abcabc", "--logit-bias", f"{token_ids[0]}=-100")["token_ids"]
@@ -175,6 +176,7 @@ def test_a_warm_up_is_chosen_by_its_name(generate_json: Any, run_command: Any, t
     assert result.status == 2 and "warmup must be one of none, fast, full; not 'slow'" in result.err
 
 
+@pytest.mark.slow
 def test_options_of_a_method_are_set_by_name(generate_json: Any) -> None:
     document = generate_json("abcabcabc", "--method", "ngram", "-k", "2", "--draft-option", "longest=2")
     assert document["method"] == "ngram"

@@ -178,6 +178,7 @@ def _parts_at_a_near_tie(reference: Any, prompt: list[int], one: list[int], othe
     return abs(float(logits[one[place]] - logits[other[place]])) < NEAR_TIE
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_sequence_and_is_not_shown(subject: Subject) -> None:
     async def work(engine: Any) -> None:
         outputs = await collect(engine.generate(text_request(engine, PROMPT, ignore_eos=True)))

@@ -99,6 +99,7 @@ def with_costs(step: float) -> AdaptiveDraftLength:
     return AdaptiveDraftLength(costs, max_draft_tokens=8)
 
 
+@pytest.mark.slow
 @given(
     step=st.floats(0.0, 0.5),
     outcomes=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), max_size=12),

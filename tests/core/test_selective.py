@@ -198,6 +198,7 @@ def test_a_batch_whose_drafts_lose_is_decoded_plainly(num_seqs: int, accepted: f
     assert speed_of_batch(num_seqs, accepted, 600) > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "gain"), [(1, 1.5), (2, 1.4), (4, 1.25), (8, 1.07)])
 def test_a_batch_whose_drafts_win_is_drafted_for(num_seqs: int, gain: float) -> None:
     assert speed_of_batch(num_seqs, 0.95, 600) > gain
@@ -248,6 +249,7 @@ class Batches:
         return drafting + verifying, sum(len(result.emitted) for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_seqs", "first"), [(2, 0.97), (4, 0.95), (8, 0.92)])
 @pytest.mark.parametrize("accepted", [0.3, 0.5])
 def test_probes_of_a_batch_pay_for_the_prompts_that_a_drafter_reads_for_them(
@@ -281,11 +283,13 @@ def asked_step_by_step(accepted: float, steps: int) -> list[int]:
     return asked
 
 
+@pytest.mark.slow
 def test_one_sequence_of_a_batch_is_enough_to_find_out_that_drafts_lose() -> None:
     later = asked_step_by_step(0.05, 800)[100:]
     assert set(later) == {0, 1} and sum(later) < 0.05 * len(later)
 
 
+@pytest.mark.slow
 def test_what_one_sequence_wins_lets_all_of_a_batch_be_drafted_for() -> None:
     later = asked_step_by_step(0.97, 300)[100:]
     assert sum(later) > 0.9 * 8 * len(later)

@@ -28,6 +28,7 @@ class Cycle:
         self.own = self
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_before_a_capture_and_not_during_it() -> None:
     before = weakref.ref(Cycle())
     with garbage_collection_paused():
@@ -41,6 +42,7 @@ def test_garbage_is_collected_before_a_capture_and_not_during_it() -> None:
     assert during() is None
 
 
+@pytest.mark.slow
 def test_captures_in_a_row_look_for_garbage_once() -> None:
     with captures_in_a_row("cuda"):
         between = weakref.ref(Cycle())
@@ -57,6 +59,7 @@ def test_nothing_is_paused_where_there_are_no_graphs() -> None:
         assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_a_collector_that_was_off_stays_off_and_errors_pass() -> None:
     gc.disable()
     try:

@@ -149,6 +149,7 @@ def test_without_httpx_it_says_how_to_get_it(
     assert "pip install '.[doctor]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_does_not_wait_for_torch() -> None:
     """Its scenarios are statistics and HTTP: a machine that only runs the doctor need not load torch."""
     code = "import sys; from paceline.cli import main; main(['doctor', '--list']); sys.exit('torch' in sys.modules)"

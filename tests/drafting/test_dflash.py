@@ -404,6 +404,7 @@ def test_a_step_without_states_leaves_nothing_wrong() -> None:
     assert len(drafter.propose([seq], [3])[0]) == 0
 
 
+@pytest.mark.slow
 def test_ended_sequences_leave_no_state() -> None:
     target = toy()
     drafter = DFlash(toy_head(), target)

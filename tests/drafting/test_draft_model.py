@@ -109,6 +109,7 @@ def test_on_a_cpu_draft_tokens_come_from_the_part_of_the_vocabulary_that_is_in_u
     torch.testing.assert_close(trees[1].probs[:, :size].sum(dim=1), torch.ones(3))
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_what_others_in_the_batch_need_of_the_vocabulary() -> None:
     """One sequence needs a quarter, the other half; and one that needs all."""
     half = [20_000 + place for place in range(250)]
@@ -120,6 +121,7 @@ def test_draws_do_not_depend_on_what_others_in_the_batch_need_of_the_vocabulary(
         torch.testing.assert_close(beside.probs, alone.probs)
 
 
+@pytest.mark.slow
 def test_what_a_part_of_the_vocabulary_cannot_draft_is_written_all_the_same() -> None:
     """The target's tokens lie anywhere, so that most of them cannot be drafted; and a pass that fails leaves the runner
     with the whole vocabulary."""

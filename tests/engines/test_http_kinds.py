@@ -109,7 +109,7 @@ def scripted(script: Script) -> Iterator[str]:
             script.last()
 
     http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http_server.serve_forever, daemon=True).start()
+    threading.Thread(target=http_server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{http_server.server_address[1]}"
     finally:

@@ -41,6 +41,7 @@ def write_head(folder: Path, family: str, tensors: dict[str, Tensor], **changes:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_published_names_load_and_survive_writing(model_type: str, tmp_path: Path) -> None:
     head = load_mtp(write_head(tmp_path / "old", model_type, head_tensors(model_type)), model_type)

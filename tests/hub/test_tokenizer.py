@@ -20,6 +20,7 @@ def streamed(text: str, stops: tuple[str, ...] = ()) -> list[str]:
     return [*outputs, stream.flush()]
 
 
+@pytest.mark.slow
 @given(WORDS.filter(bool))
 def test_pieces_join_to_the_text_without_half_characters(text: str) -> None:
     outputs = streamed(text)

@@ -108,6 +108,7 @@ def test_a_setting_of_generate_gives_what_generate_gives(model: Any, prompts: Te
         assert not torch.equal(theirs, plain(model, prompts)) or "renormalize" in name, "the setting changes nothing"
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_prompt_takes_that_of_its_own_row(model: Any, prompts: Tensor) -> None:
     """Two sequences of each prompt, and each is kept from its own prompt's tokens."""
     asked = {"encoder_no_repeat_ngram_size": 1, "do_sample": True, "top_k": 1, "num_return_sequences": 2}

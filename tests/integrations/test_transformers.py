@@ -49,6 +49,7 @@ def test_greedy_is_the_same(model: Any, prompts: Tensor, settings: dict[str, Any
     assert torch.equal(theirs, ours)
 
 
+@pytest.mark.slow
 def test_a_loaded_draft_model_drafts(model: Any, prompts: Tensor) -> None:
     theirs, ours = both(model, prompts, draft_model=tiny_llama(seed=3), num_draft_tokens=3)
     assert torch.equal(theirs, ours)

@@ -145,6 +145,7 @@ def test_the_first_rows_of_a_weight_are_read_alone_and_give_the_same_bits() -> N
     assert BlockedLinear((blocks, blocks)).first_rows(24) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = every_kind(37, 512)

@@ -86,6 +86,7 @@ def test_tokens_are_counted(server: RunningServer) -> None:
         assert client.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": 8}
 
 
+@pytest.mark.slow
 def test_sampling_and_stop_sequences_reach_the_engine(server: RunningServer, engine: ReversingEngine) -> None:
     post(server, temperature=0.5, top_k=7, stop_sequences=["x", "y"], seed=3)
     request = engine.requests[-1]

@@ -46,6 +46,7 @@ def create(client: openai.OpenAI, **params: Any) -> Any:
 # --- whole ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_response_has_its_output_and_usage(client: openai.OpenAI) -> None:
     response = create(client, instructions="xyz", metadata={"job": "seven"}, temperature=0.5)
     assert response.output_text == "cbazyx" and response.output[0].type == "message"

@@ -70,6 +70,7 @@ def test_waiting_requests_are_admitted_by_priority_and_in_turn_over_the_keys() -
         assert server.http().get("/health").json()["waiting"] == 0
 
 
+@pytest.mark.slow
 def test_the_choices_of_one_request_take_turns_with_other_clients() -> None:
     with gated_server() as (server, engine), ThreadPoolExecutor(3) as pool:
         clients = Clients(server, engine, pool)

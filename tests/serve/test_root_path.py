@@ -13,6 +13,7 @@ from tests.serve.toy_engine import ReversingEngine
 KEY = "a-key-of-the-test"
 
 
+@pytest.mark.slow
 def test_every_path_is_served_with_the_prefix_and_without_it() -> None:
     network = NetworkConfig(api_keys=(KEY,), root_path="/llm")
     with serving(ReversingEngine(), ServerConfig((NAME,), network=network)) as server:

@@ -214,6 +214,7 @@ def test_a_worker_that_dies_fails_its_readers_and_the_health_check(monkeypatch: 
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_an_embedding_does_not_wait_for_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         local = toy_engine()

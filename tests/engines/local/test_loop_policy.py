@@ -227,12 +227,14 @@ class Heard(FixedDraftLength):
             self.seconds.append(timing.seconds)
 
 
+@pytest.mark.slow
 def test_plain_steps_in_a_row_are_heard_of_one_by_one(clock: Clock) -> None:
     heard = Heard(0)
     text = written(clock, heard, 0.0).texts[-1]
     assert heard.emitted[-len(text) :] == [1] * len(text)
 
 
+@pytest.mark.slow
 def test_a_single_step_takes_the_pause_before_it_too(clock: Clock) -> None:
     heard = Heard(1)
     engine = pair_engine(clock, heard, 0.0, suffix_alone)

@@ -58,6 +58,7 @@ def test_small_models_of_every_architecture_fit(kind: str) -> None:
     assert fits(model) and fits_shapes(model.config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"head_dim": 32}, {"intermediate_size": 520}, {"hidden_size": 4096}, {"num_attention_heads": 34}],

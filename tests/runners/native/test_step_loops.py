@@ -215,6 +215,7 @@ def test_a_step_with_a_leaf_is_read_by_a_pass_for_trees(leaves: bool) -> None:
     assert steps is not None and len(list(steps)) == 4 and asked == [leaves]
 
 
+@pytest.mark.slow
 def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_by_step() -> None:
     looped, single = looping(), looping(loops=False)
     seqs, others = (made.engine.run([sequence(prompt, NEW_TOKENS) for prompt in PROMPTS]) for made in (looped, single))
@@ -225,6 +226,7 @@ def test_a_batch_in_loops_writes_what_plain_decoding_writes_and_counts_as_step_b
     assert all(0 < count < seq.stats.drafted for seq, count in zip(seqs, accepted)), "some are right, some wrong"
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_chooses_from_a_part_of_its_vocabulary_writes_what_plain_decoding_writes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,6 +246,7 @@ def test_a_draft_model_that_chooses_from_a_part_of_its_vocabulary_writes_what_pl
     assert CUDA or max(drafted) < rows, "graphs of other kernels read the whole LM head"
 
 
+@pytest.mark.slow
 def test_every_step_of_a_loop_is_handed_out_by_itself_and_the_caches_fit_the_sequence() -> None:
     made = looping()
     request = add(made.engine, sequence(PROMPTS[0], NEW_TOKENS))
@@ -258,6 +261,7 @@ def test_every_step_of_a_loop_is_handed_out_by_itself_and_the_caches_fit_the_seq
     assert max(sizes) > 2 and request.tokens == request.state.seq.generated == plain(PROMPTS[:1])[0]
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_as_long_as_the_policy_drafts_as_many_tokens() -> None:
     made = looping()
     [seq] = made.engine.run([sequence(PROMPTS[0], NEW_TOKENS)])
@@ -310,6 +314,7 @@ def test_a_loop_ends_before_a_sequence_outgrows_what_was_reserved_for_it(
     assert num_loops >= 150 // max(tokens, 8) and max(ends) > 150
 
 
+@pytest.mark.slow
 def test_a_caller_ends_a_loop() -> None:
     made = looping()
     made.engine.end_loops_if(lambda: True)
@@ -346,6 +351,7 @@ def test_a_sequence_ends_inside_a_loop_and_the_others_go_on(place: int) -> None:
     assert [seq.generated for seq in seqs[1:]] == texts[1:] and made.count
 
 
+@pytest.mark.slow
 def test_the_next_turn_goes_on_from_caches_that_a_loop_has_left() -> None:
     made = looping()
     [first] = made.engine.run([sequence(PROMPTS[1], 50)])
@@ -355,6 +361,7 @@ def test_the_next_turn_goes_on_from_caches_that_a_loop_has_left() -> None:
     assert [second.generated] == plain([turn])
 
 
+@pytest.mark.slow
 def test_each_sequence_keeps_to_its_own_number_of_draft_tokens() -> None:
     made = looping()
     seqs = [sequence(prompt, NEW_TOKENS, num_draft_tokens=k) for prompt, k in zip(PROMPTS, (1, 3, 6))]
@@ -363,6 +370,7 @@ def test_each_sequence_keeps_to_its_own_number_of_draft_tokens() -> None:
     assert [max(len(seq.stats.offered_at), 0) for seq in seqs] == [1, 3, 6]
 
 
+@pytest.mark.slow
 def test_a_sampled_neighbour_keeps_the_batch_step_by_step() -> None:
     made = looping()
     sampled = sequence(PROMPTS[1], 80, SamplingParams(temperature=1.0, seed=1))
@@ -401,6 +409,7 @@ def test_auto_writes_what_plain_decoding_writes_in_loops_and_between_them(noise:
         assert [seq.generated for seq in seqs] == plain(PROMPTS)
 
 
+@pytest.mark.slow
 def test_requests_that_choose_the_draft_model_loop_too() -> None:
     target, draft = runner(), runner(0.02)
     router = DrafterRouter({"draft_model": DraftModel(draft, target.info.vocab_size)}, "draft_model")
@@ -445,6 +454,7 @@ def test_plain_steps_in_a_row_write_what_single_ones_write(new_tokens: int) -> N
     assert largest <= PLAIN_GROUP, "a reader waits for a few tokens only"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [4, 5, 6])
 def test_a_plain_sequence_ends_inside_a_loop_and_its_prefix_is_right(place: int) -> None:
     texts = plain(PROMPTS)
@@ -468,6 +478,7 @@ def test_a_model_that_drafts_no_more_is_asked_again_after_a_few_plain_steps() ->
     assert made.engine._draft_length.stays_plain([sequence(PROMPTS[0], 1, num_draft_tokens=0)])
 
 
+@pytest.mark.slow
 def test_a_loop_drafts_no_more_than_graphs_are_ready_for_unless_a_request_asks_for_it() -> None:
     made = looping(8)
     drafter = made.engine.parts.drafter

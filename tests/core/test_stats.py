@@ -60,3 +60,10 @@ def test_stats_add_up() -> None:
     assert (one.new_tokens, one.steps, one.drafted, one.accepted, one.seconds) == (5, 2, 4, 3, 3.0)
     assert one.offered_at == [2, 1, 1] and one.accepted_at == [2, 1, 0]
     assert one.tokens_per_second == pytest.approx(5 / 3)
+
+
+def test_counts_of_a_sequence_that_is_counting_meanwhile_are_added_as_far_as_they_are_there() -> None:
+    total, counting = SpecStats(), SpecStats(steps=2, offered_at=[2], accepted_at=[1, 1])
+    total.add(counting)
+    total.add(SpecStats(steps=2, offered_at=[2, 1, 1], accepted_at=[1]))
+    assert (total.offered_at, total.accepted_at) == ([4, 1, 1], [2, 1, 0])

@@ -51,16 +51,20 @@ class SpecStats:
         self.new_tokens += steps
 
     def add(self, other: SpecStats) -> None:
-        """Add the counts of another; seconds add up too, so time a batch once and set it on the sum."""
+        """Add the counts of another; seconds add up too, so time a batch once and set it on the sum.
+
+        The other may be counting meanwhile, in another thread.
+        """
         self.new_tokens += other.new_tokens
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
         self.seconds += other.seconds
-        self._widen(len(other.offered_at))
-        for depth, count in enumerate(other.offered_at):
+        offered_at, accepted_at = list(other.offered_at), list(other.accepted_at)
+        self._widen(max(len(offered_at), len(accepted_at)))
+        for depth, count in enumerate(offered_at):
             self.offered_at[depth] += count
-        for depth, count in enumerate(other.accepted_at):
+        for depth, count in enumerate(accepted_at):
             self.accepted_at[depth] += count
 
     def _widen(self, size: int) -> None:

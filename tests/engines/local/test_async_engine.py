@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -277,3 +279,20 @@ def test_an_error_is_raised_after_the_outputs_before_it() -> None:
             await outbox.take()
 
     asyncio.run(work())
+
+
+class Appended(deque[Any]):
+    """A deque that another thread appends to whenever somebody goes over it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise RuntimeError("deque mutated during iteration")
+
+
+def test_a_reader_looks_at_outputs_while_the_worker_appends_more() -> None:
+    async def read() -> list[RequestOutput]:
+        outbox = _Outbox(asyncio.get_running_loop(), whole=False)
+        outbox._outputs = Appended()
+        outbox.deliver(RequestOutput("", (1,)))
+        return await outbox.take()
+
+    assert [output.token_ids for output in asyncio.run(read())] == [(1,)]

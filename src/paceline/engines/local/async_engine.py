@@ -74,7 +74,8 @@ class _Outbox:
 
     async def take(self) -> list[RequestOutput]:
         """In the reader's loop: what lies ready. Raises the error that ended the sequence, after its last output."""
-        if not isinstance(next(iter(self._outputs), None), PacelineError):
+        # By place: the worker may append at any moment, which an iterator does not survive.
+        if not (self._outputs and isinstance(self._outputs[0], PacelineError)):
             await self._ready.wait()
             self._ready.clear()
             self._woken = False

@@ -15,6 +15,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.types import ModelInfo, Request
 from paceline.engines.local.sequences import SequenceBuilder
 from paceline.errors import ContextLengthExceeded, OptionError, PromptError
+from tests.support.build import toy_engine
 from tests.support.toy import letter_tokenizer
 
 INFO = ModelInfo("toy", 6, frozenset({5}), 64, 4, 6, "cpu", "float32")
@@ -172,3 +173,10 @@ def test_stop_strings_come_in_several_shapes(stop: Any, strings: tuple[str, ...]
 
 def test_logprobs_are_limited_by_the_vocabulary() -> None:
     assert builder().build(request(logprobs=6)).params.logprobs == 6
+
+
+def test_a_bias_on_a_token_that_does_not_exist_is_refused_before_any_work() -> None:
+    """In a batch it would fail all the others too."""
+    engine = toy_engine()
+    with pytest.raises(OptionError, match="logit_bias is a list of token ids from 0 to"):
+        engine.sequence(Request([1, 2, 3], SamplingParams(logit_bias={engine.info.vocab_size: 1.0}), 4))

@@ -34,6 +34,7 @@ class SequenceBuilder:
     def build(self, request: Request) -> Sequence:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
         method = self._method(request)
+        self._token_ids("logit_bias", list(request.sampling.logit_bias))
         params = SequenceParams(
             request.sampling,
             self._stop_rules(request),

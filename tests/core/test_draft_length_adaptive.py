@@ -126,3 +126,15 @@ def test_a_clock_that_does_not_advance_still_gives_possible_ks() -> None:
         (k,) = policy.plan([one])
         assert 0 <= k <= 16
         policy.observe([one], [result_of(k, k)], StepTiming(0.0, 0.0, k + 1, k, 1))
+
+
+def test_a_step_of_several_in_a_row_that_a_later_plan_did_not_ask_for_is_no_pass_alone() -> None:
+    """It was under way when the plan was made: draft and pass took its time together."""
+    policy, seq = AdaptiveDraftLength(CostModel(CostCurve({1: 1.0, 9: 1.2})), 4), sequence([1, 2, 3], 1000)
+    tree = chain([5, 6, 7, 8], confidence=[0.9] * 4)
+    result = StepResult(tree, VerifyResult([0, 1], 2, [5, 6]), NO_OUTPUT, [5, 6, 2], 2)
+    for planned in (4, 0):
+        policy._state(seq).num_draft_tokens = planned
+        policy.sent([seq], [tree])
+        policy.observe([seq], [result], StepTiming(0.0, 4.0, 5, 4, 1, 1, looped=True))
+        assert policy.costs.width(5) == pytest.approx(1.1)

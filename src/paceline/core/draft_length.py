@@ -321,8 +321,8 @@ class AdaptiveDraftLength(DraftLengthPolicy):
             return
         if num_selected < len(seqs):
             self._settle(states, timing, sum(len(result.emitted) for result in results))
-        if num_selected and timing.looped:
-            return
+        if timing.looped and timing.num_draft_tokens and any(map(self._selective.covers, seqs)):
+            return  # also where a later plan asks for nothing: draft and pass took this time together
         # What drafts cost that are cut afterwards does not follow from what is sent of them: selective.py learns it.
         if num_selected and timing.num_draft_tokens and not caught_up:
             timing = replace(timing, num_draft_tokens=0)

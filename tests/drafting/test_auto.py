@@ -84,6 +84,7 @@ def play(drafter: AutoDrafter, clock: Clock, seq: Sequence, accepted_by_token: d
 
 
 LOOKUP, MODEL = 1, 0
+NO_OUTPUT = RowOutput(torch.empty(0, 0))
 
 
 def pair(seconds: float, confidence: float = 0.8) -> tuple[AutoDrafter, Clock, Stub, Stub]:
@@ -158,14 +159,14 @@ class Looping(Stub):
     def draft_loop(
         self, target: Any, seqs: list[Sequence], num_draft_tokens: list[int], num_steps: int
     ) -> LoopedSteps | None:
-        return self._steps(num_steps)
+        return self._steps(num_steps, len(seqs))
 
-    def _steps(self, num_steps: int) -> LoopedSteps:
+    def _steps(self, num_steps: int, num_seqs: int) -> LoopedSteps:
         self.clock.now += self.start
         for _ in range(num_steps):
             self.clock.now += self.seconds
             verified = VerifyResult(list(range(self.accepted)), 8, [0] * self.accepted)
-            self.told.append((yield [LoopedStep([0] * 9, verified)]))
+            self.told.append((yield [LoopedStep([0] * 9, verified)] * num_seqs))
 
 
 @pytest.mark.parametrize(
@@ -297,3 +298,51 @@ def test_a_head_that_the_user_names_drafts_beside_the_lookups(method: str, defau
     with SpeculativeDecoder(str(default_folder), method="none", dtype="int8") as decoder:
         plain = decoder.generate("Count from one to ten in words:", max_new_tokens=32, temperature=0.0)
     assert named.token_ids == plain.token_ids and named.stats.drafted > 0
+
+
+def test_sequences_that_have_ended_are_not_looked_up_again_in_steps_in_a_row() -> None:
+    """What a drafter has let go of would come back, and nobody would let go of it again."""
+    clock, suffix = Clock(), Suffix()
+    model = Looping(clock, MODEL, 1.2)
+    drafter = AutoDrafter({"suffix": suffix}, {"model": model}, clock)
+    value = DraftValue(CostModel(CostCurve({width: 1.0 + 0.01 * width for width in range(1, 18)})))
+    drafter.use_value(value)
+    ended, running = sequence(list(range(12)), 1), sequence(list(range(20, 32)), 1000)
+    for seq in (ended, running):
+        drafter.begin(seq, None)
+        for _ in range(9):
+            value.record(seq, "model").stats.of(2).add(2.0, 0.2)
+    steps = drafter.draft_loop(ToyRunner(), [ended, running], [4, 4], 4)
+    assert steps is not None
+    next(steps)
+    ended.extend([5], 0)
+    drafter.end(ended)
+    for _ in range(3):
+        next(steps)
+    assert drafter._shared is not None and ended.seq_id not in suffix._states
+    assert set(drafter._shared._promised) == set(drafter._shared.turns["model"].read) == {running.seq_id}
+
+
+def test_a_drafter_whose_steps_in_a_row_were_cut_short_gets_long_ones_again() -> None:
+    """Short outputs leave few steps in a row, which do not earn a slow start. Probes alone must end that."""
+    seq = sequence_of()
+    drafter = looping_auto(seq, 8.0)
+    chooser = drafter._shared
+    assert chooser is not None
+    for _ in range(12):
+        if (steps := drafter.draft_loop(ToyRunner(), [seq], [8], 2)) is not None:
+            list(steps)
+    turns = chooser.turns["model"]
+    assert turns.cost_of_beginning(seq) > 1.8, "more than it brings"
+    for _ in range(6):
+        turns.probed = seq.seq_id
+        chooser.loop_ended("model", 3)
+    assert turns.cost_of_beginning(seq) < 1.2
+
+
+def test_a_sequence_that_nothing_was_proposed_for_is_observed_all_the_same() -> None:
+    """A request without draft tokens beside a fixed number of them."""
+    drafter, seq = AutoDrafter({"lookup": Stub(Clock(), LOOKUP)}, {}, Clock()), sequence_of()
+    drafter.begin(seq, None)
+    drafter.observe([seq], [StepResult(draft_tree.empty(), VerifyResult([], 1), NO_OUTPUT, [1])])
+    drafter.end(seq)

@@ -195,7 +195,9 @@ class AutoDrafter(Drafter):
         try:
             while True:
                 group, num_steps = steps.send(ends), num_steps + 1
-                chooser.looped(seqs, name, [len(step.verified.accepted) for step in group])
+                running = [place for place, seq in enumerate(seqs) if not seq.finished]
+                counts = [len(group[place].verified.accepted) for place in running]
+                chooser.looped([seqs[place] for place in running], name, counts)
                 told = yield [replace(step, source=name) for step in group]
                 ends = told or self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
         except StopIteration:
@@ -209,6 +211,8 @@ class AutoDrafter(Drafter):
         One more step of the loop is under way, so only what lies behind its tokens counts; and the next loop starts
         slowly.
         """
+        limits = [k for seq, k in zip(seqs, limits) if not seq.finished]
+        seqs = [seq for seq in seqs if not seq.finished]
         size, gain = self._size(seqs), -chooser.turns[name].restart
         behind = [1 + round(chooser.value.record(seq, name).stats.of(size).tokens) for seq in seqs]
         further = [min(k + own, seq.remaining_tokens - 1) for seq, k, own in zip(seqs, limits, behind)]

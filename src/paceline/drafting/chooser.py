@@ -198,10 +198,14 @@ class Chooser:
         turns.probed = probed
 
     def loop_ended(self, name: str, num_steps: int) -> None:
-        """Of one drafter, after so many steps in a row. How long a probe was says nothing."""
+        """Of one drafter, after so many steps in a row.
+
+        How long a probe was says nothing. But where only probes are left, since few steps in a row do not earn their
+        beginning, it is doubtful whether they would still be few: each makes the usual number likelier again.
+        """
         turns = self.turns[name]
-        if turns.probed is None:
-            turns.row += ROW_WEIGHT * (max(1, num_steps) - turns.row)
+        usual = max(1, num_steps) if turns.probed is None else max(turns.row, FIRST_ROW)
+        turns.row += ROW_WEIGHT * (usual - turns.row)
         turns.probed = None
 
     def settle(self, num_seqs: int) -> None:
@@ -252,7 +256,9 @@ class OwnMeasurements:
             count = result.tree.num_draft_tokens
             seconds = (self._proposed - self._began, now - self._proposed)
             timing = StepTiming(*seconds, 1 + len(result.tree), count, 1, int(count > 0))
-            meter = self._meters[seq.seq_id]
+            meter = self._meters.get(seq.seq_id)
+            if meter is None:  # nothing was ever proposed for it
+                continue
             meter.observe([seq], [result], timing, caught_up=False)
             meter.value.costs.observe(replace(timing, num_draft_tokens=0))
             self.chooser(seq).settle(1)

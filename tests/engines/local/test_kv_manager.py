@@ -114,3 +114,26 @@ def test_a_prefix_cache_of_no_tokens_keeps_nothing() -> None:
     read_prompt(seq, kv)
     kv.release(seq, keep=True)
     assert runner.blocks.free == 8 and kv.capacity == 32
+
+
+def test_finished_sequences_make_room_for_steps_in_a_row_only_if_that_is_enough() -> None:
+    kv, _ = manager(10)
+    finished, running = sequence([0, 1] * 8, 4), sequence([1, 0] * 8, 4)  # four blocks each
+    for seq in (finished, running):
+        assert kv.admit(seq)
+        read_prompt(seq, kv)
+    kv.release(finished, keep=True)
+    kv.make_room([running], 8)
+    assert (kv.used_blocks, kv.cached_blocks) == (4, 4), "there is room already"
+    kv.make_room([running], 40)
+    assert (kv.used_blocks, kv.cached_blocks) == (4, 4), "more than the pool has"
+    kv.make_room([running], 16)
+    assert (kv.used_blocks, kv.cached_blocks) == (8, 0)
+    kv.trim(running)
+    assert kv.used_blocks == 4 and running.seq_cache is not None
+
+
+def test_a_sequence_that_has_ended_has_nothing_to_trim() -> None:
+    kv, _ = manager(10)
+    kv.trim(sequence([0, 1], 4))
+    assert kv.used_blocks == 0

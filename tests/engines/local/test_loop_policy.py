@@ -239,7 +239,7 @@ def test_a_single_step_takes_the_pause_before_it_too(clock: Clock) -> None:
     heard = Heard(1)
     engine = pair_engine(clock, heard, 0.0, suffix_alone)
     heard.seconds.clear()
-    engine._watched_loop = lambda batch: None  # type: ignore[method-assign]
+    engine._multi_step.watched = lambda batch: None  # type: ignore[method-assign]
     began = clock.host
     engine.run([sequence(PROMPTS[0], NEW_TOKENS)])
     assert sum(heard.seconds) == pytest.approx(clock.host - began, rel=0.1), "all time but that of the prompt"

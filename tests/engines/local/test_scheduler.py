@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.core.draft_length import FixedDraftLength
+from paceline.core.sampling import SamplingParams
+from paceline.core.sequence import Sequence
+from paceline.core.types import ModelOutput, Request, Row
 from paceline.engines.local.engine import LocalEngine
+from paceline.engines.local.scheduler import LOOP_STEPS
 from paceline.errors import OptionError, OutOfMemory, StepFailed
+from paceline.kv.block_manager import BLOCK_SIZE
+from paceline.runners.native import NativeRunner
+from tests.runners.native.models import tiny
 from tests.support.build import add, finish, plain_tokens, sequence, toy_engine
 from tests.support.toy import ToyRunner, random_prompts
 
@@ -205,3 +215,76 @@ def test_draft_tokens_are_dropped_before_a_neighbour_is_preempted() -> None:
 def test_impossible_options_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         EngineConfig.create("toy", **wrong)
+
+
+class NarrowRunner(ToyRunner):
+    """A pass over more than two sequences does not fit its memory."""
+
+    def forward(self, rows: list[Row], *, last_only: bool = False) -> ModelOutput:
+        if len(rows) > 2:
+            raise OutOfMemory("three sequences do not fit a pass")
+        return super().forward(rows, last_only=last_only)
+
+
+def test_a_pass_that_does_not_fit_is_not_tried_again_with_as_many_sequences() -> None:
+    engine = toy_engine(NarrowRunner(), draft_length=FixedDraftLength(0), max_num_seqs=3)
+    prompts = [[0, 1, index] for index in range(4)]
+    requests = [add(engine, sequence(prompt, 10)) for prompt in prompts]
+    finish(engine, 60)
+    assert [request.tokens for request in requests] == [plain_tokens(prompt, 10) for prompt in prompts]
+    assert 1 <= engine.stats().preemptions <= len(prompts)
+
+
+@pytest.mark.slow
+def test_sequences_that_share_a_block_and_cannot_all_have_one_of_their_own_come_to_an_end() -> None:
+    """Two prompts are the same and their last block is not full: each must copy it, and a third leaves no room."""
+    runner = NativeRunner.of_model(tiny("llama"), "llama", kv_cache_tokens=4 * BLOCK_SIZE)
+    engine = toy_engine(runner, draft_length=FixedDraftLength(0), max_num_seqs=3)
+    prompts = [[factor * place % 101 for place in range(BLOCK_SIZE + 5)] for factor in (3, 3, 5)]
+    requests = [add(engine, sequence(prompt, 10)) for prompt in prompts]
+    finish(engine, 100)
+    assert [len(request.tokens) for request in requests] == [10] * 3 and requests[0].tokens == requests[1].tokens
+
+
+@dataclass
+class Probing(FixedDraftLength):
+    """Plans a probe of as many draft tokens as ever, from the second plan on."""
+
+    k: int
+    plans: int = 0
+
+    def plan(self, seqs: list[Sequence]) -> list[int]:
+        self.plans += 1
+        return super().plan(seqs)
+
+    @property
+    def is_probing(self) -> bool:
+        return self.plans > 1
+
+
+def test_a_probe_that_is_planned_during_steps_in_a_row_ends_them() -> None:
+    """It is then begun as one, and takes few steps."""
+    policy = Probing(3)
+    engine = toy_engine(draft_length=policy)
+    add(engine, sequence([0, 1, 2], 400))
+    engine.step()
+    batch = engine._scheduler.schedule()
+    policy.plans = 1
+    assert not engine._scheduler.ends_loop(batch, LOOP_STEPS - 1), "it is not asked yet"
+    assert engine._scheduler.ends_loop(batch, LOOP_STEPS)
+
+
+def test_draft_lengths_count_what_was_drafted_and_every_step() -> None:
+    engine = toy_engine(draft_length=FixedDraftLength(3))
+    engine.run([sequence(prompt, 30) for prompt in random_prompts(3)])
+    stats = engine.stats()
+    assert sum(stats.draft_lengths.values()) == stats.spec.steps
+    assert sum(length * steps for length, steps in stats.draft_lengths.items()) >= stats.spec.drafted > 0
+    assert stats.draft_lengths[0] > 0, "n-grams have nothing to draft in the first step"
+
+
+def test_a_request_that_is_refused_leaves_nothing_of_those_before_it() -> None:
+    engine = toy_engine()
+    with pytest.raises(OptionError, match="max_new_tokens"):
+        engine.run([Request([1, 2, 3], SamplingParams(), 4), Request([1, 2, 3], SamplingParams(), 0)])
+    assert not engine.has_work

@@ -15,46 +15,35 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 
 from paceline.config import NONE, EngineConfig
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
 from paceline.core.draft_tree import DraftTree, empty
-from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
-from paceline.core.sequence import Sequence, loop_input
+from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import (
-    Capability,
-    LoopedStep,
     ModelOutput,
-    PlainSteps,
     Request,
     RowOutput,
     StepResult,
     VerifyResult,
 )
-from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.embedding import Embedder
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
+from paceline.engines.local.multi_step import MultiStep
 from paceline.engines.local.prefill import step_row
 from paceline.engines.local.prompt_logprobs import score_prompt
 from paceline.engines.local.request_state import OnOutput, RequestState, ignore_output
-from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch
+from paceline.engines.local.scheduler import PrefillBatch, Scheduler, StepBatch, StepOfBatch
 from paceline.engines.local.sequences import SequenceBuilder
-from paceline.engines.local.step_timing import Pauses, StepBegun, TimedLoop
+from paceline.engines.local.step_timing import Pauses, StepBegun
 from paceline.engines.local.verifier import Verifier, logprobs_of
 from paceline.errors import CapabilityError, OutOfMemory, PacelineError, StepFailed
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.prefix_cache import PrefixCache
-
-LONGEST_LOOP = 64  # of them at most; a new request ends them
-PLAIN_LOOP = 4  # times as many plain steps in a row as otherwise, where nothing but plain steps can come
-NO_OUTPUT = RowOutput(torch.empty(0, 0))  # several plain steps in a row return tokens only
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +65,6 @@ class _Drafts:
     seconds: float
 
 
-class _StepOfBatch(NamedTuple):
-    """What one step did to the sequences of a batch."""
-
-    batch: StepBatch
-    results: list[StepResult]
-
-
 class LocalEngine:
     """Generates many sequences at a time with one model, each with its own settings, drafter and draft length."""
 
@@ -99,6 +81,9 @@ class LocalEngine:
         self._scheduler = Scheduler(kv, self._drafter, parts.draft_length, config)
         self._embedder = Embedder(parts.target, kv, config.prefill_chunk)
         self._pauses = Pauses()
+        self._multi_step = MultiStep(
+            parts.target, self._drafter, parts.draft_length, self._scheduler, self._pauses
+        )
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -148,8 +133,10 @@ class LocalEngine:
 
     def run(self, requests: Iterable[Request | Sequence], on_output: OnOutput = ignore_output) -> list[Sequence]:
         """Generate all of them to their end, in this thread. Raises the first error of any of them."""
-        states = [self.add(request, on_output) for request in requests]
+        states: list[RequestState] = []
         try:
+            for request in requests:
+                states.append(self.add(request, on_output))
             while self.has_work:
                 self.step()
         finally:
@@ -204,7 +191,7 @@ class LocalEngine:
             return list(output)
         return [score_prompt(request, row_output) for request, row_output in zip(batch.requests, output)]
 
-    def _steps(self, batch: StepBatch) -> Iterator[_StepOfBatch]:
+    def _steps(self, batch: StepBatch) -> Iterator[StepOfBatch]:
         """One step, or several that the device takes in a row."""
         if not batch.requests:
             return
@@ -212,24 +199,22 @@ class LocalEngine:
         if any(batch.num_draft_tokens):
             yield from self._draft_steps(batch, begun)
             return
-        results: list[StepResult] | None = None
-        if all(map(_argmax_alone, batch.seqs)) and (plain := self._plain_loop(batch)) is not None:
-            yield from self._plain(batch, plain)
+        if (plain := self._multi_step.plain(batch)) is not None:
+            yield from plain
             return
-        if all(self._is_plain(seq) for seq in batch.seqs):
-            results = self._several_plain_steps(batch, begun)
-        yield _StepOfBatch(batch, self._one_step(batch, begun) if results is None else results)
+        results = self._multi_step.at_once(batch, begun)
+        yield StepOfBatch(batch, self._one_step(batch, begun) if results is None else results)
 
-    def _draft_steps(self, batch: StepBatch, begun: StepBegun) -> Iterator[_StepOfBatch]:
+    def _draft_steps(self, batch: StepBatch, begun: StepBegun) -> Iterator[StepOfBatch]:
         started = time.perf_counter()  # asked for a loop, a drafter may choose already: that is drafting, no pass
-        if (loop := self._draft_loop(batch)) is not None:
-            yield from self._drafted(batch, loop)
+        if (steps := self._multi_step.drafted(batch)) is not None:
+            yield from steps
             return
         drafts = self._propose(batch, started)
-        if not any(len(tree) for tree in drafts.trees) and (plain := self._watched_loop(batch)) is not None:
-            yield from self._plain(batch, plain, watched=True)
+        if not any(len(tree) for tree in drafts.trees) and (plain := self._multi_step.watched(batch)) is not None:
+            yield from plain
             return
-        yield _StepOfBatch(batch, self._one_step(batch, begun, drafts))
+        yield StepOfBatch(batch, self._one_step(batch, begun, drafts))
 
     def _one_step(self, batch: StepBatch, begun: StepBegun, drafts: _Drafts | None = None) -> list[StepResult]:
         seqs, drafts = batch.seqs, drafts or self._propose(batch, time.perf_counter())
@@ -284,157 +269,6 @@ class LocalEngine:
         result = StepResult(tree, verified, output, emitted, min(len(verified.accepted), len(emitted)))
         result.add_to(seq.stats)
         return result
-
-    # --- several steps in a row ---------------------------------------------------------------------------------------
-
-    def _draft_loop(self, batch: StepBatch) -> TimedLoop[LoopedStep] | None:
-        """Steps that the device takes without waiting for the host. None: not for this batch."""
-        seqs, ks = batch.seqs, batch.num_draft_tokens
-        most = PROBE_STEPS if self._draft_length.is_probing else LONGEST_LOOP
-        steps = min(most, max(seq.remaining_tokens for seq in seqs))
-        if steps < 2 or not all(ks) or not all(map(_argmax_alone, seqs)):
-            return None
-        started, one_off_works = time.perf_counter(), num_one_off_works()
-        results = self._drafter.draft_loop(self._target, seqs, ks, steps)
-        return None if results is None else TimedLoop(results, started, one_off_works)
-
-    def _drafted(self, batch: StepBatch, loop: TimedLoop[LoopedStep]) -> Iterator[_StepOfBatch]:
-        """The steps of a loop one by one; a sequence that has ended takes part in no further one."""
-        num_steps, ends = 0, False
-        while (steps := loop.next(last=ends)) is not None:
-            part = batch.unfinished()
-            trees = [_looped_tree(steps[place]) for place in part.places]
-            self._draft_length.sent(part.seqs, trees)
-            results = [
-                self._settle_looped(seq, tree, steps[place].verified)
-                for seq, tree, place in zip(part.seqs, trees, part.places)
-            ]
-            sizes = [tree.num_draft_tokens - steps[place].has_leaf for tree, place in zip(trees, part.places)]
-            self._pauses.end(part.seqs)
-            self._draft_length.observe(part.seqs, results, loop.timing(sizes))
-            yield _StepOfBatch(part, results)
-            if batch.has_finished:
-                return
-            num_steps += 1
-            ends = ends or self._scheduler.ends_loop(batch, num_steps)
-
-    def _settle_looped(self, seq: Sequence, tree: DraftTree, verified: VerifyResult) -> StepResult:
-        assert seq.seq_cache is not None
-        run = [*verified.tokens, verified.next_token]
-        emitted = seq.extend(run, len(verified.accepted))
-        if len(emitted) < len(run):
-            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
-        accepted = min(len(verified.accepted), len(emitted))
-        result = StepResult(tree, verified, NO_OUTPUT, emitted, accepted)
-        result.add_to(seq.stats)
-        return result
-
-    def _plain_loop(self, batch: StepBatch, *, watched: bool = False) -> TimedLoop[PlainSteps] | None:
-        """The same without draft tokens. A policy that may draft again is asked sooner.
-
-        watched: the loop ends when there is something to draft.
-        """
-        seqs, steps = batch.seqs, self._target.decode_steps
-        if watched or self._draft_length.stays_plain(seqs):
-            steps *= PLAIN_LOOP
-        steps = min(steps, max(seq.remaining_tokens for seq in seqs))
-        if steps < 2:
-            return None
-        started, one_off_works = time.perf_counter(), num_one_off_works()
-        inputs = [loop_input(seq) for seq in seqs]
-        groups = self._target.plain_loop(inputs, steps)
-        return None if groups is None else TimedLoop(groups, started, one_off_works)
-
-    def _watched_loop(self, batch: StepBatch) -> TimedLoop[PlainSteps] | None:
-        """Plain steps in a row although there might be draft tokens: lookups have found none, and go on looking."""
-        if self._target.decode_steps < 2 or not all(map(_argmax_alone, batch.seqs)):
-            return None
-        if self._drafter.look_up(batch.seqs, [0] * len(batch.seqs)) is None:  # asked for nothing, it only says whether
-            return None
-        return self._plain_loop(batch, watched=True)
-
-    def _found(self, batch: StepBatch) -> bool:
-        """Whether lookups now have draft tokens that pay."""
-        seqs, value = batch.seqs, self._draft_length.draft_value()
-        limits = [min(k, max(0, seq.remaining_tokens - 1)) for seq, k in zip(seqs, batch.num_draft_tokens)]
-        trees = self._drafter.look_up(seqs, limits) or []
-        found = [(seq, tree) for seq, tree in zip(seqs, trees) if len(tree)]
-        return any(value is None or value.gain(seq, tree) > 0 for seq, tree in found)
-
-    def _plain(
-        self, batch: StepBatch, loop: TimedLoop[PlainSteps], *, watched: bool = False
-    ) -> Iterator[_StepOfBatch]:
-        ends = False
-        while (group := loop.next(last=ends)) is not None:
-            part = batch.unfinished()
-            steps = [group[place] for place in part.places]
-            tokens = [own.tokens for own in steps]
-            results = [self._settle_plain(seq, own.tokens, own.output) for seq, own in zip(part.seqs, steps)]
-            timing = loop.timing([0] * len(tokens), len(tokens[0]))
-            self._pauses.end(part.seqs)
-            self._observe_plain(part.seqs, tokens, results, timing)
-            self._drafter.observe(part.seqs, results)
-            yield _StepOfBatch(part, results)
-            if batch.has_finished:
-                return
-            ends = ends or self._scheduler.ends_loop(batch) or (watched and self._found(batch))
-
-    def _several_plain_steps(self, batch: StepBatch, begun: StepBegun) -> list[StepResult] | None:
-        """Plain steps taken as one, where only the argmax is needed. None: not for this batch.
-
-        The target goes on without waiting for the host; what it generates past the end of a sequence is dropped.
-        """
-        seqs = batch.seqs
-        steps = min(self._target.decode_steps, max(seq.remaining_tokens for seq in seqs))
-        if steps < 2:
-            return None
-        tokens = self._target.decode([step_row(seq, empty()) for seq in seqs], steps)
-        if tokens is None:
-            return None
-        rows = tokens.tolist()
-        seconds = (time.perf_counter() - begun.at + begun.pause) / steps
-        self._pauses.end(seqs)
-        timing = StepTiming(0.0, seconds, len(seqs), 0, len(seqs), clean=begun.is_clean)
-        results = [self._settle_plain(seq, row) for seq, row in zip(seqs, rows)]
-        self._observe_plain(seqs, rows, results, timing)
-        return results
-
-    def _observe_plain(
-        self, seqs: list[Sequence], rows: list[list[int]], results: list[StepResult], timing: StepTiming
-    ) -> None:
-        """Plain steps that were taken as one, each for itself: a token a sequence. timing: of one of them."""
-        for place in range(len(rows[0])):
-            singles = [
-                StepResult(result.tree, VerifyResult([], row[place]), NO_OUTPUT, result.emitted[place : place + 1])
-                for row, result in zip(rows, results)
-            ]
-            self._draft_length.observe(seqs, singles, timing)
-
-    def _is_plain(self, seq: Sequence) -> bool:
-        """Whether nothing but the argmax is needed of the passes: a drafter that reads hidden states needs those."""
-        drafts_later = seq.params.num_draft_tokens != 0 and Capability.HIDDEN_STATES in self._drafter.needs
-        return _argmax_alone(seq) and not drafts_later
-
-    def _settle_plain(self, seq: Sequence, tokens: list[int], output: RowOutput = NO_OUTPUT) -> StepResult:
-        assert seq.seq_cache is not None
-        emitted = seq.extend(tokens, 0)
-        if len(emitted) < len(tokens):
-            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
-        result = StepResult(empty(), VerifyResult([], emitted[-1]), output, emitted)
-        result.add_to(seq.stats)
-        return result
-
-
-def _argmax_alone(seq: Sequence) -> bool:
-    """Whether the argmax decides, draft tokens included."""
-    return seq.is_greedy_argmax and seq.params.rule.lossless
-
-
-def _looped_tree(step: LoopedStep) -> DraftTree:
-    parents = step.parents or list(range(-1, len(step.draft_tokens) - 1))
-    if step.has_leaf:
-        parents[-1] -= 1
-    return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=step.confidence, source=step.source)
 
 
 def _explained(error: Exception) -> PacelineError:

@@ -94,6 +94,22 @@ class KVManager:
                 if not self.evict():
                     return False
 
+    def make_room(self, seqs: list[Sequence], num_tokens: int) -> None:
+        """Blocks for so many more tokens of every one of these sequences, if finished ones can give up what lacks."""
+        caches = [seq.seq_cache for seq in seqs if seq.seq_cache is not None]
+        ends = [len(seq.ids) + num_tokens for seq in seqs]
+        lacking = sum(
+            max(0, self._blocks_for(end) - self.blocks.num_held([seq_cache])) for seq_cache, end in zip(caches, ends)
+        )
+        if self.blocks.free < lacking <= self.blocks.free + self.cached_blocks:
+            for seq_cache, end in zip(caches, ends):
+                self.reserve(seq_cache, end)
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back blocks past the tokens of a running sequence."""
+        if seq.seq_cache is not None:
+            self.blocks.shrink(seq.seq_cache, seq.seq_cache.length)
+
     def evict(self) -> bool:
         """Give up the least recently used finished sequence; False if there is none."""
         return any(self._prefix_cache.evict(owner) for owner in self._owners)

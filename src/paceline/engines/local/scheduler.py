@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.config import EngineConfig
 from paceline.core.draft_length import DraftLengthPolicy
@@ -68,6 +69,13 @@ class StepBatch:
         return StepBatch(self.requests, [0] * len(self.requests))
 
 
+class StepOfBatch(NamedTuple):
+    """What one step did to the sequences of a batch."""
+
+    batch: StepBatch
+    results: list[StepResult]
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillBatch:
     """Prompts of which one pass reads the next tokens."""
@@ -92,6 +100,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         self._arrivals = 0
         self._totals = Totals()
+        self._max_running: int | None = None  # after a pass ran out of memory: as many as fit, until one has ended
         self.is_called: Callable[[], bool] = lambda: False  # whether a caller waits for the end of this step
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -138,7 +147,8 @@ class Scheduler:
 
     def admit(self) -> None:
         """Give waiting requests their caches, in order, as long as there is room."""
-        while self._waiting and len(self._prefilling) + len(self._running) < self._config.max_num_seqs:
+        most = self._max_running or self._config.max_num_seqs
+        while self._waiting and len(self._prefilling) + len(self._running) < most:
             request = self._waiting[0]
             if self._worth_waiting(request) or not self.kv.admit(request.seq):
                 return  # the others wait their turn: short prompts never overtake a long one for good
@@ -208,7 +218,9 @@ class Scheduler:
             return True
         if not num_draft_steps or num_draft_steps % LOOP_STEPS or self._draft_length.is_probing:
             return False
-        return bool(self._prefilling) or batch.has_finished_one or self._plans_otherwise(batch)
+        if self._prefilling or batch.has_finished_one or self._plans_otherwise(batch):
+            return True
+        return self._draft_length.is_probing  # the plan is a probe of as many draft tokens: it takes few steps
 
     def _plans_otherwise(self, batch: StepBatch) -> bool:
         """Whether the policy would draft another number of tokens now. Near the end of a sequence there is room for
@@ -217,13 +229,20 @@ class Scheduler:
         asked = zip(self._draft_length.plan(batch.seqs), batch.num_draft_tokens, rooms)
         return any(k != min(own, room) for k, own, room in asked)
 
+    def loop_ended(self, batch: StepBatch) -> None:
+        """Several steps in a row are over: blocks that were reserved for more of them are free again."""
+        for seq in batch.unfinished().seqs:
+            self.kv.trim(seq)
+
     def make_room(self) -> bool:
         """After a pass ran out of memory: evict, or preempt the youngest; False if only one sequence is left."""
         if self.kv.evict():
             return True
-        if len(self._prefilling) + len(self._running) < 2:
+        count = len(self._prefilling) + len(self._running)
+        if count < 2:
             return False
         self.preempt()
+        self._max_running = count - 1  # admitted again at once, it would make the same pass fail again
         return True
 
     def preempt(self) -> None:
@@ -241,10 +260,10 @@ class Scheduler:
     def postprocess(self, batch: StepBatch, results: list[StepResult]) -> list[RequestState]:
         """Count, report, and release what has ended; returns the requests of the step."""
         now = time.perf_counter()
-        for request, num_draft_tokens, result in zip(batch.requests, batch.num_draft_tokens, results):
+        for request, result in zip(batch.requests, results):
             seq = request.seq
             seq.stats.seconds = now - (request.started or now)
-            self._totals.draft_lengths[num_draft_tokens] += 1
+            self._totals.add_step(result)
             if seq.finished:
                 self._running.remove(request)
                 self._release(request, keep=True)
@@ -255,6 +274,7 @@ class Scheduler:
         self._totals.seconds += seconds
 
     def _release(self, request: RequestState, *, keep: bool) -> None:
+        self._max_running = None
         request.prefilled, request.seq.keep_cache = [], keep and self.kv.keeps_finished
         self._totals.add(request.seq)
         self._drafter.end(request.seq)
@@ -278,14 +298,18 @@ class Totals:
         self._prefix_hits += seq.num_cached_tokens > 0
         self._prefix_tokens += seq.num_cached_tokens
 
+    def add_step(self, result: StepResult) -> None:
+        """Of one sequence. Several plain steps that were taken as one count as several."""
+        self.draft_lengths[result.tree.num_draft_tokens] += 1 if len(result.tree) else len(result.emitted)
+
     def add(self, seq: Sequence) -> None:
         """A sequence has ended. Those that run are counted when someone asks: a step has no time for it."""
         _add_to(self._ended, seq)
 
     def snapshot(self, kv: KVManager, waiting: int, running: list[Sequence]) -> EngineStats:
-        by_method = {method: replace(stats) for method, stats in self._ended.items()}
-        for stats in by_method.values():
-            stats.offered_at, stats.accepted_at = [*stats.offered_at], [*stats.accepted_at]
+        by_method: dict[str, SpecStats] = {}
+        for method, ended in list(self._ended.items()):  # the worker may add a method meanwhile
+            by_method.setdefault(method, SpecStats()).add(ended)
         for seq in running:
             _add_to(by_method, seq)
         spec = SpecStats()

@@ -15,7 +15,7 @@ from paceline.hub.resolved_config import ResolvedConfig
 from paceline.models import llama, registry
 from paceline.quantization import registry as formats
 from paceline.runners.native import read_config
-from paceline.runners.native.loading import comparable
+from paceline.runners.native.loading import comparable, eos_token_ids_in
 from tests.support.families import Variant, tiny_family_config, variants
 
 SHIPPED = [name for name in registry.model_types() if name in CONFIG_MAPPING]
@@ -139,3 +139,14 @@ def test_records_compare_by_their_tensors() -> None:
     sizes = [llama.config_from_hf(CONFIG_MAPPING["llama"](rope_theta=theta)) for theta in (1e4, 1e4, 2e4)]
     assert comparable(sizes[0]) == comparable(sizes[1]) != comparable(sizes[2])
     assert comparable((torch.ones(2), (torch.zeros(1), 3))) == [[1.0, 1.0], [[0.0], 3]]
+
+
+def test_end_tokens_are_the_generation_configs_or_the_models_or_its_text_decoders(tmp_path: Path) -> None:
+    text = {"eos_token_id": 257}
+    folder = folder_of("qwen3_5", tmp_path / "model", text_config=text)
+    for _ in range(2):  # as transformers reads it, and as an earlier start kept it
+        assert eos_token_ids_in(folder, read_config(folder, "model")) == {257}
+    changed(folder, eos_token_id=[5, 6])
+    assert eos_token_ids_in(folder, read_config(folder, "model")) == {5, 6}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert eos_token_ids_in(folder, read_config(folder, "model")) == {9}

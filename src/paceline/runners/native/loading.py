@@ -224,10 +224,10 @@ def _with_rope_parameters(config: Any, document: dict[str, Any]) -> Any:
 
 
 def eos_token_ids_in(folder: Path, config: Any) -> frozenset[int]:
-    """Every token that ends a sequence: by the generation config, or else the model's."""
-    ids = generation_config(folder, folder.name).get("eos_token_id")
-    if ids is None:
-        ids = getattr(config, "eos_token_id", None)
+    """Every token that ends a sequence: by the generation config, or else the model's or its text decoder's."""
+    named = generation_config(folder, folder.name).get("eos_token_id")
+    choices = (named, *(getattr(part, "eos_token_id", None) for part in (config, config.get_text_config())))
+    ids = next((choice for choice in choices if choice is not None), None)
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

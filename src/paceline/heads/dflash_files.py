@@ -107,10 +107,11 @@ def _mask_embedding(checkpoint: Checkpoint) -> Tensor | None:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each raise types of their own
         raise WeightsError(f"{path} is damaged, or would run code when opened and is refused ({error})") from error
-    vector = next(iter(stored.values())) if isinstance(stored, dict) and stored else stored
-    if not isinstance(vector, Tensor):
+    values = stored.values() if isinstance(stored, dict) else [stored]
+    vectors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if len(vectors) != 1:  # beside it some files have the id of the token
         raise WeightsError(f"{path} does not hold one vector")
-    return vector.reshape(-1)
+    return vectors[0].reshape(-1)
 
 
 # --- the config -------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from paceline.layers.rope import (
     partial_rotary_factor,
     rope_config_of,
     rope_parameters_of,
+    scaled_length,
 )
 from paceline.quantization.registry import format_of
 
@@ -143,7 +144,7 @@ def arch_config(
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         rms_norm_eps=float(getattr(config, eps)),
-        max_seq_len=int(config.max_position_embeddings),
+        max_seq_len=max(int(config.max_position_embeddings), scaled_length(config)),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         rope=rope_config_of(config, head_dim, interleaved=interleaved_rope),
         qkv_bias=qkv_bias,

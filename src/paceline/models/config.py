@@ -163,6 +163,14 @@ def layer_windows(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def mixed_windows(config: Any) -> str | None:
+    """Why layers of different kinds cannot run where transformers gives every layer the window; None: they are one."""
+    window = getattr(config, "sliding_window", None)
+    if any(layer != window for layer in layer_windows(config)):
+        return "layer_types has layers without the sliding_window, which all layers of this architecture have"
+    return None
+
+
 def window_attention(config: Any) -> tuple[LayerAttention, ...]:
     """What the layers of a config have of their own where windows are all that differs; empty: there are none."""
     windows = layer_windows(config)

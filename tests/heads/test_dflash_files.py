@@ -112,6 +112,9 @@ def test_a_mask_embedding_of_its_own_file_is_read(tmp_path: Path) -> None:
     torch.save(vector, tmp_path / "mask_embedding.pt")
     head = load_head(tmp_path, DFlashHead)
     assert head.mask_embedding is not None and torch.equal(head.mask_embedding, vector[0])
+    torch.save({"mask_token_id": MASK, "embedding": 2 * vector[0]}, tmp_path / "mask_embedding.pt")
+    head = load_head(tmp_path, DFlashHead)
+    assert head.mask_embedding is not None and torch.equal(head.mask_embedding, 2 * vector[0])
     (tmp_path / "mask_embedding.pt").write_bytes(b"no pickle")
     with pytest.raises(WeightsError, match=r"mask_embedding\.pt"):
         load_head(tmp_path, DFlashHead)

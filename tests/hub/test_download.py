@@ -136,6 +136,27 @@ def test_a_connection_that_breaks_goes_on_where_it_broke(hub: FakeHub, sharded_f
     assert (folder / large).read_bytes() == hub.repositories[MODEL][large]
 
 
+@pytest.mark.slow
+def test_a_hub_that_refuses_for_a_moment_is_asked_again(hub: FakeHub, sharded_folder: Path) -> None:
+    hub.add(MODEL, sharded_folder)
+    large = _with_large_file(hub)
+    hub.break_at[large], hub.answers[large] = 300_000, [503, 429]
+    folder = locate(MODEL).folder
+    assert len(hub.starts(large)) == 4
+    assert (folder / large).read_bytes() == hub.repositories[MODEL][large]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("status", "asked"), [(404, 1), (500, download.ATTEMPTS)])
+def test_a_hub_that_goes_on_refusing_is_an_error(hub: FakeHub, sharded_folder: Path, status: int, asked: int) -> None:
+    hub.add(MODEL, sharded_folder)
+    large = _with_large_file(hub)
+    hub.answers[large] = [status] * 9
+    with pytest.raises(FetchError):
+        locate(MODEL)
+    assert len(hub.starts(large)) == asked
+
+
 def _with_large_file(hub: FakeHub, megabytes: int = 2) -> str:
     """Another file of weights that is too large for one piece."""
     from safetensors.torch import save

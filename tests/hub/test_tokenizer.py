@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from paceline.errors import PromptError
 from paceline.hub.tokenizer import Tokenizer
@@ -37,6 +40,23 @@ def test_nothing_of_a_stop_string_is_shown(text: str, stop: str) -> None:
 def test_what_might_be_a_stop_string_is_held_back() -> None:
     stream = TOKENIZER.stream(("abc",))
     assert [stream.feed(TOKENIZER.encode(character)) for character in "xabd"] == ["x", "", "", "abd"]
+
+
+HIDDEN = 7
+
+
+@pytest.mark.parametrize("ids", [[3, HIDDEN, 4, 5], [HIDDEN, 3, 4], [3, 4, HIDDEN, HIDDEN, 5], [3, HIDDEN, HIDDEN]])
+def test_a_space_behind_a_hidden_token_is_not_lost(ids: list[int]) -> None:
+    """Decoders of SentencePiece models strip the first space of what they are given."""
+    words = ["<unk>", "<s>", "</s>", "▁Hello", "▁world", "▁again", "!"]
+    bpe = models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[], unk_token="<unk>")
+    model = tokenizers.Tokenizer(bpe)
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    model.add_special_tokens(["<s>", "</s>", "[TOOL_CALLS]"])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>"))
+    stream = tokenizer.stream()
+    assert "".join(stream.feed([token]) for token in ids) + stream.flush() == tokenizer.decode(ids)
 
 
 def test_chat_messages_go_through_the_template() -> None:

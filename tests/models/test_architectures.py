@@ -10,7 +10,8 @@ import torch
 from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from paceline.core.types import Row
-from paceline.models import registry
+from paceline.models import llama, registry
+from paceline.runners.huggingface_model import context_length
 from paceline.runners.native import NativeRunner, is_native
 from tests.runners.native.models import tiny
 
@@ -78,6 +79,16 @@ def test_a_computation_that_layers_do_not_have_is_refused_with_the_reason(config
 @pytest.mark.parametrize("config", [LlamaConfig(attention_bias=True), MistralConfig(sliding_window=4096)])
 def test_what_layers_have_is_native(config: Any) -> None:
     assert is_native(config)
+
+
+@pytest.mark.parametrize(("length", "expected"), [(40960, 131072), (262144, 262144)])
+def test_yarn_lengthens_a_sequence_that_the_config_does_not(length: int, expected: int) -> None:
+    """Model cards add the rope to a config and leave its max_position_embeddings as it is."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = LlamaConfig(max_position_embeddings=length, rope_parameters=rope)
+    assert llama.config_from_hf(config).max_seq_len == context_length(config) == expected
+    plain = LlamaConfig(max_position_embeddings=length)
+    assert llama.config_from_hf(plain).max_seq_len == context_length(plain) == length
 
 
 @pytest.mark.slow

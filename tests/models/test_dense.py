@@ -139,6 +139,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    # transformers gives these windows to other layers than layer_types names.
+    ("phi3", {"sliding_window": 7, "layer_types": ["full_attention"] * 32}, "sliding_window"),
+    ("starcoder2", {"sliding_window": 7, "layer_types": ["full_attention"] * 30}, "sliding_window"),
+    ("smollm3", {"sliding_window": 7, "layer_types": ["sliding_attention"] * 36}, "use_sliding_window"),
 ]
 
 

@@ -19,6 +19,8 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request, Row
 from paceline.errors import CapabilityError, ModelNotFound, OptionError, WeightsError
 from paceline.layers.lora import LoraLinear, LoraRows, LowRank
+from paceline.models.llama import config_from_hf
+from paceline.models.lora import read_adapter
 from paceline.quantization import registry as formats
 from paceline.runners.native import NativeRunner
 from paceline.runners.native.lora_runner import LoraRunner
@@ -28,6 +30,7 @@ from tests.support.tiny import byte_tokenizer, tiny_llama
 PROMPT = "to be or not to be, that is the question: to be or not"
 LONG = PROMPT * 4  # several blocks of the prefix cache
 TOKENS = list(range(40, 90))
+ONE_MODEL = config_from_hf(tiny_llama().config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +290,16 @@ def test_an_adapter_that_peft_has_written_is_read(tmp_path: Path) -> None:
         expected = model(torch.tensor([TOKENS])).logits[0]
     output = lora_runner.forward([row_of(lora_runner, "it", TOKENS)])[0]
     torch.testing.assert_close(output.logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("value", ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"])
+def test_an_adapter_of_base_weights_that_were_changed_is_refused(value: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", tiny_llama(), 1, init_lora_weights=value)
+    with pytest.raises(CapabilityError, match=f"init_lora_weights '{value}'"):
+        read_adapter("adapter", folder, ONE_MODEL, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal"])
+def test_how_the_matrices_of_an_adapter_began_does_not_matter(value: bool | str | None, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", tiny_llama(), 1, init_lora_weights=value)
+    assert read_adapter("adapter", folder, ONE_MODEL, torch.float32, "cpu").deltas

@@ -38,6 +38,7 @@ class FakeHub:
     """Repositories by name, each a table of files.
 
     break_at   the connection of this file breaks after so many bytes, once
+    answers    statuses that downloads of this file get instead of it, one each
     wait_at    the file stops after so many bytes, until `go_on` is set
     damaged    files whose bytes are not those of their hash
     token      what must be sent; None: nothing
@@ -45,6 +46,7 @@ class FakeHub:
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     break_at: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, list[int]] = field(default_factory=dict)
     wait_at: dict[str, int] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
     token: str | None = None
@@ -124,6 +126,9 @@ def fake_hub() -> Iterator[FakeHub]:
             match = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
             start = int(match[1]) if match else 0
             hub.calls.append(Call(self.command, name, start))
+            if self.command == "GET" and hub.answers.get(name):
+                self._refuse("", hub.answers[name].pop(0))
+                return
             self.send_response(206 if match else 200)
             self.send_header("X-Repo-Commit", COMMIT)
             self.send_header("ETag", f'"{digest(name, data)}"')

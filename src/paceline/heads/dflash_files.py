@@ -28,8 +28,9 @@ from paceline.heads.block_attention import FULL, SLIDING
 from paceline.heads.checkpoint import Checkpoint, declared_kind, install, number, plain_name, tensor_named
 from paceline.heads.dflash import DFlashConfig, DFlashHead, usual_target_layers
 from paceline.heads.dflash_writer import ORIGINAL, SPECULATORS, save
-from paceline.heads.eagle_files import NOT_NEEDED, rope_scaling_of
+from paceline.heads.eagle_files import NOT_NEEDED
 from paceline.heads.registry import HeadSpec
+from paceline.heads.rope_options import rope_options
 
 KINDS = ("dflash", "dflash2", "dspark", "jetspec")  # as speculators names them
 ARCHITECTURES = ("DFlash", "DSpark")  # what published class names contain
@@ -107,10 +108,11 @@ def _mask_embedding(checkpoint: Checkpoint) -> Tensor | None:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle, zip and torch each raise types of their own
         raise WeightsError(f"{path} is damaged, or would run code when opened and is refused ({error})") from error
-    vector = next(iter(stored.values())) if isinstance(stored, dict) and stored else stored
-    if not isinstance(vector, Tensor):
+    values = stored.values() if isinstance(stored, dict) else [stored]
+    vectors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    if len(vectors) != 1:  # beside it some files have the id of the token
         raise WeightsError(f"{path} does not hold one vector")
-    return vector.reshape(-1)
+    return vectors[0].reshape(-1)
 
 
 # --- the config -------------------------------------------------------------------------------------------------------
@@ -218,10 +220,8 @@ def _layer_sizes(named: Checkpoint) -> dict[str, Any]:
 
 def _layer_options(named: Checkpoint, keys: ConfigKeys) -> dict[str, Any]:
     layer, tensors = keys.layer, named.tensors
-    rope = layer.get("rope_parameters") or {}
     return {
-        "rope_theta": number(layer, "rope_theta", number(rope, "rope_theta", 10000.0)),
-        "rope_scaling": rope_scaling_of(layer, rope),
+        **rope_options(layer, named.folder),
         "max_seq_len": int(number(layer, "max_position_embeddings", 2048)),
         "rms_norm_eps": number(layer, "rms_norm_eps", 1e-6),
         "attention_bias": f"{FIRST}self_attn.q_proj.bias" in tensors,

@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.heads.checkpoint import Checkpoint, converted, number, plain_name, tensor_named
 from paceline.heads.eagle import EagleConfig, EagleHead
+from paceline.heads.rope_options import rope_options
 
 MIDLAYER = "midlayer."
 LISTED = "layers.0."
@@ -49,15 +50,13 @@ def shared_fields(named: Checkpoint) -> dict[str, Any]:
     head_dim = int(number(config, "head_dim", 0)) or q_rows // int(number(config, "num_attention_heads", 1))
     if not head_dim or q_rows % head_dim or k_rows % head_dim:
         raise WeightsError(f"{named.folder}: q_proj's {q_rows} and k_proj's {k_rows} rows are not heads of {head_dim}")
-    rope = config.get("rope_parameters") or {}
     return {
         "hidden_size": tensor_named(named, f"{MIDLAYER}post_attention_layernorm.weight").shape[0],
         "intermediate_size": tensor_named(named, f"{MIDLAYER}mlp.gate_proj.weight").shape[0],
         "num_heads": q_rows // head_dim,
         "num_kv_heads": k_rows // head_dim,
         "head_dim": head_dim,
-        "rope_theta": number(config, "rope_theta", number(rope, "rope_theta", 10000.0)),
-        "rope_scaling": rope_scaling_of(config, rope),
+        **rope_options(config, named.folder),
         "max_seq_len": int(number(config, "max_position_embeddings", 2048)),
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
         "fc_bias": "fc.bias" in tensors,
@@ -65,12 +64,6 @@ def shared_fields(named: Checkpoint) -> dict[str, Any]:
         "output_bias": f"{MIDLAYER}self_attn.o_proj.bias" in tensors,
         "own_embeddings": "embed_tokens.weight" in tensors,
     }
-
-
-def rope_scaling_of(config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    scaling = config.get("rope_scaling") or rope
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return None if kind == "default" else dict(scaling)
 
 
 def vocab_size_of(named: Checkpoint) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import WeightsError
 from paceline.hub.cache import cached_directory
+from paceline.hub.gguf_eos import eos_token_ids
 from paceline.hub.gguf_fields import GgufFields
 from paceline.hub.gguf_index import INDEX, has_index, read_index, write_index
 from paceline.hub.model_config import DecoderSizes, decoder_sizes
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.hub.gguf_tensors import GgufPart, GgufTensors
 
-CONVERTER = 3  # part of the key of the cache: what an older converter wrote is not used again
+CONVERTER = 4  # part of the key of the cache: what an older converter wrote is not used again
 SIZE_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -35,7 +36,6 @@ SIZE_KEYS = {
     "head_dim": "attention.key_length",
     "max_position_embeddings": "context_length",
 }
-EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")  # llama.cpp ends a sequence at each of them
 PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -169,13 +169,6 @@ def _config(fields: GgufFields, tensors: GgufTensors, sizes: DecoderSizes) -> di
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "dtype": "bfloat16",
     }
-
-
-def eos_token_ids(fields: GgufFields) -> int | list[int] | None:
-    """As config.json has them: one, several or none."""
-    values = [fields.get(f"tokenizer.ggml.{key}") for key in EOS_KEYS]
-    ids = list(dict.fromkeys(int(value) for value in values if value is not None))
-    return ids if len(ids) > 1 else next(iter(ids), None)
 
 
 def _size_keys(sizes: DecoderSizes) -> dict[str, int]:

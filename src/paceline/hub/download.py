@@ -29,6 +29,7 @@ SECONDS_BETWEEN_ATTEMPTS = 1.0
 LIST_TIMEOUT = 20.0
 HTTP_LIMIT = 50 * 10**9  # larger files come only through huggingface_hub's own protocol
 REFUSALS = (401, 403)
+TOO_MANY_REQUESTS, SERVER_ERRORS = 429, 500
 SHA256_DIGITS = 64  # of files in large-file storage; of others the Hub knows git's own hash
 
 
@@ -198,7 +199,7 @@ class _Download:
             raise FetchError(self._interrupted(file, None))
 
     def _receive(self, file: RemoteFile, advance: Advance) -> None:
-        """Append what is missing. A connection that breaks is tried again, five times while it brings nothing."""
+        """Append what is missing. What breaks off is tried again, five times while it brings nothing."""
         left = ATTEMPTS
         while (before := self._arrived(file)) < file.size:
             error = self._append_or_error(file, before, advance)
@@ -211,9 +212,15 @@ class _Download:
         self._partial(file).touch()  # a file of no bytes
 
     def _append_or_error(self, file: RemoteFile, start: int, advance: Advance) -> Exception | None:
+        from huggingface_hub.errors import HfHubHTTPError
+
         try:
             self._append(file, start, advance)
         except self._broken as error:
+            return error
+        except HfHubHTTPError as error:
+            if not _may_pass(error):
+                raise
             return error
         return None
 
@@ -263,6 +270,12 @@ class _Download:
 
     def _partial(self, file: RemoteFile) -> Path:
         return self._folder / "blobs" / f"{file.digest}.incomplete"
+
+
+def _may_pass(error: Any) -> bool:
+    """Whether a refusal is of this moment: too many requests, or a server that fails."""
+    status = 0 if error.response is None else error.response.status_code
+    return status == TOO_MANY_REQUESTS or status >= SERVER_ERRORS
 
 
 def _check_digest(file: RemoteFile, path: Path) -> None:

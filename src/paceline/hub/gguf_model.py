@@ -14,7 +14,8 @@ from typing import Any
 from paceline.errors import ModelNotFound, OptionError
 from paceline.hub import default
 from paceline.hub.cache import cached_directory
-from paceline.hub.convert import CONVERTER, eos_token_ids, open_gguf
+from paceline.hub.convert import CONVERTER, open_gguf
+from paceline.hub.gguf_eos import eos_token_ids
 from paceline.hub.gguf_fields import GgufFields
 from paceline.hub.hub_model import obtain
 from paceline.hub.hub_name import hub_name

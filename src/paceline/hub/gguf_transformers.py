@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ModelError, WeightsError
+from paceline.hub.gguf_eos import eos_token_ids
 from paceline.hub.gguf_fields import GgufFields
 from paceline.hub.model_config import decoder_sizes
 from paceline.hub.progress import stage
@@ -49,6 +50,7 @@ def convert_by_transformers(gguf: Path, reader: GGUFReader, fields: GgufFields, 
     _refuse_rope_tensors(reader)
     model = _load(gguf)
     _set_attention_scale(fields, model.config)
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos_token_ids(fields)
     _check_config(fields, model.config)
     _check_tensors(reader, model)
     quantizer = vars(model).get("hf_quantizer")

@@ -20,6 +20,8 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 # Beside a model's own tensors: a picture encoder, and statistics for quantizing.
 OTHER_GGUF = ("mmproj", "imatrix")
 SMALL_FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
+PICKLED_HEADS = ("medusa_lm_head.pt",)  # Medusa's own layout
+BESIDE_HEADS = ("mask_embedding.pt",)  # a DFlash head may keep the vector of its mask token here
 NOT_THE_MODEL = ("consolidated", "training_args", "optimizer")  # a second copy of the weights, or what trained them
 
 
@@ -48,7 +50,7 @@ def chosen_files(name: HubName, files: Iterable[str]) -> list[str]:
     weights = _weights(files)
     if not weights:
         return gguf_parts(_only_gguf(name, files))
-    small = [file for file in files if "/" not in file and file.endswith(SMALL_FILES)]
+    small = [file for file in files if "/" not in file and (file.endswith(SMALL_FILES) or file in BESIDE_HEADS)]
     return [*small, *weights]
 
 
@@ -67,7 +69,10 @@ def is_gguf_choice(files: list[str]) -> bool:
 def _weights(files: list[str]) -> list[str]:
     """Safetensors, else what torch pickled. Folders hold other forms of the same weights."""
     top = [file for file in files if "/" not in file and not file.startswith(NOT_THE_MODEL)]
-    return [file for file in top if file.endswith(".safetensors")] or [file for file in top if file.endswith(".bin")]
+    for ends in ((".safetensors",), (".bin",), PICKLED_HEADS):
+        if weights := [file for file in top if file.endswith(ends)]:
+            return weights
+    return []
 
 
 def _models(files: list[str]) -> list[str]:

@@ -10,7 +10,7 @@ from paceline.errors import WeightsError
 from paceline.hub.documents import read_document
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SAFETENSORS, PICKLED = "*.safetensors", "*.bin"
+SAFETENSORS, PICKLED = "*.safetensors", ("*.bin", "medusa_lm_head.pt")
 LENGTH_BYTES = 8
 LONGEST_HEADER = 100 << 20  # what the safetensors library itself accepts
 
@@ -56,7 +56,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    return any(path for pattern in (SAFETENSORS, PICKLED) for path in folder.glob(pattern))
+    return any(path for pattern in (SAFETENSORS, *PICKLED) for path in folder.glob(pattern))
 
 
 def check_shards(folder: Path, name: str) -> None:

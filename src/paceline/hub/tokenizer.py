@@ -149,7 +149,10 @@ class StreamDetokenizer:
         if after.endswith(UNFINISHED):
             return ""
         # Decoding starts a few tokens back: some tokenizers put spaces between tokens that depend on the one before.
-        self._context, self._emitted = self._emitted, len(self._ids)
+        # Hidden tokens are no such beginning: what follows them would be decoded as the first of its text.
+        if len(after) > len(before):
+            self._context = self._emitted
+        self._emitted = len(self._ids)
         return self._release(after[len(before) :])
 
     def flush(self) -> str:

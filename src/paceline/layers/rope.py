@@ -67,6 +67,15 @@ def partial_rotary_factor(config: Any) -> float:
     return float(factor or 1.0)
 
 
+def scaled_length(config: Any) -> int:
+    """Tokens that yarn stretches a model to; 0: it does not. Model cards add yarn and leave max_position_embeddings."""
+    parameters = rope_parameters_of(config)
+    if parameters.get("rope_type") != "yarn":
+        return 0
+    factor, original = parameters.get("factor"), parameters.get("original_max_position_embeddings")
+    return int(factor * original) if factor and original else 0
+
+
 def rope_config_of(config: Any, head_dim: int, *, interleaved: bool = False) -> RopeConfig:
     """The rope of a Hugging Face config whose rope type is one of FIXED_ROPE_TYPES.
 

@@ -17,6 +17,7 @@ from paceline.layers.rope import (
     partial_rotary_factor,
     rope_config_of,
     rope_parameters_of,
+    scaled_length,
 )
 from paceline.quantization.registry import format_of
 
@@ -143,7 +144,7 @@ def arch_config(
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         rms_norm_eps=float(getattr(config, eps)),
-        max_seq_len=int(config.max_position_embeddings),
+        max_seq_len=max(int(config.max_position_embeddings), scaled_length(config)),
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
         rope=rope_config_of(config, head_dim, interleaved=interleaved_rope),
         qkv_bias=qkv_bias,
@@ -160,6 +161,14 @@ def layer_windows(config: Any) -> list[int | None]:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def mixed_windows(config: Any) -> str | None:
+    """Why layers of different kinds cannot run where transformers gives every layer the window; None: they are one."""
+    window = getattr(config, "sliding_window", None)
+    if any(layer != window for layer in layer_windows(config)):
+        return "layer_types has layers without the sliding_window, which all layers of this architecture have"
+    return None
 
 
 def window_attention(config: Any) -> tuple[LayerAttention, ...]:

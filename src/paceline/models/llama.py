@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.errors import WeightsError
 from paceline.layers.attention import HeadNorms, LayerAttention
 from paceline.layers.decoder_layer import DecoderLayer
 from paceline.layers.feed_forward import GatedMlp, Mlp, PlainMlp
@@ -21,6 +21,7 @@ from paceline.models.checkpoint import Embedding, ModelCheckpoint
 from paceline.models.config import ArchConfig, NormKind, arch_config, unsupported_field
 from paceline.models.decoder import DecoderModel, Layer
 
+LOG = logging.getLogger("paceline")
 MODEL_TYPES = ("llama",)
 
 
@@ -78,16 +79,17 @@ def read_model(
 
 
 def _lm_head(checkpoint: ModelCheckpoint, config: ArchConfig, embedding: Embedding) -> Linear:
-    """The embedding where the two are tied. A checkpoint may still store the LM head, if it is the same."""
+    """The embedding where the two are tied. One that is stored beside it and differs is used, as transformers does."""
     shape = config.vocab_size, config.hidden_size
     if not config.tie_word_embeddings:
         return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
     if "lm_head.weight" not in checkpoint:
         return checkpoint.linear_of(embedding)
     stored = checkpoint.tensor("lm_head.weight", *shape)
-    if not (isinstance(embedding, Tensor) and torch.equal(stored, embedding)):
-        raise WeightsError("lm_head.weight differs from the embedding, and the config says that they are tied")
-    return checkpoint.linear_of(embedding)
+    if isinstance(embedding, Tensor) and torch.equal(stored, embedding):
+        return checkpoint.linear_of(embedding)
+    LOG.warning("lm_head.weight is used as it is stored: it differs from the embedding that the config ties it to")
+    return checkpoint.linear(["lm_head"], [shape[0]], shape[1])
 
 
 def read_layer(

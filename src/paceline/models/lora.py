@@ -49,6 +49,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
 }
+# Ways to initialise an adapter that also change the base weights, which the adapter's files do not hold.
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 Tensors = dict[str, Tensor]
 
 
@@ -96,6 +98,12 @@ def _settings(name: str, folder: Path) -> dict[str, Any]:
         if settings.get(setting) not in neutral:
             value = settings[setting]
             raise CapabilityError(f"the LoRA adapter {name} has {setting} {value!r}, which is not supported")
+    if str(settings.get("init_lora_weights")).lower().startswith(CHANGES_BASE):
+        raise CapabilityError(
+            f"the LoRA adapter {name} has init_lora_weights {settings['init_lora_weights']!r}: it belongs to base "
+            "weights that were changed when it was made. Save it as an ordinary LoRA adapter (PEFT's save_pretrained "
+            "with path_initial_model_for_weight_conversion), or merge it into its model"
+        )
     return settings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.models.checkpoint import ModelCheckpoint
-from paceline.models.config import ArchConfig, arch_config, unsupported_field
+from paceline.models.config import ArchConfig, arch_config, mixed_windows, unsupported_field
 from paceline.models.decoder import DecoderModel
 from paceline.models.llama import LayerNames, read_layer, read_model
 
@@ -18,7 +18,7 @@ NAMES = LayerNames(qkv=("qkv_proj",), gate_up=("gate_up_proj",))
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    return unsupported_field(config, ("partial_rotary_factor", "sliding_window"))
+    return mixed_windows(config) or unsupported_field(config, ("partial_rotary_factor", "sliding_window"))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

@@ -16,6 +16,10 @@ MODEL_TYPES = ("smollm3",)
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
+    # transformers masks sliding layers whatever use_sliding_window says.
+    has_window = config.sliding_window and config.use_sliding_window
+    if "sliding_attention" in (config.layer_types or ()) and not has_window:
+        return "layer_types has sliding_attention, and use_sliding_window or sliding_window is not set"
     return unsupported_field(config, ("mlp_bias", "sliding_window"))
 
 

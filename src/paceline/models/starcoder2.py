@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.layers.decoder_layer import DecoderLayer
 from paceline.models.checkpoint import ModelCheckpoint
-from paceline.models.config import ArchConfig, NormKind, arch_config, unsupported_field
+from paceline.models.config import ArchConfig, NormKind, arch_config, mixed_windows, unsupported_field
 from paceline.models.decoder import DecoderModel
 from paceline.models.llama import read_layer, read_model, read_plain_mlp
 
@@ -16,7 +16,7 @@ MODEL_TYPES = ("starcoder2",)
 
 def unsupported(config: Any) -> str | None:
     """Why a model with this Hugging Face config cannot run here; None: it can."""
-    return unsupported_field(config, ("sliding_window",))
+    return mixed_windows(config) or unsupported_field(config, ("sliding_window",))
 
 
 def config_from_hf(config: Any) -> ArchConfig:

@@ -91,6 +91,8 @@ _MODEL_TYPES: Mapping[str, str] = {
     "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "gemma3": "gemma3_text",
     "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss", "falcon-h1": "falcon_h1", "deepseek2": "deepseek_v3",
     "granitehybrid": "granitemoehybrid", "glm4moe": "glm4_moe", "lfm2moe": "lfm2_moe", "mistral3": "ministral3",
+    "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe",
+    "hunyuan-dense": "hunyuan_v1_dense", "nemotron_h_moe": "nemotron_h",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from paceline.core.state_view import StateView, all_layers
 from paceline.core.types import Capability, ModelInfo, Row
 from paceline.errors import ModelError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
+from paceline.layers.rope import scaled_length
 from paceline.runners.last_states import LastStates
 from paceline.runners.loading import eos_token_ids_of
 
@@ -122,7 +123,8 @@ def model_info(model: PreTrainedModel, name: str) -> ModelInfo:
 
 def context_length(config: Any) -> int | None:
     """Tokens that a sequence may have; None: the config of the decoder names no limit."""
-    return _first_number(config, "max_position_embeddings", "n_positions", "max_seq_len")
+    length = _first_number(config, "max_position_embeddings", "n_positions", "max_seq_len")
+    return None if length is None else max(length, scaled_length(config))
 
 
 def _first_number(config: Any, *names: str) -> int | None:

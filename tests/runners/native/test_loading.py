@@ -11,11 +11,13 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from paceline.errors import WeightsError
+from paceline.hub.gguf_index import StoredTensor, write_index
 from paceline.hub.resolved_config import ResolvedConfig
 from paceline.models import llama, registry
+from paceline.quantization import gguf
 from paceline.quantization import registry as formats
-from paceline.runners.native import read_config
-from paceline.runners.native.loading import comparable
+from paceline.runners.native import read_config, stored_dtype
+from paceline.runners.native.loading import comparable, eos_token_ids_in
 from tests.support.families import Variant, tiny_family_config, variants
 
 SHIPPED = [name for name in registry.model_types() if name in CONFIG_MAPPING]
@@ -139,3 +141,44 @@ def test_records_compare_by_their_tensors() -> None:
     sizes = [llama.config_from_hf(CONFIG_MAPPING["llama"](rope_theta=theta)) for theta in (1e4, 1e4, 2e4)]
     assert comparable(sizes[0]) == comparable(sizes[1]) != comparable(sizes[2])
     assert comparable((torch.ones(2), (torch.zeros(1), 3))) == [[1.0, 1.0], [[0.0], 3]]
+
+
+def test_end_tokens_are_the_generation_configs_or_the_models_or_its_text_decoders(tmp_path: Path) -> None:
+    text = {"eos_token_id": 257}
+    folder = folder_of("qwen3_5", tmp_path / "model", text_config=text)
+    for _ in range(2):  # as transformers reads it, and as an earlier start kept it
+        assert eos_token_ids_in(folder, read_config(folder, "model")) == {257}
+    changed(folder, eos_token_id=[5, 6])
+    assert eos_token_ids_in(folder, read_config(folder, "model")) == {5, 6}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert eos_token_ids_in(folder, read_config(folder, "model")) == {9}
+
+
+@pytest.mark.parametrize(
+    "kinds, runs, dtype, unpacked",
+    [
+        (("F32", "Q4_K", "Q6_K"), True, "gguf", ""),
+        (("F32", "IQ4_XS", "Q3_K", "Q6_K"), True, "gguf", "IQ4_XS, Q3_K"),
+        (("F32", "IQ4_XS"), True, "float32", "IQ4_XS"),
+        (("F32", "Q4_K"), False, "float32", "Q4_K"),
+        (("F32", "BF16"), True, "float32", ""),
+    ],
+)
+def test_blocks_of_a_gguf_file_that_are_unpacked_are_named(
+    kinds: tuple[str, ...],
+    runs: bool,
+    dtype: str,
+    unpacked: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also where others of the same file stay packed: these weights then take eight times the file's memory."""
+    monkeypatch.setattr(gguf, "runs_on", lambda device: runs)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    write_index(tmp_path, [StoredTensor(kind, kind, kind, (256, 256), str(file), 0, 0) for kind in kinds])
+    assert stored_dtype(tmp_path, None, "cpu") == dtype
+    assert [f"blocks of {unpacked} on" in line for line in caplog.messages] == ([True] if unpacked else [])
+    caplog.clear()
+    assert stored_dtype(tmp_path, "float32", "cpu") == "float32" and not caplog.messages

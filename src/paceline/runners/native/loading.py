@@ -74,22 +74,25 @@ def default_cache_tokens(config: ArchConfig) -> int:
 
 
 def stored_dtype(folder: Path, name: str | None, device: str) -> str:
-    """The dtype of this name; unless one is named, `gguf` where a model is stored in blocks that can be kept here."""
+    """The dtype of this name; unless one is named, `gguf` where a model has blocks that can be kept here."""
     dtype = dtype_named(name, device)
     if name not in (None, "auto") or not has_index(folder):
         return dtype
-    packed = [tensor for tensor in read_index(folder) if tensor.kind in gguf.KINDS]
-    if packed and not gguf.runs_on(device):
-        _say_unpacked(packed, dtype)
-    return gguf.NAME if packed and gguf.runs_on(device) else dtype
+    kept = gguf.KINDS if gguf.runs_on(device) else frozenset[str]()
+    quantized = [tensor for tensor in read_index(folder) if not tensor.is_float]
+    unpacked = [tensor for tensor in quantized if tensor.kind not in kept]
+    if unpacked:
+        _say_unpacked(unpacked, dtype)
+    return gguf.NAME if len(unpacked) < len(quantized) else dtype
 
 
-def _say_unpacked(packed: list[StoredTensor], dtype: str) -> None:
+def _say_unpacked(unpacked: list[StoredTensor], dtype: str) -> None:
     """Memory is then many times that of the file, which may surprise."""
-    size = sum(prod(tensor.shape) for tensor in packed) * getattr(torch, dtype).itemsize / 2**30
+    size = sum(prod(tensor.shape) for tensor in unpacked) * getattr(torch, dtype).itemsize / 2**30
     LOG.warning(
-        "no kernels for GGUF blocks on this device: the weights are unpacked to %s, %.2g GiB; "
+        "no kernels for GGUF blocks of %s on this device: these weights are unpacked to %s, %.2g GiB; "
         "--quantize int8 is smaller, --engine llama_cpp runs the file as it is",
+        ", ".join(sorted({tensor.kind for tensor in unpacked})),
         dtype,
         size,
     )
@@ -224,10 +227,10 @@ def _with_rope_parameters(config: Any, document: dict[str, Any]) -> Any:
 
 
 def eos_token_ids_in(folder: Path, config: Any) -> frozenset[int]:
-    """Every token that ends a sequence: by the generation config, or else the model's."""
-    ids = generation_config(folder, folder.name).get("eos_token_id")
-    if ids is None:
-        ids = getattr(config, "eos_token_id", None)
+    """Every token that ends a sequence: by the generation config, or else the model's or its text decoder's."""
+    named = generation_config(folder, folder.name).get("eos_token_id")
+    choices = (named, *(getattr(part, "eos_token_id", None) for part in (config, config.get_text_config())))
+    ids = next((choice for choice in choices if choice is not None), None)
     if ids is None:
         return frozenset()
     return frozenset([ids] if isinstance(ids, int) else ids)

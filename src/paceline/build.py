@@ -20,7 +20,7 @@ from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
 from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_beside, run_in_load_thread
-from paceline.device.properties import chosen_device, default_dtype, supports_graphs
+from paceline.device.properties import chosen_device, default_dtype, device_in_use, supports_graphs
 from paceline.drafting import registry as drafters
 from paceline.drafting.chain_drafter import ChainDrafter
 from paceline.drafting.no_draft import NoDraft
@@ -91,8 +91,15 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     """A local engine, to be stepped by the calling thread. opened: the target, where it is loaded already."""
     config, times = _with_cache_size(config), LoadTimes()
     _check_method(config)
-    opened = opened or open_model(config)
+    if opened is None:
+        with device_in_use(chosen_device(config.model.device)):
+            opened = open_model(config)
     times.took("target")
+    with device_in_use(opened.target.info.device):
+        return _engine_over(config, opened, times)
+
+
+def _engine_over(config: EngineConfig, opened: OpenModel, times: LoadTimes) -> LocalEngine:
     target, tokenizer, device = opened.target, opened.tokenizer, opened.device
     prefix_cache = PrefixCache(max_tokens=_prefix_limits(config))
     context = drafter_context(config, target, tokenizer, device, prefix_cache)
@@ -416,16 +423,17 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
     auto = AUTO_KS if config.warmup == "full" else FAST_KS
     ks = auto if fixed is None else (fixed,) if fixed else ()
     widths = tuple(range(1, AUTO_KS[-1] + 2)) if fixed is None else tuple(sorted({1, 1 + fixed}))
-    if config.warmup == "full":
-        return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)))
     batches = tuple(size for size in QUICK_BATCHES if size < 2 * config.max_num_seqs)
+    if config.warmup == "full":
+        return WarmupPlan(widths, ks, longest, tuple(needed(NUM_SEQS, config.max_num_seqs)), batches)
     return WarmupPlan(widths, ks, min(longest, FAST_CONTEXT), quick_batches=batches)
 
 
 def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
     """Graphs of all sizes of the plan. Before anything is measured."""
     if plan is not None:
-        own = target.preparations(replace(plan, num_draft_tokens=(), trees=Capability.TREE in drafter.needs))
+        trees = drafter.loops_trees or Capability.TREE in drafter.needs
+        own = target.preparations(replace(plan, num_draft_tokens=(), trees=trees))
         run_preparations(own + drafter.preparations(plan), "capturing graphs", target.info.device)
 
 

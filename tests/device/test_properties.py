@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -63,3 +65,24 @@ def test_apples_gpus_have_no_float64_no_graphs_and_no_integer_weights() -> None:
     assert not properties.supports_float64("mps") and properties.supports_float64("cpu")
     assert not properties.supports_graphs("mps") and not properties.supports_integer_weights("mps")
     assert properties.default_dtype("mps") == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_memory", "sizes"),
+    [((9, 0), 232_448, [2, 4]), ((8, 0), 166_912, [2, 4]), ((8, 9), 101_376, [2]), ((7, 5), 65_536, [])],
+    ids=["H200", "A100", "L4", "T4"],
+)
+def test_fused_kernels_need_ampere_and_room_for_their_tiles(
+    capability: tuple[int, int], shared_memory: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared_memory)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert [size for size in (2, 4) if properties.supports_fused_kernels("cuda", size)] == sizes
+    assert not properties.supports_fused_kernels("cpu", 2)
+
+
+def test_a_thread_uses_the_device_that_is_named_by_number() -> None:
+    assert isinstance(properties.device_in_use("cuda:1"), torch.cuda.device)
+    for name in ("cpu", "cuda", "mps"):
+        with properties.device_in_use(name):
+            pass

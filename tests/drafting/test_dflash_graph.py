@@ -10,6 +10,7 @@ import torch
 
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
+from paceline.device.graphs import EagerPool
 from paceline.drafting import dflash_graph
 from paceline.drafting.dflash import DFlash
 from paceline.drafting.no_draft import NoDraft
@@ -66,3 +67,20 @@ def test_captured_blocks_draft_what_launches_would(variant: str, monkeypatch: py
         assert [seq.generated for seq in seqs] == [seq.generated for seq in plain]
     accepted = [sum(seq.stats.accepted for seq in seqs) for seqs in drafted]
     assert accepted[0] == pytest.approx(accepted[1], abs=2)  # products of other shapes round in other ways
+
+
+def test_blocks_of_all_contexts_and_of_one_sequence_or_a_whole_batch_are_made_ready() -> None:
+    """Chains too: where one sequence has room for nothing more, the others draft step by step."""
+    sizes: dict[str, Any] = {"hidden_size": 48, "target_hidden_size": 48, "vocab_size": 101, "draft_vocab_size": 101}
+    head = random_head(replace(tiny_head("dflash").config, **sizes, mask_token_id=100), scale=0.3)
+    target = NativeRunner.of_model(tiny("llama"), "tiny", kv_cache_tokens=1024)
+    graphs = DFlash(head, target)._block_graphs(EagerPool())
+    for prepare in graphs.preparations([1, 8], 2048):
+        prepare()
+    shapes = set(graphs._graphs._graphs)
+    for trees in (False, True):
+        for num_seqs in (1, 2, 8):
+            for seen in (256, 512, 1024, 2048):
+                wanted = dflash_graph.BlockShape(num_seqs, seen, False, trees)
+                assert any(shape.runs(wanted) for shape in shapes), wanted
+    assert len(shapes) == 8

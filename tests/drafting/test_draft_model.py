@@ -205,3 +205,15 @@ def test_a_wrapped_runner_drafts_in_place_of_the_first() -> None:
     seq = sequence([1, 2, 3], 60, SamplingParams(1.0, seed=0))
     tree = twin.propose([seq], [2])[0]
     assert tree.probs is not None and tree.probs.shape == (2, 7) and not drafter._seq_caches
+
+
+@pytest.mark.slow
+def test_a_draft_model_with_a_shorter_context_stops_where_it_can_read_no_more() -> None:
+    """The target goes on; a position past its rope would be read from anywhere."""
+    target = NativeRunner.of_model(tiny("llama", max_position_embeddings=128), "target", kv_cache_tokens=512)
+    draft = NativeRunner.of_model(tiny("llama", max_position_embeddings=32), "draft", kv_cache_tokens=512)
+    drafter = DraftModel(draft, target.info.vocab_size)
+    stats = assert_unchanged(target, drafter, [[5, 7, 9] * 8], 40, 3)
+    assert 0 < stats.drafted <= 32 - 24 + 3
+    seqs = [sequence([1] * length, 9) for length in (30, 31, 32, 40)]
+    assert [len(tree) for tree in drafter.propose(seqs, [3] * 4)] == [2, 1, 0, 0]

@@ -238,6 +238,7 @@ class Drafter(Protocol):
 
     needs: frozenset[Capability] = frozenset()  # of the target; checked once, when the engine is built
     draft_runner: Runner | None = None  # the model it drafts with, where it has one: its passes are measured
+    loops_trees: bool = False  # whether its draft tokens are trees where several steps are taken in a row
     looks_up: bool = False  # whether `propose` only looks something up: it takes next to no time and changes nothing
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:

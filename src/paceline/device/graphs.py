@@ -67,15 +67,14 @@ _GARBAGE_COLLECTION = _GarbageCollection()
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage now and not inside the block.
+    """Collect no garbage inside the block.
 
     Destroying an old graph while another is being captured ends the capture and leaves its memory pool unusable. To
-    collect takes a tenth of a second, so those who capture many graphs pause it once for all of them.
+    collect before would take longer than the capture, in the middle of somebody's sequence.
     """
     if _GARBAGE_COLLECTION.is_paused:
         yield
         return
-    gc.collect()
     enabled, _GARBAGE_COLLECTION.is_paused = gc.isenabled(), True
     gc.disable()
     try:
@@ -93,6 +92,7 @@ def captures_in_a_row(device: torch.device | str) -> AbstractContextManager[None
 
 @contextmanager
 def _captures_in_a_row() -> Iterator[None]:
+    gc.collect()
     with garbage_collection_paused():
         yield
     torch.cuda.empty_cache()  # what the work took before its capture lies with another stream than sequences use

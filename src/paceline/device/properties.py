@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from paceline.errors import OptionError
 
 DEVICES = ("cuda", "mps", "cpu")  # the first that is there is the default
+AMPERE = (8, 0)  # Triton's kernels of bfloat16 exist from this compute capability on
+LEAST_SHARED_MEMORY = 150_000  # bytes of a block, for tiles of float32: not of GPUs for desktops
 HOST_MULTIPROCESSORS = 4  # stands for a multiprocessor count where kernels run through Triton's interpreter
 
 
@@ -48,6 +52,22 @@ def on_host(device: torch.device | str) -> bool:
 def supports_graphs(device: torch.device | str) -> bool:
     """Whether work can be captured as a graph and replayed."""
     return torch.device(device).type == "cuda"
+
+
+def supports_fused_kernels(device: torch.device | str, element_size: int) -> bool:
+    """Whether the tiles of the Triton kernels fit this device, with numbers of so many bytes: from Ampere on, and with
+    four bytes where a block may have much shared memory."""
+    if not supports_graphs(device):
+        return False
+    facts = torch.cuda.get_device_properties(device)
+    shared_memory = getattr(facts, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)  # not in torch's types
+    return (facts.major, facts.minor) >= AMPERE and (element_size <= 2 or shared_memory >= LEAST_SHARED_MEMORY)
+
+
+def device_in_use(device: torch.device | str) -> AbstractContextManager[None]:
+    """This thread captures, compiles and records events on the device that its model is on: `cuda:1`, say."""
+    place = torch.device(device)
+    return torch.cuda.device(place) if place.type == "cuda" and place.index is not None else nullcontext()
 
 
 def supports_float64(device: torch.device | str) -> bool:

@@ -88,14 +88,20 @@ class DFlash(Drafter):
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
         self._compiled = CompiledHead(RopeTable(head))  # all layers in one call, where products are rounded
         self._states_confidence = False
+        self.loops_trees = self.graphs is not None and self.graphs.makes_trees
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
-        """What prompts and rests leave to be read at once: other sizes may be other kernels, loaded on first use."""
-        return [] if self.graphs is None else [partial(self._rehearse_context, count) for count in CONTEXT_SIZES]
+        """Blocks of one sequence and of a batch. And what prompts and rests leave to be read at once: other sizes may
+        be other kernels, loaded on first use."""
+        if self.graphs is None:
+            return []
+        contexts: list[Preparation] = [partial(self._rehearse_context, count) for count in CONTEXT_SIZES]
+        largest = max(plan.quick_batches or plan.num_seqs, default=1)
+        return contexts + self.graphs.preparations(sorted({1, largest}), plan.max_context)
 
     @torch.inference_mode()
     def _rehearse_context(self, count: int) -> None:

@@ -8,10 +8,13 @@ num_draft_tokens is: it is the same work, and fewer graphs are captured.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from paceline.core.protocols import Preparation
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftOutput
 from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
@@ -23,6 +26,7 @@ from paceline.heads.dflash import ContextProduct, DFlashHead
 from paceline.heads.kv_cache import FIRST_CAPACITY, KeyBuffers
 
 MAX_STATES = 32  # of the target that a sequence may bring. One size, so that no draft needs a graph that is not there
+LONG_CONTEXT = 2048  # entries that blocks are prepared for; longer ones are captured when they come
 MORE = 4  # times as many sequences and columns a graph may have: reading the head's weights is what takes time
 BRANCHES = 4  # children of a node of a tree, at most
 FACTS = 5  # integers of a sequence: row of the buffers, entries there, position of the next, new states, anchor
@@ -147,6 +151,18 @@ class BlockGraphs:
     def makes_trees(self) -> bool:
         """Whether a block can be a tree: what its rows say must not depend on all tokens before them."""
         return self._branches > 1 and self._head.markov_head is None
+
+    def preparations(self, batches: list[int], max_context: int) -> list[Preparation]:
+        """Chains and trees of so many sequences, of a long context and of a short one: their graphs also run those
+        between."""
+        trees, longest = sorted({False, self.makes_trees}), min(max_context, LONG_CONTEXT)
+        sizes = product(batches, trees, sorted({longest, min(longest, FIRST_CAPACITY)}, reverse=True))
+        return [partial(self._prepare, *size) for size in sizes]
+
+    @torch.inference_mode()
+    def _prepare(self, num_seqs: int, trees: bool, tokens: int) -> None:
+        further = max(0, tokens - MAX_STATES - self._head.config.block_size)
+        self.prepared([BlockInput(self._spare_row, 0, 0, 0, [], 0)] * num_seqs, further, trees=trees)
 
     def prepared(self, starts: list[BlockInput], num_further: int = 0, *, trees: bool = False) -> BlockGraph:
         """The graph of a block with these sequences in its inputs.

@@ -60,6 +60,7 @@ class DraftModel(Drafter):
         """vocab_size: the target's. Logits of a larger, padded head are cut to it, those of a smaller one padded."""
         self.runner = runner
         self.draft_runner = runner
+        self.loops_trees = supports_graphs(runner.info.device)  # a second choice beside the last draft token
         self._vocab_size = vocab_size
         self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
@@ -97,7 +98,8 @@ class DraftModel(Drafter):
 
     def _prepared(self, seq: Sequence, k: int) -> int:
         """Not more than graphs were made ready for: making one takes longer than a long draft ever wins. A number that
-        a request has chosen itself counts."""
+        a request has chosen itself counts. Where a sequence is as long as the draft model can read, none."""
+        k = max(0, min(k, self.runner.info.max_seq_len - len(seq.ids)))
         chosen = seq.params.num_draft_tokens is not None
         return k if chosen or self._prepared_k is None else min(k, self._prepared_k)
 

@@ -99,7 +99,8 @@ def attend_kernel(
         first_chunk = tl.maximum(length + 1 - WINDOW, 0) // CHUNK_TOKENS
     else:
         first_chunk = 0
-    chunks = (end + CHUNK_TOKENS - 1) // CHUNK_TOKENS - first_chunk
+    # No more than there is room for sums: a graph that drafts past what was asked for has further tokens to drop.
+    chunks = tl.minimum((end + CHUNK_TOKENS - 1) // CHUNK_TOKENS - first_chunk, max_chunks)
     begin = lane
     step = lanes
     works = (lane < chunks) & (part * nodes_per_part < count)

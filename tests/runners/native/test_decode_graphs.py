@@ -6,6 +6,7 @@ Without a GPU they run through Triton's interpreter: the same code, slowly.
 from __future__ import annotations
 
 from copy import deepcopy
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftInput, Row, SequenceCache, WarmupPlan
+from paceline.layers import attention_triton
 from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import PROGRAMS
 from paceline.runners.native import NativeRunner
@@ -361,3 +363,25 @@ def test_batches_are_prepared_where_a_pass_is_one_kernel(widths: tuple[int, ...]
             if k:
                 graphs.draft_graph(lead, k, sampled=False)
     assert (len(graphs._forward), len(graphs._draft)) == prepared
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="memory behind a tensor cannot be looked at")
+def test_a_graph_that_drafts_more_than_was_asked_for_keeps_its_sums_within_their_room(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of its tokens would be in a chunk of context that the graph has no room for."""
+    behind, room = list[torch.Tensor](), 100_000
+
+    def guarded(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        whole = torch.full((prod(shape) + room,), 777.0, dtype=dtype, device=device)
+        behind.append(whole[prod(shape) :])
+        return whole[: prod(shape)].view(*shape)
+
+    monkeypatch.setattr(attention_triton, "torch", SimpleNamespace(**{**vars(torch), "empty": guarded}))
+    runner = NativeRunner.of_model(tiny("llama", num_hidden_layers=1), "llama", kv_cache_tokens=2048)
+    runner.decode_graphs = eager_graphs(runner)
+    ids = torch.randint(0, 101, (510,)).tolist()
+    for length, k in ((200, 6), (509, 2)):  # the second runs on the graph of the first
+        assert runner.draft([DraftInput(runner.new_cache(), ids[:length])], k) is not None
+    assert behind and all(bool((part == 777.0).all()) for part in behind)

@@ -494,3 +494,19 @@ def test_on_the_card_a_loop_writes_what_plain_decoding_writes() -> None:
     made = looping()
     seqs = made.engine.run([sequence(prompt, 120) for prompt in PROMPTS])
     assert made.count and [seq.generated for seq in seqs] == plain(PROMPTS, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="graphs that are there already need no memory")
+def test_without_memory_for_a_capture_steps_are_taken_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = runner()
+    assert target.decode_graphs is not None
+    target.decode_steps = 8
+
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(target.decode_graphs, "prepared", full)
+    monkeypatch.setattr(target.decode_graphs, "fits_rows", lambda rows, last_only: None)  # passes without a graph
+    [seq] = toy_engine(target, draft_length=FixedDraftLength(0)).run([sequence(PROMPTS[0], NEW_TOKENS)])
+    assert [seq.generated] == plain(PROMPTS[:1])

@@ -23,6 +23,7 @@ from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.stopping import StopRules
 from paceline.core.types import Request, RequestOutput
+from paceline.device.properties import device_in_use
 from paceline.engines.local.engine import LocalEngine
 from paceline.engines.local.request_state import RequestState
 from paceline.errors import EngineClosed, EngineFailed, PacelineError
@@ -196,14 +197,18 @@ class AsyncEngine:
     def _work(self) -> None:
         """Step until the engine is closed. Whatever ends the worker, no reader waits for it in vain."""
         try:
-            while not self._closing.is_set():
-                self._take_commands(wait=not self.engine.has_work)
-                if self.engine.has_work:
-                    self.engine.step()
-            self._take_commands(wait=False)
-            self.engine.abort_all()
+            with device_in_use(self.info.device):
+                self._work_until_closed()
         except BaseException as error:  # nothing above catches it: the thread ends here
             self._die(error)
+
+    def _work_until_closed(self) -> None:
+        while not self._closing.is_set():
+            self._take_commands(wait=not self.engine.has_work)
+            if self.engine.has_work:
+                self.engine.step()
+        self._take_commands(wait=False)
+        self.engine.abort_all()
 
     def _die(self, error: BaseException) -> None:
         """Fail every request. Nothing of the engine is called: its state is unknown."""

@@ -30,6 +30,7 @@ from paceline.core.types import (
     StepResult,
     VerifyResult,
 )
+from paceline.device.properties import device_in_use
 from paceline.engines.local.embedding import Embedder
 from paceline.engines.local.guarded_drafter import GuardedDrafter
 from paceline.engines.local.kv_manager import KVManager
@@ -137,8 +138,9 @@ class LocalEngine:
         try:
             for request in requests:
                 states.append(self.add(request, on_output))
-            while self.has_work:
-                self.step()
+            with device_in_use(self.info.device):
+                while self.has_work:
+                    self.step()
         finally:
             for state in states:
                 self.abort(state)

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.protocols import Preparation
 from paceline.core.sampling import draw_keyed
 from paceline.core.types import DraftInput, DraftOutput, ModelOutput, Row, WarmupPlan
-from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, needed, rounded_up
+from paceline.device.graphs import NUM_SEQS, Graph, GraphCache, GraphPool, rounded_up
 from paceline.device.scratch import Scratch
 from paceline.layers.attention_kernels import CHUNK
 from paceline.layers.attention_triton import TritonAttention, TritonBatch
@@ -30,6 +30,7 @@ from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
 from paceline.runners.native.persistent_pass import ChainLink, DraftChain, OutputWish, PersistentPass, TokenSource
+from paceline.runners.native.prepared_sizes import CHUNKS, DraftSize, ForwardSize, draft_sizes, forward_sizes
 from paceline.runners.native.sequence_state import StateSpan
 
 NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
@@ -37,13 +38,11 @@ NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
 FEW_NODES = (1, 2, 6, 16, 24, 32, 48, MAX_NODES)
 # The same where a pass is one kernel: it reads only the nodes that there are, but tiles of eight cost more than one.
 FEW_TILES = (1, 2, 8, 16, 24, 32, 48, MAX_NODES)
-CHUNKS = (4, 8, 16, 32, 64, 128, 256)  # of context that graphs are captured for: at most half of them are empty
 MAX_ROWS = 512  # nodes of a pass, over all sequences
 # Rows of a graph, times those of a pass that it runs: cheap, but in the one kernel rows wait for their inputs.
 MORE_ROWS, MORE_PERSISTENT_ROWS = 4, 2
 MAX_FORWARD_GRAPHS = 512
 MAX_DRAFT_GRAPHS = 64
-QUICK_KS = (2, 4, 8)  # draft tokens that batches are prepared for where the policy decides: near ones run them too
 CHAIN_LENGTHS = (8, 16, 32, MAX_NODES)  # of one graph's passes, where those that are not needed end at once
 OFTEN = 4  # a number of draft tokens that is asked for so often in a row gets a graph of its own
 
@@ -307,35 +306,20 @@ class DecodeGraphs:
         )
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
-        """Captures of every size of the plan. Long contexts come first: their graphs also run somewhat shorter ones."""
-        longest = min(-(-plan.max_context // CHUNK), CHUNKS[-1])
-        contexts = [chunks * CHUNK for chunks in reversed(needed(CHUNKS, longest))]
-        widths = sorted({width for width in plan.widths if width <= NODES[-1]})
-        forward = [(count, width, tokens) for count in plan.num_seqs for width in widths for tokens in contexts]
-        forks = [size for size in forward if plan.trees and size[1] > 2]
-        drafts = [(count, k, tokens) for count in plan.num_seqs for k in plan.num_draft_tokens for tokens in contexts]
-        pieces: list[Preparation] = [partial(self._prepare_forward, *size) for size in forward]
-        pieces += [partial(self._prepare_forward, *size, trees=True) for size in forks]
-        pieces += [partial(self._prepare_draft, *size) for size in drafts]
-        return pieces + self._quick_preparations(plan, widths)
+        """Captures of every size of the plan."""
+        forward = forward_sizes(plan, NODES[-1], self.is_persistent)
+        pieces: list[Preparation] = [partial(self._prepare_forward, size) for size in forward]
+        return pieces + [partial(self._prepare_draft, size) for size in draft_sizes(plan, self.is_persistent)]
 
-    def _quick_preparations(self, plan: WarmupPlan, widths: list[int]) -> list[Preparation]:
-        """Batches whose pass is one kernel: a graph of it is captured in no time, and one serves every context."""
-        batches = [count for count in plan.quick_batches if self.is_persistent(count)]
-        fitting = [(count, width) for count in batches for width in widths if self.is_persistent(count * width)]
-        ks = plan.num_draft_tokens if len(plan.num_draft_tokens) <= 1 else QUICK_KS
-        drafts = [(count, k) for count in batches for k in ks if self.is_persistent(count * LEAD_TOKENS)]
-        pieces: list[Preparation] = [partial(self._prepare_forward, *size, plan.max_context) for size in fitting]
-        return pieces + [partial(self._prepare_draft, *size, plan.max_context) for size in drafts]
-
-    def _prepare_forward(self, num_seqs: int, width: int, tokens: int, *, trees: bool = False) -> None:
-        size = self.fits(num_seqs, width, tokens, trees=trees)
+    def _prepare_forward(self, wanted: ForwardSize) -> None:
+        size = self.fits(wanted.num_seqs, wanted.width, wanted.tokens, trees=wanted.trees)
         if size is not None and size.rows <= MAX_ROWS:
             self.forward_graph(size)
 
-    def _prepare_draft(self, num_seqs: int, num_tokens: int, tokens: int) -> None:
-        if len(self._draft) < MAX_DRAFT_GRAPHS and (size := self.fits(num_seqs, LEAD_TOKENS, tokens)) is not None:
-            self.draft_graph(size, num_tokens, sampled=False)
+    def _prepare_draft(self, wanted: DraftSize) -> None:
+        size = self.fits(wanted.num_seqs, LEAD_TOKENS, wanted.tokens)
+        if size is not None and len(self._draft) < MAX_DRAFT_GRAPHS:
+            self.draft_graph(size, wanted.num_tokens, sampled=False)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 

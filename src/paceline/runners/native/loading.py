@@ -14,7 +14,7 @@ import torch
 
 from paceline import models
 from paceline.core.types import ModelInfo
-from paceline.device.properties import default_dtype, supports_graphs, supports_persistent_kernels
+from paceline.device.properties import default_dtype, supports_fused_kernels, supports_persistent_kernels
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
@@ -44,9 +44,9 @@ def is_native(config: Any) -> bool:
     return registry.unsupported(config) is None
 
 
-def can_fuse(model: DecoderModel, device: torch.device) -> bool:
-    """Whether fused kernels and graphs exist on this device and take this model."""
-    if not supports_graphs(device) or find_spec("triton") is None or model.quantizes_input:
+def can_fuse(model: DecoderModel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether fused kernels and graphs exist on this device and take this model. dtype: of its keys and values."""
+    if not supports_fused_kernels(device, dtype.itemsize) or find_spec("triton") is None or model.quantizes_input:
         return False
     if model.config.delta_net is not None and not model.config.delta_net.fits_kernels:
         return False

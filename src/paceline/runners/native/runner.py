@@ -111,7 +111,7 @@ class NativeRunner(PagedRunner):
         return PrefillGraphs(self.model, self.kv, self.eager.ops, self._rope_caches, self.options, pool)
 
     def _new_decode_graphs(self) -> DecodeGraphs | None:
-        if not can_fuse(self.model, self.kv.device):
+        if not can_fuse(self.model, self.kv.device, self.kv.dtype):
             return None
         from paceline.runners.native.decode_graphs import DecodeGraphs
 
@@ -299,7 +299,10 @@ class NativeRunner(PagedRunner):
             self.kv.reserve_rows(rows, num_steps)
         except OutOfMemory:
             return None
-        written = self.decode_graphs.decode(rows, size, num_steps)
+        try:
+            written = self.decode_graphs.decode(rows, size, num_steps)
+        except torch.OutOfMemoryError:  # of a capture: step by step there is another way
+            return None
         for row, tokens in zip(rows, written):
             self._remember(row, tokens[:-1])
             _advance(row, num_steps)

@@ -112,9 +112,11 @@ class StepLoops:
         rows = list(map(_row, inputs))
         try:
             self._kv.reserve_rows(rows, 2 + num_tokens - nodes)  # one more than nodes: the place of a leaf
-        except OutOfMemory:
+            return self._passes.prepared(rows, size)
+        except (OutOfMemory, torch.OutOfMemoryError):  # of blocks, or of a capture: step by step there is another way
+            for row in rows:
+                self._kv.shrink(row.seq_cache)
             return None
-        return self._passes.prepared(rows, size)
 
 
 def _row(loop: LoopInput) -> Row:

@@ -88,11 +88,14 @@ class DFlash(Drafter):
         self.graphs = self._block_graphs() if supports_graphs(self._device) else None
         self._compiled = CompiledHead(RopeTable(head))  # all layers in one call, where products are rounded
         self._states_confidence = False
-        self.loops_trees = self.graphs is not None and self.graphs.makes_trees
 
     def use_value(self, value: DraftValue, source: str = "") -> None:
         """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
+
+    @property
+    def loops_trees(self) -> bool:  # type: ignore[override]
+        return self.graphs is not None and self.graphs.makes_trees
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """Blocks of one sequence and of a batch. And what prompts and rests leave to be read at once: other sizes may

@@ -75,7 +75,7 @@ class LocalEngine:
         """methods: names a request may give, the default first."""
         self.info, self.tokenizer, self.methods = parts.target.info, tokenizer, methods
         self.config, self.parts = config, parts
-        self._target, self._draft_length = parts.target, parts.draft_length
+        self._draft_length = parts.draft_length
         self._drafter = GuardedDrafter(parts.drafter, self.info.vocab_size)
         kv = KVManager(parts.target, parts.prefix_cache, config.model.lora)
         self._sequences = SequenceBuilder(self.info, tokenizer, config, methods, kv.capacity)
@@ -186,9 +186,9 @@ class LocalEngine:
             self._scheduler.fail(requests, _explained(error))
 
     def _read(self, batch: PrefillBatch) -> list[RowOutput]:
-        output = self._target.forward(batch.rows, last_only=not batch.is_scored)
+        output = self.parts.target.forward(batch.rows, last_only=not batch.is_scored)
         for row in batch.rows:
-            self._target.commit(row.seq_cache, list(range(len(row.parents))))
+            self.parts.target.commit(row.seq_cache, list(range(len(row.parents))))
         if not batch.is_scored:
             return list(output)
         return [score_prompt(request, row_output) for request, row_output in zip(batch.requests, output)]
@@ -250,23 +250,23 @@ class LocalEngine:
     def _forward(self, seqs: list[Sequence], trees: list[DraftTree]) -> tuple[ModelOutput, list[DraftTree]]:
         """The target's pass over the drafts; without them where they do not fit."""
         try:
-            return self._target.forward([step_row(seq, tree) for seq, tree in zip(seqs, trees)]), trees
+            return self.parts.target.forward([step_row(seq, tree) for seq, tree in zip(seqs, trees)]), trees
         except OutOfMemory:
             if not any(len(tree) for tree in trees):
                 raise
         plain = [empty() for _ in seqs]
-        return self._target.forward([step_row(seq, tree) for seq, tree in zip(seqs, plain)]), plain
+        return self.parts.target.forward([step_row(seq, tree) for seq, tree in zip(seqs, plain)]), plain
 
     def _settle(self, seq: Sequence, tree: DraftTree, output: RowOutput, verified: VerifyResult) -> StepResult:
         """Keep the accepted tokens, let the sequence grow, and hold the invariant where its end cut inside the run."""
         assert seq.seq_cache is not None
-        self._target.commit(seq.seq_cache, [0] + [node + 1 for node in verified.accepted])
+        self.parts.target.commit(seq.seq_cache, [0] + [node + 1 for node in verified.accepted])
         if seq.params.logprobs is not None:
             seq.token_logprobs += logprobs_of(seq, output, verified, seq.params.logprobs)
         run = [*verified.tokens, verified.next_token]
         emitted = seq.extend(run, len(verified.accepted))
         if len(emitted) < len(run):
-            self._target.truncate(seq.seq_cache, len(seq.ids) - 1)
+            self.parts.target.truncate(seq.seq_cache, len(seq.ids) - 1)
             del seq.token_logprobs[seq.num_new_tokens :]
         result = StepResult(tree, verified, output, emitted, min(len(verified.accepted), len(emitted)))
         result.add_to(seq.stats)

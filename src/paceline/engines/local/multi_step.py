@@ -66,6 +66,11 @@ class MultiStep:
         if self._target.decode_steps > 1:
             self._scheduler.kv.make_room(seqs, loop_tokens(inputs, num_steps))
 
+    def _give_back_blocks(self, batch: StepBatch) -> None:
+        """Those that were reserved for more steps than were taken."""
+        for seq in batch.unfinished().seqs:
+            self._scheduler.kv.trim(seq)
+
     def _drafted(self, batch: StepBatch, loop: TimedLoop[LoopedStep]) -> Iterator[StepOfBatch]:
         """The steps of a loop one by one; a sequence that has ended takes part in no further one."""
         num_steps, ends = 0, False
@@ -85,7 +90,7 @@ class MultiStep:
                 return
             num_steps += 1
             ends = ends or self._scheduler.ends_loop(batch, num_steps)
-        self._scheduler.loop_ended(batch)
+        self._give_back_blocks(batch)
 
     def _settle_looped(self, seq: Sequence, tree: DraftTree, verified: VerifyResult) -> StepResult:
         assert seq.seq_cache is not None
@@ -150,7 +155,7 @@ class MultiStep:
             if batch.has_finished:
                 return
             ends = ends or self._scheduler.ends_loop(batch) or (watched and self._has_drafts(batch.unfinished()))
-        self._scheduler.loop_ended(batch)
+        self._give_back_blocks(batch)
 
     def _has_drafts(self, batch: StepBatch) -> bool:
         """Whether lookups now have draft tokens that pay."""

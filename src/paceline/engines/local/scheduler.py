@@ -229,11 +229,6 @@ class Scheduler:
         asked = zip(self._draft_length.plan(batch.seqs), batch.num_draft_tokens, rooms)
         return any(k != min(own, room) for k, own, room in asked)
 
-    def loop_ended(self, batch: StepBatch) -> None:
-        """Several steps in a row are over: blocks that were reserved for more of them are free again."""
-        for seq in batch.unfinished().seqs:
-            self.kv.trim(seq)
-
     def make_room(self) -> bool:
         """After a pass ran out of memory: evict, or preempt the youngest; False if only one sequence is left."""
         if self.kv.evict():

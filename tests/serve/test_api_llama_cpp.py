@@ -288,6 +288,30 @@ def test_a_malformed_file_is_refused(coder: RunningServer, extra: dict[str, Any]
     assert post(coder, "/infill", input_prefix="a", input_suffix="b", input_extra=[extra]).status_code == 400
 
 
+def test_an_editor_may_say_more_about_a_file(coder: RunningServer) -> None:
+    """llama.vim sends when it read each one."""
+    file = {"text": "x = 1", "time": 1.5, "filename": "x.py"}
+    response = post(coder, "/infill", input_prefix="a", input_suffix="b", input_extra=[file], n_predict=1)
+    assert response.status_code == 200 and "x.py\nx = 1" in response.json()["prompt"]
+
+
+# --- n_predict 0 ------------------------------------------------------------------------------------------------------
+
+
+def test_no_tokens_read_the_prompt_into_the_cache(coder: RunningServer) -> None:
+    """llama.vim sends its files ahead like this."""
+    fields = {"input_prefix": "warm " * 40, "input_suffix": "b", "temperature": 0}
+    document = post(coder, "/infill", **fields, n_predict=0).json()
+    assert (document["content"], document["tokens_predicted"], document["stop_type"]) == ("", 0, "limit")
+    assert post(coder, "/infill", **fields, n_predict=1).json()["timings"]["cache_n"] > 0
+
+
+def test_a_stream_of_no_tokens_is_its_last_event(tiny_server: RunningServer) -> None:
+    *parts, last = events(post(tiny_server, "/completion", prompt="abc", n_predict=0, n_probs=1, stream=True))
+    assert not any(part["content"] or part["tokens"] for part in parts)
+    assert last["stop"] and last["tokens_predicted"] == 0 and last["tokens_evaluated"] == 3
+
+
 # --- /props, /slots ---------------------------------------------------------------------------------------------------
 
 

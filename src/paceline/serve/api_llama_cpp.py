@@ -18,7 +18,7 @@ from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import OtherFile
 from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response
-from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel, StrictModel
+from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel
 
 # llama.cpp's names for fields of ours.
 RENAMED_FIELDS = {
@@ -41,7 +41,11 @@ BiasNames = Annotated[dict[str, int | float | bool], Field(max_length=1024)]
 
 
 class LlamaParams(LenientModel):
-    """What llama.cpp's two completion routes have in common. logit_bias: token ids or strings, in pairs or by name."""
+    """What llama.cpp's two completion routes have in common.
+
+    logit_bias  token ids or strings, in pairs or by name
+    n_predict   0: the prompt is read, so that the next request finds it in the prefix cache
+    """
 
     n_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     stream: bool | None = None
@@ -73,8 +77,8 @@ class LlamaCompletionRequest(LlamaParams):
     prompt: str | dict[str, Any] | Annotated[list[Any], Field(min_length=1, max_length=1 << 20)]
 
 
-class ExtraFile(StrictModel):
-    """A file that the gap may refer to."""
+class ExtraFile(LenientModel):
+    """A file that the gap may refer to. Editors add when they read it, and more."""
 
     filename: str
     text: str
@@ -133,8 +137,8 @@ class LlamaApi:
             bool(body.post_sampling_probs),
             num_prompts,
         )
-        default_tokens = context.config.limits.chat_max_tokens
-        return await completion_response(context, request, completion, LlamaShape(llama_request), default_tokens)
+        shape, default_tokens = LlamaShape(llama_request), context.config.limits.chat_max_tokens
+        return await completion_response(context, request, completion, shape, default_tokens, reads_prompt=True)
 
     def _limited(self, fields: Json, prompts: list[list[int]]) -> Json:
         """n_predict as far as the context goes: an output that fills it ends there."""

@@ -133,10 +133,12 @@ async def completion_response(
     body: CompletionRequest,
     shape: ApiShape | None = None,
     default_tokens: int = COMPLETION_MAX_TOKENS,
+    *,
+    reads_prompt: bool = False,
 ) -> Response:
-    """The continuation of a prompt. shape: as of a chat. default_tokens: max_tokens of a body that gives none."""
+    """The continuation of a prompt. shape: as of a chat; the others: as RequestBuilder.completion has them."""
     ignored = context.extra_fields.ignored(body)
-    build = partial(context.requests.completion, default_tokens=default_tokens)
+    build = partial(context.requests.completion, default_tokens=default_tokens, reads_prompt=reads_prompt)
     task = await context.tokenized(build, body)
     response_format = CompletionFormat(context.formatter)
     return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)

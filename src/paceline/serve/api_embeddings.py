@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
@@ -83,10 +84,18 @@ class Embeddings:
         return self._context.engine.tokenizer.encode(text)
 
     async def vectors(self, request: Request, prompts: list[list[int]]) -> list[list[float]]:
-        """One after the other, so that running sequences take their steps between two of them."""
+        """One after the other, so that running sequences take their steps between two of them. Raises ApiError 408."""
+        seconds = self._context.config.limits.request_timeout
+        with self._context.admission.admit(request.scope[KEY_SCOPE], 1):
+            try:
+                async with asyncio.timeout(seconds):
+                    return await while_connected(request, self._computed(prompts))
+            except TimeoutError:
+                raise ApiError(408, f"the request took longer than {seconds:g} seconds", code="timeout") from None
+
+    async def _computed(self, prompts: list[list[int]]) -> list[list[float]]:
         embed, pooling = self._context.engine.embed, self._context.config.pooling
-        with self._context.admission.admit(request.scope[KEY_SCOPE], len(prompts)):
-            return [await while_connected(request, embed(token_ids, pooling)) for token_ids in prompts]
+        return [await embed(token_ids, pooling) for token_ids in prompts]
 
 
 def object_text(entry: InputObject) -> str:

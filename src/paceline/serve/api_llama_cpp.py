@@ -17,7 +17,7 @@ from paceline.serve.api_shape import Json
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import OtherFile
-from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response
+from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response, tokenized_for
 from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel
 
 # llama.cpp's names for fields of ours.
@@ -100,14 +100,14 @@ class LlamaApi:
         self._context = context
 
     async def completion(self, request: Request, body: LlamaCompletionRequest) -> Response:
-        prompts = await self._context.tokenized(partial(prompt_ids, self._context), body.prompt)
+        prompts = await tokenized_for(self._context, request, partial(prompt_ids, self._context), body.prompt)
         return await self._respond(request, body, prompts, len(prompts) if is_several(body.prompt) else None)
 
     async def infill(self, request: Request, body: InfillRequest) -> Response:
         files = tuple(OtherFile(file.filename, file.text) for file in body.input_extra or ())
         middle = self._context.requests.middle
         fill = partial(middle.prompt, suffix=body.input_suffix, files=files, start=body.prompt or "")
-        prompt = await self._context.tokenized(fill, body.input_prefix)
+        prompt = await tokenized_for(self._context, request, fill, body.input_prefix)
         return await self._respond(request, body, [prompt], end_ids=middle.end_ids)
 
     async def _respond(

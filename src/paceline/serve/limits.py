@@ -36,10 +36,7 @@ class AdmissionControl:
     @contextmanager
     def admit(self, key: str, num_seqs: int) -> Iterator[None]:
         """Count a request of so many sequences while it runs. Raises ApiError 429 or 503."""
-        if self.shutting_down:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_SOON)
-        self._check_key(key)
-        self._check_queue(num_seqs)
+        self.check(key, num_seqs)
         self.in_flight += num_seqs
         self._requests_by_key[key] += 1
         try:
@@ -49,6 +46,13 @@ class AdmissionControl:
             self._requests_by_key[key] -= 1
             if not self._requests_by_key[key]:
                 del self._requests_by_key[key]
+
+    def check(self, key: str, num_seqs: int = 1) -> None:
+        """Raise ApiError 429 or 503 where a request of so many sequences would not be admitted now."""
+        if self.shutting_down:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_SOON)
+        self._check_key(key)
+        self._check_queue(num_seqs)
 
     def _check_key(self, key: str) -> None:
         limit = self._limits.max_requests_per_key

@@ -126,6 +126,15 @@ def test_a_stream_gives_index_id_and_name_once_and_then_arguments(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_for_one_call_gets_the_first(server: RunningServer, engine: ScriptedEngine, stream: bool) -> None:
+    engine.outputs = [f"{CALL}\n{NOW_CALL}"]
+    choice = chat(server, ASK, stream, tools=TOOLS, parallel_tool_calls=False)
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome", "unit": "C"} and choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.slow
 def test_without_tools_a_call_is_text(server: RunningServer, engine: ScriptedEngine) -> None:
     engine.outputs = [CALL] * 3
     for params in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):

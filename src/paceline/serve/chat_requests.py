@@ -164,6 +164,7 @@ class ChatPlanner:
             shows_reasoning=body.shows_reasoning,
             offers_tools=tools is not None,
             is_forced=offer is not None and offer.is_forced,
+            is_parallel=offer is None or offer.is_parallel,
             id_length=tools.id_length if tools is not None else None,
         )
 

@@ -24,7 +24,7 @@ from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import AdmissionControl, strict_json
 from paceline.serve.routes import tokenized_for
-from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving_model, slowed
+from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving, serving_model, slowed
 from tests.serve.toy_engine import ReversingEngine
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
@@ -192,6 +192,22 @@ def test_responses_carry_an_id_and_security_headers(tiny_server: RunningServer) 
     assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
     assert "default-src 'self'" in headers["content-security-policy"] and "server" not in headers
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+
+
+@pytest.mark.slow
+def test_an_unexpected_failure_is_a_whole_response() -> None:
+    """A bug of ours: the response has all headers, and the connection stays."""
+    engine = ReversingEngine()
+    network = NetworkConfig(cors_origins=("http://friend.example",))
+    with serving(engine, ServerConfig((NAME,), network=network)) as server:
+        client = server.http(Origin="http://friend.example")
+        for _ in range(2):
+            engine.failure = ZeroDivisionError("a bug")
+            response = client.post(COMPLETIONS, json={"prompt": "abc"})
+            assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+            assert response.headers["x-request-id"] and response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["access-control-allow-origin"] == "http://friend.example"
+            assert response.headers.get("connection") != "close"
 
 
 class LineHandler(logging.Handler):

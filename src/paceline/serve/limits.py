@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
+from paceline.errors import PacelineError
 from paceline.serve.auth import NO_KEY
 from paceline.serve.config import RequestLimits
-from paceline.serve.errors import RETRY_SOON, ApiError
+from paceline.serve.errors import RETRY_SOON, ApiError, as_api_error, log_failure
 
 MAX_JSON_DEPTH = 64
 CLOSE = {"Connection": "close"}
@@ -139,7 +142,14 @@ def limited_route(limits: RequestLimits) -> type[APIRoute]:
             handler = super().get_route_handler()
 
             async def limited_handler(request: Request) -> Response:
-                return await handler(request_class(request.scope, request.receive))
+                try:
+                    return await handler(request_class(request.scope, request.receive))
+                except (HTTPException, RequestValidationError, PacelineError):
+                    raise  # their handlers run inside all middleware
+                except Exception as error:  # its handler would run outside: no headers, and the connection breaks
+                    api_error = as_api_error(error)
+                    log_failure(api_error, error)
+                    return api_error.response(request.url.path)
 
             return limited_handler
 

@@ -58,7 +58,7 @@ class LlamaParams(LenientModel):
         """Fields of a completion, but for its prompt and its biases."""
         body = self.model_dump(exclude_unset=True, exclude_none=True)
         fields = {RENAMED_FIELDS.get(name, name): value for name, value in body.items() if name not in OWN_FIELDS}
-        if fields.get("max_tokens", 0) < 0:
+        if isinstance(fields.get("max_tokens"), int) and fields["max_tokens"] < 0:
             del fields["max_tokens"]  # no limit
         if isinstance(fields.get("seed"), int) and fields["seed"] < 0:
             del fields["seed"]  # any
@@ -143,7 +143,8 @@ class LlamaApi:
     def _limited(self, fields: Json, prompts: list[list[int]]) -> Json:
         """n_predict as far as the context goes: an output that fills it ends there."""
         space = self._context.requests.max_model_len - max(len(prompt) for prompt in prompts)
-        return {"max_tokens": space} if 0 < space < fields.get("max_tokens", 0) else {}
+        limit = fields.get("max_tokens")
+        return {"max_tokens": space} if isinstance(limit, int) and 0 < space < limit else {}
 
 
 def check_untruncated(sampling: SamplingParams) -> None:
@@ -161,7 +162,8 @@ def token_biases(context: ServerContext, biases: Any) -> dict[str, float]:
     for key, value in pairs:
         if not isinstance(key, int | str) or isinstance(value, str):
             raise ApiError(400, "logit_bias is pairs of a token id or a string and a number", param="logit_bias")
-        bias = -MAX_BIAS if value is False else min(max(float(value), -MAX_BIAS), MAX_BIAS)
+        number = -MAX_BIAS if value is False else value
+        bias = float(min(max(number, -MAX_BIAS), MAX_BIAS))  # a whole number may be too large for a float
         by_token |= dict.fromkeys(_bias_tokens(context, key, is_name=isinstance(biases, dict)), bias)
     return by_token
 

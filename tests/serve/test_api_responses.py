@@ -231,6 +231,18 @@ def test_the_store_is_bounded_by_number_and_size() -> None:
     assert len(store) == 1 and store.get("e", "key")
     store.put(stored("f", 2000))
     assert len(store) == 0
+    store.update(stored("a"))
+    assert len(store) == 0, "it has gone"
+
+
+def test_a_response_that_has_not_finished_counts_with_its_inputs() -> None:
+    store = ResponseStore(max_characters=1000)
+    first = StoredResponse("key", {"id": "a"}, [{"text": "x" * 900}])
+    store.put(first)
+    store.put(StoredResponse("key", {"id": "b"}, [{"text": "x" * 50}]))
+    first.document = {"id": "a", "error": "x" * 40}
+    store.update(first)
+    assert len(store) == 1 and store.get("a", "key"), "its latest state counts, and makes it the latest"
 
 
 def test_a_background_response_is_polled(client: openai.OpenAI) -> None:

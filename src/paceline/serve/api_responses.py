@@ -73,6 +73,7 @@ class ResponsesApi:
         if stored.work is not None and not stored.work.done():
             stored.work.cancel()
             stored.document = {**stored.document, "status": CANCELLED}
+            self.store.update(stored)
         return stored.document
 
     # --- in the background --------------------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ class ResponsesApi:
         log_failure(api_error, error)
         failure = {"code": api_error.code or "server_error", "message": api_error.message}
         stored.document = response.document(FAILED, failure)
+        self.store.update(stored)
 
 
 def add_responses_routes(routes: APIRouter, context: ServerContext, store: ResponseStore) -> None:

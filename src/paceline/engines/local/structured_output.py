@@ -113,7 +113,8 @@ def _choice_grammar(value: str) -> str:
     choices = json.loads(value)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("the choices are a list of strings, at least one")
-    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    # One terminal: a rule of more than 2,000 alternatives outgrows llguidance's limits while the output is written.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def _first_line(error: Exception) -> str:

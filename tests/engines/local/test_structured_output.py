@@ -153,10 +153,10 @@ FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {"format": {"type": "sequence", "elements": [
             {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
             {"type": "or", "elements": [
-                {"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "n/?o+"}
+                {"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": r"n/?o+\/?\\?"}
             ]},
         ]}},
-        ["<t>a<b</t>yes", "<t></t>n/oo"],
+        ["<t>a<b</t>yes", "<t></t>n/oo", "<t></t>no/", "<t></t>no\\"],
         ["yes", "<t>a</t>maybe"],
     ),
     (

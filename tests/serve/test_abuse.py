@@ -138,6 +138,13 @@ def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny_server: R
         pass  # the server responded and closed before the whole body was sent
 
 
+@pytest.mark.parametrize(("headers", "status"), [({}, 404), ({"Origin": "http://foe.example"}, 415)])
+def test_a_request_without_a_body_needs_no_content_type(
+    tiny_server: RunningServer, headers: dict[str, str], status: int
+) -> None:
+    assert tiny_server.http().post("/v1/responses/resp_1/cancel", headers=headers).status_code == status
+
+
 @pytest.mark.slow
 def test_a_body_of_another_content_type_is_refused(tiny_server: RunningServer) -> None:
     plain_text = {"Content-Type": "text/plain"}

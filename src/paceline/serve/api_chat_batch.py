@@ -41,7 +41,7 @@ def add_chat_batch_routes(routes: APIRouter, context: ServerContext) -> None:
         if body.stream:
             raise ApiError(400, "a batch is not streamed; leave out stream", param="stream")
         chats = body.chats
-        ignored = context.extra_fields.ignored(chats[0])
+        ignored = list(dict.fromkeys(name for chat in chats for name in context.extra_fields.ignored(chat)))
         tasks = [await tokenized_for(context, request, context.requests.chat, chat) for chat in chats]
         context.requests.check_num_choices(sum(len(task.choices) for task in tasks))
         response = await respond(context, request, joined(tasks), ChatFormat(context.formatter), ApiShape())

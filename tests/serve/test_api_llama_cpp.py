@@ -92,6 +92,20 @@ def test_prompts_mix_tokens_and_strings(tiny_server: RunningServer) -> None:
     assert mixed["content"] == whole and mixed["tokens_evaluated"] == 3
 
 
+@pytest.mark.slow
+def test_each_of_several_answers_has_its_own_counts(tiny_server: RunningServer) -> None:
+    """Its tokens too, where they are asked for."""
+    body = {"prompt": ["abc", "abcdefg"], "n": 2, "n_predict": 4, **GREEDY}
+    documents = post(tiny_server, "/completion", **body).json()
+    assert [document["tokens_evaluated"] for document in documents] == [3, 3, 7, 7]
+    assert {document["tokens_predicted"] for document in documents} == {4}
+    assert [document["tokens_cached"] for document in documents] == [7, 7, 11, 11]
+    assert {document["timings"]["predicted_n"] for document in documents} == {4}
+    assert not any(document["tokens"] for document in documents)
+    several = post(tiny_server, "/completion", **body, return_tokens=True).json()
+    assert [len(document["tokens"]) for document in several] == [4] * 4
+
+
 def test_response_fields_select(tiny_server: RunningServer) -> None:
     fields = ["content", "generation_settings/n_predict"]
     document = post(tiny_server, "/completion", prompt="a", n_predict=3, response_fields=fields).json()

@@ -123,12 +123,14 @@ class LlamaApi:
         fields = {**body.fields, **({"logit_bias": biases} if biases else {})}
         if end_ids:
             fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *end_ids]
-        completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), "prompt": prompts})
+        own = {"prompt": prompts, **({"return_token_ids": True} if len(prompts) > 1 or fields.get("n") else {})}
+        completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), **own})
         if body.post_sampling_probs:
             check_untruncated(context.requests.sampling(completion))
         llama_request = LlamaRequest(
             context.config.served_model_names[0],
             await context.tokenized(partial(prompt_texts, context), prompts),
+            [len(prompt) for prompt in prompts],
             {**context.requests.sampling_defaults, **fields},
             body.response_fields or [],
             context.formatter.token_text,

@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -84,6 +85,38 @@ def test_a_malformed_body_is_refused(tiny_server: RunningServer, name: str) -> N
     error_message(tiny_server.http().post(CHAT, content=BODIES[name], headers=JSON))
 
 
+TOOL = {"type": "function", "name": "f", "parameters": {}}
+MESSAGE = {"max_tokens": 5, "messages": [{"role": "user", "content": "a"}]}
+CHANGE = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": ["x"]}}
+OTHER_BODIES: dict[str, tuple[str, Any]] = {
+    "an item whose type is a number": ("/v1/responses", {"input": [{"type": 5, "role": "user", "content": "a"}]}),
+    "allowed tools that are a number": (
+        "/v1/responses",
+        {"input": "a", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": 5}},
+    ),
+    "a tool choice whose type is a list": ("/v1/messages", {**MESSAGE, "tool_choice": {"type": ["x"]}}),
+    "a tool whose name is a list": (
+        "/v1/messages",
+        {**MESSAGE, "messages": [*MESSAGE["messages"], {"role": "system", "content": [CHANGE]}]},  # type: ignore[misc]
+    ),
+    "a length that is a string": ("/completion", {"prompt": "a", "max_tokens": "abc"}),
+    "a bias of a token that is too large": ("/completion", {"prompt": "a", "logit_bias": [[10**400, 1]]}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BODIES)
+def test_a_malformed_body_of_another_api_is_refused(tiny_server: RunningServer, name: str) -> None:
+    path, body = OTHER_BODIES[name]
+    response = tiny_server.http().post(path, json=body)
+    assert response.status_code == 400 and response.json()["error"]["message"]  # the rest is as that API spells it
+
+
+def test_a_bias_is_cut_to_the_largest_one(tiny_server: RunningServer) -> None:
+    body = {"prompt": "a", "n_predict": 1, "logit_bias": [[5, 10**400], [6, -(10**400)]]}
+    biases = tiny_server.http().post("/completion", json=body).json()["generation_settings"]["logit_bias"]
+    assert biases == [{"token": 5, "bias": 100.0}, {"token": 6, "bias": -100.0}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["", [], [[]], [-1], [10**9], [1.5], ["a", 1], {"a": 1}, None, True])
 def test_a_malformed_prompt_is_refused(tiny_server: RunningServer, prompt: object) -> None:
@@ -103,6 +136,13 @@ def test_ten_megabytes_are_refused_by_their_length_and_without_it(tiny_server: R
         assert response.status_code == 413
     except httpx.WriteError:
         pass  # the server responded and closed before the whole body was sent
+
+
+@pytest.mark.parametrize(("headers", "status"), [({}, 404), ({"Origin": "http://foe.example"}, 415)])
+def test_a_request_without_a_body_needs_no_content_type(
+    tiny_server: RunningServer, headers: dict[str, str], status: int
+) -> None:
+    assert tiny_server.http().post("/v1/responses/resp_1/cancel", headers=headers).status_code == status
 
 
 @pytest.mark.slow

@@ -52,3 +52,11 @@ def test_what_a_batch_cannot_do_is_refused(tiny_server: RunningServer) -> None:
     for changes in ({"stream": True}, {"messages": []}, {"messages": [[]]}, {"n": 4}, {"messages": [[{"role": 1}]]}):
         response = post(tiny_server, **{"messages": conversations(*TEXTS), **changes})
         assert response.status_code == 400 and response.json()["error"]["message"], changes
+
+
+def test_fields_of_every_conversation_are_checked(tiny_server: RunningServer) -> None:
+    first, second = conversations("a", "b")
+    response = post(tiny_server, messages=[first, [{**second[0], "unknown": 1}]])
+    assert response.headers["x-paceline-ignored"] == "messages.unknown"
+    response = post(tiny_server, messages=[first, [{**second[0], "audio": {"id": "a"}}]])
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages.audio"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
 
-from paceline.serve.config import ServerConfig
-from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving, serving_model
+from paceline.serve.config import RequestLimits, ServerConfig
+from tests.serve.running import COMPLETIONS, NAME, RunningServer, no_certificates, serving, serving_model
 from tests.serve.toy_engine import ReversingEngine
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
@@ -104,6 +106,42 @@ def test_an_engine_without_hidden_states_says_so() -> None:
     with serving(ReversingEngine(), ServerConfig((NAME,))) as server:
         response = server.http().post("/v1/embeddings", json={"input": "a"})
     assert response.status_code == 501 and "local engine" in response.json()["error"]["message"]
+
+
+class EmbeddingEngine(ReversingEngine):
+    """Gives vectors. seconds: how long one takes."""
+
+    seconds = 0.0
+
+    async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
+        await asyncio.sleep(self.seconds)
+        return [float(len(token_ids))]
+
+
+@pytest.fixture(scope="module")
+def small_queue() -> Iterator[RunningServer]:
+    limits = RequestLimits(max_waiting=1, request_timeout=0.2)
+    with serving(EmbeddingEngine(), ServerConfig((NAME,), limits=limits, max_num_seqs=1)) as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_a_batch_takes_one_place_because_its_inputs_come_one_after_the_other(small_queue: RunningServer) -> None:
+    async def both() -> list[int]:
+        async with httpx.AsyncClient(base_url=small_queue.url, verify=no_certificates()) as client:
+            requests = [client.post("/v1/embeddings", json={"input": ["ab"] * size}) for size in (8, 1)]
+            return [response.status_code for response in await asyncio.gather(*requests)]
+
+    small_queue.engine.seconds = 0.01  # type: ignore[attr-defined]
+    assert asyncio.run(both()) == [200, 200]
+
+
+@pytest.mark.slow
+def test_embeddings_that_take_too_long_end(small_queue: RunningServer) -> None:
+    small_queue.engine.seconds = 0.15  # type: ignore[attr-defined]
+    with small_queue.http() as client:
+        response = client.post("/v1/embeddings", json={"input": ["ab"] * 3})
+    assert response.status_code == 408 and response.json()["error"]["code"] == "timeout"
 
 
 def test_ollamas_routes_give_the_same_vectors(tiny_server: RunningServer) -> None:

@@ -92,6 +92,20 @@ def test_prompts_mix_tokens_and_strings(tiny_server: RunningServer) -> None:
     assert mixed["content"] == whole and mixed["tokens_evaluated"] == 3
 
 
+@pytest.mark.slow
+def test_each_of_several_answers_has_its_own_counts(tiny_server: RunningServer) -> None:
+    """Its tokens too, where they are asked for."""
+    body = {"prompt": ["abc", "abcdefg"], "n": 2, "n_predict": 4, **GREEDY}
+    documents = post(tiny_server, "/completion", **body).json()
+    assert [document["tokens_evaluated"] for document in documents] == [3, 3, 7, 7]
+    assert {document["tokens_predicted"] for document in documents} == {4}
+    assert [document["tokens_cached"] for document in documents] == [7, 7, 11, 11]
+    assert {document["timings"]["predicted_n"] for document in documents} == {4}
+    assert not any(document["tokens"] for document in documents)
+    several = post(tiny_server, "/completion", **body, return_tokens=True).json()
+    assert [len(document["tokens"]) for document in several] == [4] * 4
+
+
 def test_response_fields_select(tiny_server: RunningServer) -> None:
     fields = ["content", "generation_settings/n_predict"]
     document = post(tiny_server, "/completion", prompt="a", n_predict=3, response_fields=fields).json()
@@ -286,6 +300,30 @@ def test_a_model_without_the_tokens_says_so(tiny_server: RunningServer) -> None:
 @pytest.mark.parametrize("extra", [{}, {"filename": "ok"}, {"filename": 123, "text": "abc"}])
 def test_a_malformed_file_is_refused(coder: RunningServer, extra: dict[str, Any]) -> None:
     assert post(coder, "/infill", input_prefix="a", input_suffix="b", input_extra=[extra]).status_code == 400
+
+
+def test_an_editor_may_say_more_about_a_file(coder: RunningServer) -> None:
+    """llama.vim sends when it read each one."""
+    file = {"text": "x = 1", "time": 1.5, "filename": "x.py"}
+    response = post(coder, "/infill", input_prefix="a", input_suffix="b", input_extra=[file], n_predict=1)
+    assert response.status_code == 200 and "x.py\nx = 1" in response.json()["prompt"]
+
+
+# --- n_predict 0 ------------------------------------------------------------------------------------------------------
+
+
+def test_no_tokens_read_the_prompt_into_the_cache(coder: RunningServer) -> None:
+    """llama.vim sends its files ahead like this."""
+    fields = {"input_prefix": "warm " * 40, "input_suffix": "b", "temperature": 0}
+    document = post(coder, "/infill", **fields, n_predict=0).json()
+    assert (document["content"], document["tokens_predicted"], document["stop_type"]) == ("", 0, "limit")
+    assert post(coder, "/infill", **fields, n_predict=1).json()["timings"]["cache_n"] > 0
+
+
+def test_a_stream_of_no_tokens_is_its_last_event(tiny_server: RunningServer) -> None:
+    *parts, last = events(post(tiny_server, "/completion", prompt="abc", n_predict=0, n_probs=1, stream=True))
+    assert not any(part["content"] or part["tokens"] for part in parts)
+    assert last["stop"] and last["tokens_predicted"] == 0 and last["tokens_evaluated"] == 3
 
 
 # --- /props, /slots ---------------------------------------------------------------------------------------------------

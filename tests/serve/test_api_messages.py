@@ -216,9 +216,10 @@ def test_tool_calls_and_reasoning_are_blocks() -> None:
     }  # fmt: skip
 
 
-def test_a_stream_of_tool_calls_has_a_block_for_each() -> None:
+@pytest.mark.parametrize("logprobs", [None, {"content": [{"token": "a", "logprob": 0.0}]}])
+def test_a_stream_of_tool_calls_has_a_block_for_each(logprobs: dict[str, Any] | None) -> None:
     def chunk(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
-        return {"model": NAME, "choices": [{"delta": delta, "finish_reason": finish_reason}]}
+        return {"model": NAME, "choices": [{"delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}]}
 
     async def chunks() -> AsyncGenerator[dict[str, Any], None]:
         yield chunk(role="assistant", content="")

@@ -85,6 +85,11 @@ def test_options_reach_the_engine(server: RunningServer, engine: ReversingEngine
     assert engine.requests[-1].structured_output.kind == "json_object"  # type: ignore[union-attr]
 
 
+def test_a_negative_seed_is_any(server: RunningServer, engine: ReversingEngine) -> None:
+    assert post(server, "/api/generate", prompt="a", stream=False, options={"seed": -1}).status_code == 200
+    assert engine.requests[-1].sampling.seed is None
+
+
 def test_a_request_without_a_prompt_loads_the_model(server: RunningServer) -> None:
     assert post(server, "/api/chat", messages=[]).json()["done_reason"] == "load"
     assert post(server, "/api/generate").json()["done_reason"] == "load"

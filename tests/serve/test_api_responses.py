@@ -232,6 +232,18 @@ def test_the_store_is_bounded_by_number_and_size() -> None:
     assert len(store) == 1 and store.get("e", "key")
     store.put(stored("f", 2000))
     assert len(store) == 0
+    store.update(stored("a"))
+    assert len(store) == 0, "it has gone"
+
+
+def test_a_response_that_has_not_finished_counts_with_its_inputs() -> None:
+    store = ResponseStore(max_characters=1000)
+    first = StoredResponse("key", {"id": "a"}, [{"text": "x" * 900}])
+    store.put(first)
+    store.put(StoredResponse("key", {"id": "b"}, [{"text": "x" * 50}]))
+    first.document = {"id": "a", "error": "x" * 40}
+    store.update(first)
+    assert len(store) == 1 and store.get("a", "key"), "its latest state counts, and makes it the latest"
 
 
 def test_a_background_response_is_polled(client: openai.OpenAI) -> None:
@@ -362,6 +374,36 @@ def test_a_stream_with_tool_calls_and_reasoning_adds_up_to_the_whole() -> None:
         "reasoning", "message", "function_call", "function_call",
     ]  # fmt: skip
     assert events[-1]["type"] == "response.completed" and final["usage"]["total_tokens"] == 7
+
+
+def test_log_probabilities_divide_no_item() -> None:
+    """Every chunk brings those of its tokens: also of marks, which are not shown, and of reasoning and calls."""
+    tokens = iter(range(20))
+
+    def chunk(**delta: Any) -> dict[str, Any]:
+        logprobs = {"content": [{"token": str(next(tokens)), "logprob": 0.0, "bytes": None, "top_logprobs": []}]}
+        return {"model": NAME, "choices": [{"delta": delta, "logprobs": logprobs, "finish_reason": None}]}
+
+    async def chunks() -> AsyncGenerator[dict[str, Any], None]:
+        yield chunk()
+        for part in ("A ", "city."):
+            yield chunk(reasoning_content=part)
+        yield chunk()
+        for part in ("I ", "look."):
+            yield chunk(content=part)
+        yield chunk()
+        yield chunk(tool_calls=[{**CALL, "function": {"name": "weather", "arguments": ""}}])
+        for part in ('{"city": ', '"Rome"}'):
+            yield chunk(tool_calls=[{"index": 0, "function": {"arguments": part}}])
+            yield chunk()
+        yield {"model": NAME, "choices": [{"delta": {}, "finish_reason": "tool_calls"}], "usage": USAGE}
+
+    events = asyncio.run(collected(shaped().chunks(chunks())))
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call"]
+    assert output[2]["arguments"] == '{"city": "Rome"}' and output[0]["content"][0]["text"] == "A city."
+    assert [entry["token"] for entry in output[1]["content"][0]["logprobs"]] == ["3", "4", "5", "6"]
+    assert len([event for event in events if event["type"] == "response.output_item.added"]) == 3
 
 
 def test_items_of_earlier_turns_become_chat_messages() -> None:

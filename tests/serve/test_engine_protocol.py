@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from paceline.core.protocols import Engine
+from paceline.core.stats import LearningStats
 from paceline.errors import ContextLengthExceeded, OutOfMemory, StepFailed
+from paceline.learning.engine import Activity, LearningEngine
+from paceline.learning.ring import TrafficRing
 from paceline.serve.config import ServerConfig
+from paceline.serve.context import ServerContext
+from paceline.serve.schema import CompletionRequest
+from paceline.serve.supervisor import FailurePolicy, SupervisedEngine
 from tests.serve.running import CHAT, COMPLETIONS, NAME, RunningServer, serving
 from tests.serve.toy_engine import ReversingEngine
 
@@ -39,6 +47,26 @@ def test_a_completion_and_a_chat_are_served(server: RunningServer) -> None:
     messages = [{"role": "user", "content": "olleh"}]
     response = server.http().post(CHAT, json={"messages": messages}).json()
     assert response["choices"][0]["message"]["content"] == "hello"
+
+
+@pytest.mark.parametrize("wrapped", ["not", "supervised", "learning"])
+def test_an_engine_is_told_of_a_request_ahead(tmp_path: Path, wrapped: str) -> None:
+    """It compiles a grammar then, while other requests go on."""
+    toy = ReversingEngine()
+    engine: Engine = toy
+    if wrapped == "supervised":
+        engine = SupervisedEngine(lambda: toy, FailurePolicy())
+    elif wrapped == "learning":
+        engine = LearningEngine(toy, TrafficRing(tmp_path, 1 << 20), Activity(int, int), LearningStats)
+    context = ServerContext.of(engine, ServerConfig((NAME,)))
+    task = context.requests.completion(CompletionRequest(prompt="abc", guided_choice=["a", "b"]))
+
+    async def work() -> None:
+        async for _ in context.generate(task):
+            pass
+
+    asyncio.run(work())
+    assert toy.prepared == toy.requests == [task.choices[0].request]
 
 
 def test_a_stream_shows_which_tokens_come_from_the_draft(server: RunningServer) -> None:

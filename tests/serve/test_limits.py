@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +14,18 @@ from typing import Any
 
 import openai
 import pytest
+from fastapi import Request
 
 from paceline.errors import OptionError
 from paceline.serve.access_log import JsonLines
-from paceline.serve.auth import ApiKeys
+from paceline.serve.auth import KEY_SCOPE, NO_KEY, ApiKeys
 from paceline.serve.config import NetworkConfig, RequestLimits, ServerConfig
+from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import AdmissionControl, strict_json
-from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving_model, slowed
+from paceline.serve.routes import tokenized_for
+from tests.serve.running import COMPLETIONS, NAME, RunningServer, serving, serving_model, slowed
+from tests.serve.toy_engine import ReversingEngine
 from tests.support.tiny import byte_tokenizer, tiny_llama
 
 KEY, OTHER_KEY = "correct horse battery", "another key entirely"
@@ -113,6 +119,32 @@ def test_admission_control_counts_sequences_and_keys() -> None:
         pass
 
 
+def test_nothing_is_tokenized_for_a_client_that_is_gone_or_refused() -> None:
+    """It would delay the requests behind it: there is one thread for tokenizers."""
+    context = ServerContext.of(ReversingEngine(), ServerConfig((NAME,)))
+    tokenized: list[str] = []
+    opened = threading.Event()
+
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def work() -> None:
+        request = Request({"type": "http", KEY_SCOPE: NO_KEY}, gone)
+        before = asyncio.create_task(context.tokenized(lambda seconds: opened.wait(seconds), 10))
+        await asyncio.sleep(0.01)
+        with pytest.raises(ApiError, match="disconnected"):
+            await tokenized_for(context, request, tokenized.append, "of a client that is gone")
+        opened.set()
+        await before
+        context.admission.shutting_down = True
+        with pytest.raises(ApiError, match="shutting down"):
+            await tokenized_for(context, request, tokenized.append, "of a client that is refused")
+        await context.close()
+
+    asyncio.run(work())
+    assert not tokenized
+
+
 @pytest.mark.slow
 def test_a_request_that_takes_too_long_is_aborted(limited_server: RunningServer) -> None:
     limited_server.wait_until_idle()
@@ -160,6 +192,22 @@ def test_responses_carry_an_id_and_security_headers(tiny_server: RunningServer) 
     assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
     assert "default-src 'self'" in headers["content-security-policy"] and "server" not in headers
     assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+
+
+@pytest.mark.slow
+def test_an_unexpected_failure_is_a_whole_response() -> None:
+    """A bug of ours: the response has all headers, and the connection stays."""
+    engine = ReversingEngine()
+    network = NetworkConfig(cors_origins=("http://friend.example",))
+    with serving(engine, ServerConfig((NAME,), network=network)) as server:
+        client = server.http(Origin="http://friend.example")
+        for _ in range(2):
+            engine.failure = ZeroDivisionError("a bug")
+            response = client.post(COMPLETIONS, json={"prompt": "abc"})
+            assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+            assert response.headers["x-request-id"] and response.headers["x-content-type-options"] == "nosniff"
+            assert response.headers["access-control-allow-origin"] == "http://friend.example"
+            assert response.headers.get("connection") != "close"
 
 
 class LineHandler(logging.Handler):

@@ -54,6 +54,12 @@ def http(two: TwoModels) -> Any:
     return two.server.http(Authorization=f"Bearer {KEY}")
 
 
+@pytest.mark.parametrize("field", ["model", "name"])
+def test_ollamas_description_is_that_of_the_model_it_names(two: TwoModels, field: str) -> None:
+    document = http(two).post("/api/show", json={field: "big:latest"}).json()
+    assert document["details"]["family"] == "upper"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "text"), [("reverse", "cba"), ("small", "cba"), ("upper", "ABC"), ("big", "ABC")])
 def test_a_request_goes_to_the_model_it_names(two: TwoModels, name: str, text: str) -> None:

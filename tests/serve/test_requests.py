@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from paceline.core.sampling import SamplingParams
 from paceline.core.types import StructuredOutput
@@ -12,6 +13,7 @@ from paceline.errors import ContextLengthExceeded, OptionError, PromptError
 from paceline.serve.chat_messages import template_message
 from paceline.serve.config import RequestLimits, ServerConfig
 from paceline.serve.errors import ApiError
+from paceline.serve.extra_fields import ExtraFields
 from paceline.serve.output_schema import ResponseFormatParam
 from paceline.serve.requests import (
     COMPLETION_MAX_TOKENS,
@@ -78,6 +80,15 @@ def test_messages_are_prepared_for_the_chat_template() -> None:
 
 
 # --- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_that_is_sent_back_is_text_and_the_usual_verbosity_is_taken() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": parts}], "verbosity": "medium"})
+    assert content_text(body.messages[0].content or "") == "ab"
+    assert ExtraFields(strict=True).ignored(body) == []
+    with pytest.raises(ValidationError, match="text"):
+        ChatRequest.model_validate({"messages": [{"role": "assistant", "content": [{"type": "refusal"}]}]})
 
 
 def test_max_tokens_has_openai_defaults() -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from paceline.cli import main
 from paceline.core.draft_tree import DraftTree
 from paceline.core.sampling import draw
-from paceline.core.types import VerifyResult
+from paceline.core.types import StructuredOutput, VerifyResult
 from paceline.core.verify import RULES
+from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import OptionError
 from paceline.serve.app import create_app
 from paceline.serve.config import RequestLimits, ServerConfig
@@ -122,6 +123,15 @@ def test_a_stream_gives_index_id_and_name_once_and_then_arguments(
     assert len([delta for delta in deltas if delta.index == 0]) > 2, "arguments arrive while they are written"
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_for_one_call_gets_the_first(server: RunningServer, engine: ScriptedEngine, stream: bool) -> None:
+    engine.outputs = [f"{CALL}\n{NOW_CALL}"]
+    choice = chat(server, ASK, stream, tools=TOOLS, parallel_tool_calls=False)
+    [call] = choice.message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome", "unit": "C"} and choice.finish_reason == "tool_calls"
 
 
 @pytest.mark.slow
@@ -247,6 +257,45 @@ def test_documents_template_variables_and_a_message_to_continue(engine: Scripted
     assert engine.prompts[2].endswith("</s>")
     with pytest.raises(OptionError, match=r"chat template .* cannot be read"):
         create_app(engine, ServerConfig((NAME,), chat_template=str(tmp_path / "none.jinja")))
+
+
+# --- calls beside an answer in JSON ---
+
+ANSWER = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "several"), [(True, True), (False, False)])
+def test_an_output_that_must_be_json_may_be_calls_instead(
+    server: RunningServer, engine: ScriptedEngine, parallel: bool, several: bool
+) -> None:
+    engine.outputs = [CALL]
+    response_format: Any = {"type": "json_schema", "json_schema": {"name": "warm", "schema": ANSWER}}
+    params = {"tools": TOOLS, "parallel_tool_calls": parallel, "response_format": response_format}
+    assert chat(server, ASK, **params).message.tool_calls
+    tokenizer, info = engine.tokenizer.hf_tokenizer, engine.info
+    output = engine.requests[-1].structured_output
+    assert output is not None
+    compiler = GrammarCompiler(tokenizer, info)
+
+    def matches(text: str) -> bool:
+        tokens = [*tokenizer(text).input_ids, *info.eos_token_ids]
+        constraint = compiler.compile(output)
+        return all(bool(constraint.allowed(tokens[:place])[token]) for place, token in enumerate(tokens))
+
+    assert all(map(matches, ['{"warm": true}', CALL, NOW_CALL]))
+    wrong = ["It is.", '{"cold": true}', CALL.replace("Rome", "a city far away"), f"It is. {CALL}"]
+    assert not any(map(matches, wrong))
+    assert matches(f"{CALL}\n{NOW_CALL}") is several
+
+
+@pytest.mark.slow
+def test_what_is_no_json_leaves_no_room_for_calls(server: RunningServer, engine: ScriptedEngine) -> None:
+    engine.outputs = ["a", "a"]
+    chat(server, ASK, tools=TOOLS, extra_body={"guided_choice": ["a", "b"]})
+    assert engine.requests[-1].structured_output == StructuredOutput("choice", '["a", "b"]')
+    chat(server, ASK, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+    assert engine.requests[-1].structured_output == StructuredOutput("json_object", "")
 
 
 # --- forced calls: the grammar, a real engine ---

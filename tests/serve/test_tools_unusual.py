@@ -47,6 +47,19 @@ OUTPUTS: dict[str, tuple[str, str, str | None, list[tuple[str, Any]]]] = {
         '{"name": "forecast", "arguments": {Rome}}',
         [],
     ),
+    "a call without its last brace": (
+        "hermes",
+        'I look.<tool_call>\n{"name": "forecast", "arguments": {"city": "Rome"}\n</tool_call> One moment.',
+        "I look. One moment.",
+        [ROME],
+    ),
+    "a call with a brace too many": (
+        "hermes",
+        '<tool_call>\n{"name": "forecast", "arguments": {"city": "Rome"}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        None,
+        [ROME, NOW],
+    ),
     "text after a call keeps its distance": (
         "deepseek",
         'I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>forecast<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'

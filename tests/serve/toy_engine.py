@@ -40,7 +40,8 @@ class AsciiTokenizer:
 class ReversingEngine(Engine):
     """Writes the prompt backwards. The first half is emitted as accepted draft tokens of one step.
 
-    failure: what the next request raises
+    failure   what the next request raises
+    prepared  requests that it was told of ahead
     """
 
     tokenizer = AsciiTokenizer()
@@ -48,6 +49,7 @@ class ReversingEngine(Engine):
     def __init__(self) -> None:
         self.info, self.methods = INFO, ("reverse",)
         self.requests: list[Request] = []
+        self.prepared: list[Request] = []
         self.failure: Exception | None = None
         self.is_closed = False
         self._spec = SpecStats()
@@ -57,6 +59,9 @@ class ReversingEngine(Engine):
             raise EngineClosed("the toy engine is closed")
         self.requests.append(request)
         return self._outputs(request)
+
+    async def prepare(self, request: Request) -> None:
+        self.prepared.append(request)
 
     def stats(self) -> EngineStats:
         return EngineStats(spec=self._spec)

@@ -320,7 +320,10 @@ class Tokenizer(Protocol):
 
 
 class NoEmbeddings:
-    """For engines without hidden states."""
+    """For engines without hidden states, which run in another process or own their loop."""
+
+    async def prepare(self, request: Request) -> None:
+        """Nothing: the other side compiles grammars."""
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         raise CapabilityError("this engine gives no embeddings; serve the model with the local engine for them")
@@ -346,6 +349,12 @@ class Engine(Protocol):
         """Generate one sequence. Closing the iterator aborts the request within one step.
 
         Raises OptionError or PromptError at once; StepFailed, OutOfMemory or EngineFailed on the way.
+        """
+
+    async def prepare(self, request: Request) -> None:
+        """Do beside the event loop what `generate` would hold it up with, such as compiling a grammar.
+
+        Optional before `generate`. Raises OptionError.
         """
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:

@@ -92,6 +92,9 @@ class LearningEngine(Engine):
 
     # --- passed on ----------------------------------------------------------------------------------------------------
 
+    async def prepare(self, request: Request) -> None:
+        await self._engine.prepare(request)
+
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         self._begin()
         try:

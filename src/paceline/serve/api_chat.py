@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,6 +40,11 @@ class OutputPiece:
         """Pieces with the same key belong to the same item of the output."""
         return self.kind, self.call_index
 
+    @property
+    def is_blank(self) -> bool:
+        """Log-probabilities alone: their tokens are no characters of the text, or not yet."""
+        return self.kind == TEXT and not self.text
+
 
 def output_pieces(message: Json, logprobs: Json | None = None) -> Iterator[OutputPiece]:
     """The pieces of a chat completion's message, or of the delta of a chunk."""
@@ -59,6 +64,12 @@ def output_pieces(message: Json, logprobs: Json | None = None) -> Iterator[Outpu
 def chunk_pieces(chunk: Json) -> Iterator[OutputPiece]:
     for choice in chunk["choices"]:
         yield from output_pieces(choice["delta"], choice.get("logprobs"))
+
+
+def without_blanks(pieces: Iterable[OutputPiece]) -> list[OutputPiece]:
+    """Log-probabilities beside reasoning or a call are those of its tokens, which no text shows."""
+    all_pieces = list(pieces)
+    return all_pieces if len(all_pieces) == 1 else [piece for piece in all_pieces if not piece.is_blank]
 
 
 def finish_of(document: Json) -> Json:

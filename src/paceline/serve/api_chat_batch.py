@@ -15,7 +15,7 @@ from paceline.serve.errors import ApiError
 from paceline.serve.extra_fields import add_header
 from paceline.serve.requests import CompletionTask
 from paceline.serve.responses import ChatFormat
-from paceline.serve.routes import ERROR_RESPONSES, respond
+from paceline.serve.routes import ERROR_RESPONSES, respond, tokenized_for
 from paceline.serve.schema import ChatRequest, LenientModel
 
 Conversation = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
@@ -41,8 +41,8 @@ def add_chat_batch_routes(routes: APIRouter, context: ServerContext) -> None:
         if body.stream:
             raise ApiError(400, "a batch is not streamed; leave out stream", param="stream")
         chats = body.chats
-        ignored = context.extra_fields.ignored(chats[0])
-        tasks = [await context.tokenized(context.requests.chat, chat) for chat in chats]
+        ignored = list(dict.fromkeys(name for chat in chats for name in context.extra_fields.ignored(chat)))
+        tasks = [await tokenized_for(context, request, context.requests.chat, chat) for chat in chats]
         context.requests.check_num_choices(sum(len(task.choices) for task in tasks))
         response = await respond(context, request, joined(tasks), ChatFormat(context.formatter), ApiShape())
         return add_header(response, ignored)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 import struct
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -19,7 +21,7 @@ from paceline.serve.auth import KEY_SCOPE
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.extra_fields import add_header
-from paceline.serve.routes import ERROR_RESPONSES
+from paceline.serve.routes import ERROR_RESPONSES, tokenized_for
 from paceline.serve.schema import LenientModel, TokenIds
 from paceline.serve.streaming import while_connected
 
@@ -83,10 +85,18 @@ class Embeddings:
         return self._context.engine.tokenizer.encode(text)
 
     async def vectors(self, request: Request, prompts: list[list[int]]) -> list[list[float]]:
-        """One after the other, so that running sequences take their steps between two of them."""
+        """One after the other, so that running sequences take their steps between two of them. Raises ApiError 408."""
+        seconds = self._context.config.limits.request_timeout
+        with self._context.admission.admit(request.scope[KEY_SCOPE], 1):
+            try:
+                async with asyncio.timeout(seconds):
+                    return await while_connected(request, self._computed(prompts))
+            except TimeoutError:
+                raise ApiError(408, f"the request took longer than {seconds:g} seconds", code="timeout") from None
+
+    async def _computed(self, prompts: list[list[int]]) -> list[list[float]]:
         embed, pooling = self._context.engine.embed, self._context.config.pooling
-        with self._context.admission.admit(request.scope[KEY_SCOPE], len(prompts)):
-            return [await while_connected(request, embed(token_ids, pooling)) for token_ids in prompts]
+        return [await embed(token_ids, pooling) for token_ids in prompts]
 
 
 def object_text(entry: InputObject) -> str:
@@ -131,7 +141,7 @@ def add_embeddings_routes(routes: APIRouter, context: ServerContext) -> None:
         ignored = context.extra_fields.ignored(body)
         context.requests.check_model(body.model)
         inputs, keep = input_list(body.input), body.truncate_prompt_tokens
-        prompts = await context.tokenized(lambda _: embeddings.tokens(inputs, keep), body)
+        prompts = await tokenized_for(context, request, partial(embeddings.tokens, keep=keep), inputs)
         vectors = [shortened(vector, body.dimensions) for vector in await embeddings.vectors(request, prompts)]
         data = [
             {"object": "embedding", "index": index, "embedding": encoded(vector, body.encoding_format)}
@@ -155,7 +165,8 @@ def _add_ollama_routes(routes: APIRouter, context: ServerContext, embeddings: Em
         context.requests.check_model(served_name(body.model, names))
         inputs: list[Input] = [body.input] if isinstance(body.input, str) else [*body.input]
         keep = None if body.truncate is False else -1
-        prompts = await context.tokenized(lambda _: embeddings.tokens(inputs, keep) if inputs else [], body)
+        tokens = partial(embeddings.tokens, keep=keep)
+        prompts = await tokenized_for(context, request, tokens, inputs) if inputs else []
         vectors = [shortened(vector, body.dimensions) for vector in await embeddings.vectors(request, prompts)]
         seconds: Json = {"total_duration": time.perf_counter_ns() - started, "load_duration": 0}
         counts = {**seconds, "prompt_eval_count": sum(map(len, prompts))}
@@ -165,5 +176,5 @@ def _add_ollama_routes(routes: APIRouter, context: ServerContext, embeddings: Em
     async def ollama_embeddings(request: Request, body: OllamaEmbeddingsRequest) -> Response:
         """One vector, in Ollama's older spelling."""
         context.requests.check_model(served_name(body.model, names))
-        prompts = await context.tokenized(lambda _: embeddings.tokens([body.prompt], -1), body)
+        prompts = await tokenized_for(context, request, partial(embeddings.tokens, keep=-1), [body.prompt])
         return Document({"embedding": (await embeddings.vectors(request, prompts))[0]})

@@ -17,8 +17,8 @@ from paceline.serve.api_shape import Json
 from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError
 from paceline.serve.fill_in_middle import OtherFile
-from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response
-from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel, StrictModel
+from paceline.serve.routes import ERROR_RESPONSES, chat_response, completion_response, tokenized_for
+from paceline.serve.schema import ChatRequest, CompletionRequest, LenientModel
 
 # llama.cpp's names for fields of ours.
 RENAMED_FIELDS = {
@@ -41,7 +41,11 @@ BiasNames = Annotated[dict[str, int | float | bool], Field(max_length=1024)]
 
 
 class LlamaParams(LenientModel):
-    """What llama.cpp's two completion routes have in common. logit_bias: token ids or strings, in pairs or by name."""
+    """What llama.cpp's two completion routes have in common.
+
+    logit_bias  token ids or strings, in pairs or by name
+    n_predict   0: the prompt is read, so that the next request finds it in the prefix cache
+    """
 
     n_predict: Annotated[int, Field(ge=-2, le=1 << 31)] | None = None
     stream: bool | None = None
@@ -54,7 +58,7 @@ class LlamaParams(LenientModel):
         """Fields of a completion, but for its prompt and its biases."""
         body = self.model_dump(exclude_unset=True, exclude_none=True)
         fields = {RENAMED_FIELDS.get(name, name): value for name, value in body.items() if name not in OWN_FIELDS}
-        if fields.get("max_tokens", 0) < 0:
+        if isinstance(fields.get("max_tokens"), int) and fields["max_tokens"] < 0:
             del fields["max_tokens"]  # no limit
         if isinstance(fields.get("seed"), int) and fields["seed"] < 0:
             del fields["seed"]  # any
@@ -73,8 +77,8 @@ class LlamaCompletionRequest(LlamaParams):
     prompt: str | dict[str, Any] | Annotated[list[Any], Field(min_length=1, max_length=1 << 20)]
 
 
-class ExtraFile(StrictModel):
-    """A file that the gap may refer to."""
+class ExtraFile(LenientModel):
+    """A file that the gap may refer to. Editors add when they read it, and more."""
 
     filename: str
     text: str
@@ -96,14 +100,14 @@ class LlamaApi:
         self._context = context
 
     async def completion(self, request: Request, body: LlamaCompletionRequest) -> Response:
-        prompts = await self._context.tokenized(partial(prompt_ids, self._context), body.prompt)
+        prompts = await tokenized_for(self._context, request, partial(prompt_ids, self._context), body.prompt)
         return await self._respond(request, body, prompts, len(prompts) if is_several(body.prompt) else None)
 
     async def infill(self, request: Request, body: InfillRequest) -> Response:
         files = tuple(OtherFile(file.filename, file.text) for file in body.input_extra or ())
         middle = self._context.requests.middle
         fill = partial(middle.prompt, suffix=body.input_suffix, files=files, start=body.prompt or "")
-        prompt = await self._context.tokenized(fill, body.input_prefix)
+        prompt = await tokenized_for(self._context, request, fill, body.input_prefix)
         return await self._respond(request, body, [prompt], end_ids=middle.end_ids)
 
     async def _respond(
@@ -119,12 +123,14 @@ class LlamaApi:
         fields = {**body.fields, **({"logit_bias": biases} if biases else {})}
         if end_ids:
             fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or ()), *end_ids]
-        completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), "prompt": prompts})
+        own = {"prompt": prompts, **({"return_token_ids": True} if len(prompts) > 1 or fields.get("n") else {})}
+        completion = checked(CompletionRequest, {**fields, **self._limited(fields, prompts), **own})
         if body.post_sampling_probs:
             check_untruncated(context.requests.sampling(completion))
         llama_request = LlamaRequest(
             context.config.served_model_names[0],
             await context.tokenized(partial(prompt_texts, context), prompts),
+            [len(prompt) for prompt in prompts],
             {**context.requests.sampling_defaults, **fields},
             body.response_fields or [],
             context.formatter.token_text,
@@ -133,13 +139,14 @@ class LlamaApi:
             bool(body.post_sampling_probs),
             num_prompts,
         )
-        default_tokens = context.config.limits.chat_max_tokens
-        return await completion_response(context, request, completion, LlamaShape(llama_request), default_tokens)
+        shape, default_tokens = LlamaShape(llama_request), context.config.limits.chat_max_tokens
+        return await completion_response(context, request, completion, shape, default_tokens, reads_prompt=True)
 
     def _limited(self, fields: Json, prompts: list[list[int]]) -> Json:
         """n_predict as far as the context goes: an output that fills it ends there."""
         space = self._context.requests.max_model_len - max(len(prompt) for prompt in prompts)
-        return {"max_tokens": space} if 0 < space < fields.get("max_tokens", 0) else {}
+        limit = fields.get("max_tokens")
+        return {"max_tokens": space} if isinstance(limit, int) and 0 < space < limit else {}
 
 
 def check_untruncated(sampling: SamplingParams) -> None:
@@ -157,7 +164,8 @@ def token_biases(context: ServerContext, biases: Any) -> dict[str, float]:
     for key, value in pairs:
         if not isinstance(key, int | str) or isinstance(value, str):
             raise ApiError(400, "logit_bias is pairs of a token id or a string and a number", param="logit_bias")
-        bias = -MAX_BIAS if value is False else min(max(float(value), -MAX_BIAS), MAX_BIAS)
+        number = -MAX_BIAS if value is False else value
+        bias = float(min(max(number, -MAX_BIAS), MAX_BIAS))  # a whole number may be too large for a float
         by_token |= dict.fromkeys(_bias_tokens(context, key, is_name=isinstance(biases, dict)), bias)
     return by_token
 

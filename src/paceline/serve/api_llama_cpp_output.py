@@ -38,6 +38,7 @@ class LlamaRequest:
     """What an answer repeats of its request, and what it is spelled with.
 
     prompts           as the model reads them, with its special tokens
+    prompt_lengths    their tokens
     fields            those of the completion, and the server's defaults of those it leaves out
     response_fields   what the answer shows; empty: everything
     eos_token_ids     whose probability ignore_eos sets to nothing
@@ -45,6 +46,7 @@ class LlamaRequest:
 
     model: str
     prompts: list[str]
+    prompt_lengths: list[int]
     fields: Json
     response_fields: list[str]
     token_text: TokenText
@@ -65,6 +67,11 @@ class LlamaRequest:
         """The prompt of choice `index`."""
         return self.prompts[index // (self.fields.get("n") or 1)]
 
+    def usage_of(self, choice: Json) -> Json:
+        """The token counts of one of several choices, whose document has their sums. Its tokens come with it."""
+        length = self.prompt_lengths[choice["index"] // (self.fields.get("n") or 1)]
+        return {"prompt_tokens": length, "completion_tokens": len(choice.get("token_ids") or [])}
+
     def selected(self, document: Json) -> Json:
         """Only the fields that were asked for; a slash goes into a field."""
         if not self.response_fields:
@@ -80,7 +87,8 @@ class LlamaRequest:
 
     def content(self, choice: Json) -> Json:
         """The text of a choice, its token ids and their probabilities, where they were asked for."""
-        content: Json = {"content": choice["text"], "tokens": choice.get("token_ids") or []}
+        tokens = choice.get("token_ids") or [] if self.fields.get("return_token_ids") else []
+        content: Json = {"content": choice["text"], "tokens": tokens}
         logprobs = choice.get("logprobs")
         if logprobs:
             entries = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
@@ -118,6 +126,9 @@ class LlamaShape(ApiShape):
         answers = []
         for choice in document["choices"]:
             self._choice, self._has_new_line = choice, "\n" in choice["text"]
+            if len(document["choices"]) > 1:
+                self._usage = self._request.usage_of(choice)
+                self.prompt_tokens = self._usage["prompt_tokens"]
             answer = {"index": choice["index"], **self._request.content(choice)} | self._closing(choice["index"])
             answers.append(self._request.selected(answer))
         return answers if self._request.num_prompts is not None else answers[0]

@@ -10,6 +10,7 @@ from paceline.serve.api_messages_output import MessagesShape
 from paceline.serve.api_shape import Json
 from paceline.serve.context import ServerContext
 from paceline.serve.routes import ERROR_RESPONSES, chat_response
+from paceline.serve.streaming import while_connected
 
 
 def add_messages_routes(routes: APIRouter, context: ServerContext) -> None:
@@ -20,9 +21,9 @@ def add_messages_routes(routes: APIRouter, context: ServerContext) -> None:
         return await chat_response(context, request, chat, MessagesShape())
 
     @routes.post("/v1/messages/count_tokens", responses=ERROR_RESPONSES, response_model=None)
-    async def count_message_tokens(body: CountTokensRequest) -> Json:
+    async def count_message_tokens(request: Request, body: CountTokensRequest) -> Json:
         """How many tokens a conversation has."""
         chat = chat_request(prompt_document(body))
         context.requests.check_model(chat.model)
-        tokens = await context.tokenized(context.requests.chat_prompt, chat)
+        tokens = await while_connected(request, context.tokenized(context.requests.chat_prompt, chat))
         return {"input_tokens": len(tokens)}

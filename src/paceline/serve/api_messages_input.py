@@ -206,9 +206,9 @@ def _change_tools(block: Json, known: dict[str, Json], removed: set[str], param:
         known[string_of(definition, "name", param)] = definition
         removed.discard(definition["name"])
         return
-    if not _is_reference(tool) or tool.get("name") not in known:
+    if not _is_reference(tool) or str(tool.get("name")) not in known:
         raise ApiError(400, f"{param}: {change} names no tool that is declared in tools", param=param)
-    (removed.add if change == "tool_removal" else removed.discard)(tool["name"])
+    (removed.add if change == "tool_removal" else removed.discard)(str(tool["name"]))
 
 
 def _tool(tool: Json, param: str) -> Json:
@@ -227,7 +227,7 @@ def _tool_choice(choice: Json) -> Json:
     if kind == "tool":
         name = string_of(choice, "name", "tool_choice")
         chosen: Any = {"type": "function", "function": {"name": name}}
-    elif kind in TOOL_CHOICES:
+    elif isinstance(kind, str) and kind in TOOL_CHOICES:
         chosen = TOOL_CHOICES[kind]
     else:
         raise ApiError(400, "tool_choice.type is auto, any, tool or none", param="tool_choice.type")

@@ -178,7 +178,8 @@ class MessagesShape(NamedEvents):
 
     def _chunk_events(self, chunk: Json) -> Iterator[Json]:
         for piece in chunk_pieces(chunk):
-            yield from self._piece_events(piece)
+            if not piece.is_blank:  # a message has no log-probabilities
+                yield from self._piece_events(piece)
         self._message.read(chunk)
 
     def _piece_events(self, piece: OutputPiece) -> Iterator[Json]:

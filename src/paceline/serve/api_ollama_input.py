@@ -73,6 +73,8 @@ def sampling_fields(body: OllamaRequest, names: tuple[str, ...]) -> Json:
     fields = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items() if name not in LOAD_OPTIONS}
     if isinstance(fields.get("max_tokens"), int) and fields["max_tokens"] < 0:
         del fields["max_tokens"]  # no limit
+    if isinstance(fields.get("seed"), int) and fields["seed"] < 0:
+        del fields["seed"]  # any
     if body.is_streamed:
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     return fields | {"model": served_name(body.model, names)} | given(response_format=_response_format(body))

@@ -18,8 +18,9 @@ from paceline.serve.context import ServerContext
 from paceline.serve.errors import ApiError, as_api_error, log_failure
 from paceline.serve.extra_fields import add_header
 from paceline.serve.responses import ChatFormat, ResponseBuilder
-from paceline.serve.routes import ERROR_RESPONSES, chat_response
+from paceline.serve.routes import ERROR_RESPONSES, chat_response, tokenized_for
 from paceline.serve.schema import ChatRequest
+from paceline.serve.streaming import while_connected
 
 QUEUED, CANCELLED = "queued", "cancelled"
 MAX_LISTED = 100
@@ -45,7 +46,8 @@ class ResponsesApi:
         raw = RawMessages(self._context.formatter.prompt_text) if body.enable_response_messages else None
         response = ResponseDocument(new_id("resp"), shown_fields(body), keep, raw)
         if body.background:
-            return await self._in_background(StoredResponse(owner, response.document(QUEUED), inputs), chat, response)
+            stored = StoredResponse(owner, response.document(QUEUED), inputs)
+            return await self._in_background(request, stored, chat, response)
         return await chat_response(self._context, request, chat, ResponsesShape(response))
 
     def _history(self, body: ResponsesRequest, owner: str) -> list[Json]:
@@ -61,7 +63,7 @@ class ResponsesApi:
     async def num_input_tokens(self, request: Request, body: ResponsesRequest) -> int:
         history = self._history(body, request.scope[KEY_SCOPE])
         chat = chat_request(chat_document(body, history + body.items))
-        return len(await self._context.tokenized(self._context.requests.chat_prompt, chat))
+        return len(await while_connected(request, self._context.tokenized(self._context.requests.chat_prompt, chat)))
 
     def cancel(self, response_id: str, owner: str) -> Json:
         """Stop a response that runs in the background; harmless for one that has ended."""
@@ -71,14 +73,17 @@ class ResponsesApi:
         if stored.work is not None and not stored.work.done():
             stored.work.cancel()
             stored.document = {**stored.document, "status": CANCELLED}
+            self.store.update(stored)
         return stored.document
 
     # --- in the background --------------------------------------------------------------------------------------------
 
-    async def _in_background(self, stored: StoredResponse, chat: ChatRequest, response: ResponseDocument) -> Response:
+    async def _in_background(
+        self, request: Request, stored: StoredResponse, chat: ChatRequest, response: ResponseDocument
+    ) -> Response:
         """Start the response and return at once. It is admitted first, so that a full queue is told to the client."""
         context, ignored = self._context, self._context.extra_fields.ignored(chat)
-        task = await context.tokenized(context.requests.chat, chat)
+        task = await tokenized_for(context, request, context.requests.chat, chat)
         model = task.model or context.config.served_model_names[0]
         builder = ResponseBuilder(ChatFormat(context.formatter), task, model)
         with ExitStack() as admission:
@@ -104,6 +109,7 @@ class ResponsesApi:
         log_failure(api_error, error)
         failure = {"code": api_error.code or "server_error", "message": api_error.message}
         stored.document = response.document(FAILED, failure)
+        self.store.update(stored)
 
 
 def add_responses_routes(routes: APIRouter, context: ServerContext, store: ResponseStore) -> None:

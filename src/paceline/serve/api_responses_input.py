@@ -90,6 +90,8 @@ class ResponsesRequest(LenientModel):
 
 def _with_id(item: Json) -> Json:
     kind = item.get("type") or "message"
+    if not isinstance(kind, str):
+        raise ApiError(400, "the type of an item of input must be a string", param="input")
     item = {**item, "type": kind, "id": item.get("id") or f"{kind[:3]}_{uuid.uuid4().hex}"}
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"
@@ -200,7 +202,10 @@ def _tools(body: ResponsesRequest) -> Json:
     tools = ResponseTools(body.tools or []).functions
     choice = body.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names = {_chosen_name(tool) for tool in choice.get("tools") or () if isinstance(tool, dict)}
+        allowed = choice.get("tools") or []
+        if not isinstance(allowed, list):
+            raise ApiError(400, "tool_choice.tools must be a list of tools", param="tool_choice.tools")
+        names = {_chosen_name(tool) for tool in allowed if isinstance(tool, dict)}
         tools = [tool for tool in tools if tool["function"]["name"] in names]
         choice = choice.get("mode") or "auto"
     elif isinstance(choice, dict) and choice.get("type") in ("function", "custom"):

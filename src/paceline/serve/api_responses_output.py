@@ -8,7 +8,16 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from paceline.serve.api_chat import REASONING, TEXT, TOOL_CALL, OutputPiece, chunk_pieces, finish_of, output_pieces
+from paceline.serve.api_chat import (
+    REASONING,
+    TEXT,
+    TOOL_CALL,
+    OutputPiece,
+    chunk_pieces,
+    finish_of,
+    output_pieces,
+    without_blanks,
+)
 from paceline.serve.api_responses_tools import CalledTool, CustomInput, ResponseTools
 from paceline.serve.api_shape import Json, NamedEvents
 from paceline.serve.errors import ApiError
@@ -217,12 +226,13 @@ class ResponsesShape(NamedEvents):
         self._response = response
         self._sequence_number = 0
         self._open: OutputItem | None = None
+        self._held: list[Json] = []  # log-probabilities of characters that are still to come
 
     def whole(self, document: Json) -> Json:
         self._read_tokens(document)
         self._response.read(document)
         choice = document["choices"][0]
-        for piece in output_pieces(choice["message"], choice.get("logprobs")):
+        for piece in without_blanks(output_pieces(choice["message"], choice.get("logprobs"))):
             self._response.add(piece)
         self._response.drop_cut_call()
         return self._response.finish()
@@ -256,9 +266,17 @@ class ResponsesShape(NamedEvents):
 
     def _chunk_events(self, chunk: Json) -> Iterator[Json]:
         self._read_tokens(chunk)
-        for piece in chunk_pieces(chunk):
-            yield from self._piece_events(piece)
+        for piece in without_blanks(chunk_pieces(chunk)):
+            if piece.is_blank and (self._open is None or self._open.kind != TEXT):
+                self._held += piece.logprobs  # no reason to end an item, or to begin one
+            else:
+                yield from self._piece_events(self._with_held(piece))
         self._response.read(chunk)
+
+    def _with_held(self, piece: OutputPiece) -> OutputPiece:
+        """A text with the log-probabilities that came before its characters; those before other pieces are of marks."""
+        held, self._held = self._held, []
+        return replace(piece, logprobs=[*held, *piece.logprobs]) if held and piece.kind == TEXT else piece
 
     def _piece_events(self, piece: OutputPiece) -> Iterator[Json]:
         if self._open is not None and self._open.opening.key != piece.key:

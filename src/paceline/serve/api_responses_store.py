@@ -31,8 +31,11 @@ class StoredResponse:
 
     @property
     def size(self) -> int:
-        """Its share of the limit. A conversation counts with each of its responses, so the limit is never passed."""
-        return len(as_text(self.document)) + sum(len(as_text(item)) for item in self.history)
+        """Its share of the limit. A conversation counts with each of its responses, so the limit is never passed.
+
+        One that has not finished has no history yet, and its inputs count instead, which are part of it.
+        """
+        return len(as_text(self.document)) + sum(len(as_text(item)) for item in self.history or self.inputs)
 
 
 class ResponseStore:
@@ -54,6 +57,11 @@ class ResponseStore:
         self._sizes[response_id] = response.size
         while len(self._responses) > self._max_responses or sum(self._sizes.values()) > self._max_characters:
             self._drop(next(iter(self._responses)))
+
+    def update(self, response: StoredResponse) -> None:
+        """Keep a later state of a response, unless it has gone meanwhile."""
+        if response.document["id"] in self._responses:
+            self.put(response)
 
     def get(self, response_id: str, owner: str, param: str | None = None) -> StoredResponse:
         """Raises ApiError 404 for one that is not here, or belongs to another key."""

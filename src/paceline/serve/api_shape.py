@@ -16,6 +16,7 @@ from paceline.serve.errors import ApiError
 
 Json = dict[str, Any]
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 class ApiShape:
@@ -37,7 +38,7 @@ class ApiShape:
 
     def frame(self, event: Json) -> str:
         """An event as it is sent."""
-        return f"data: {as_text(event)}\n\n"
+        return f"data: {as_line(event)}\n\n"
 
     def last_frame(self) -> str:
         """What ends a stream that has not failed."""
@@ -52,7 +53,7 @@ class NamedEvents(ApiShape):
     """Server-sent events whose name is their type."""
 
     def frame(self, event: Json) -> str:
-        return f"event: {event['type']}\ndata: {as_text(event)}\n\n"
+        return f"event: {event['type']}\ndata: {as_line(event)}\n\n"
 
     def last_frame(self) -> str:
         return ""
@@ -65,7 +66,7 @@ class JsonLinesShape(ApiShape):
     ping = ""
 
     def frame(self, event: Json) -> str:
-        return f"{as_text(event)}\n"
+        return f"{as_line(event)}\n"
 
     def last_frame(self) -> str:
         return ""
@@ -83,3 +84,9 @@ class Document(JSONResponse):
 
 def as_text(document: Any) -> str:
     return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+
+
+def as_line(document: Any) -> str:
+    """JSON for a reader of lines: Python's `splitlines` and others end one at three characters that JSON leaves as
+    they are."""
+    return as_text(document).translate(LINE_ENDS)

@@ -21,8 +21,9 @@ from paceline.serve.output_pieces import Parse
 from paceline.serve.output_syntax import OpenReasoning, OutputSyntax
 from paceline.serve.reasoning import ReasoningFormat, content_only
 from paceline.serve.schema import ChatMessage, ChatRequest
+from paceline.serve.structured_fields import structured_output
 from paceline.serve.token_text import TokenText
-from paceline.serve.tools.grammar import forced_calls
+from paceline.serve.tools.grammar import answer_or_calls, answer_schema, forced_calls
 from paceline.serve.tools.offer import ANY_ARGUMENTS, ToolFunction, ToolOffer
 
 TAIL_TOKENS = 48  # of a prompt: enough to see whether it ends with the mark that opens the reasoning
@@ -39,20 +40,20 @@ RESERVED = frozenset(  # what the template gets in other ways
 class ChatPlan:
     """What a chat request comes to.
 
-    forced      the grammar of an output that must be tool calls
+    grammar     of an output that must be tool calls, or either such or an answer in JSON
     reasoning   where its outputs may reason before they answer
     shows_special_tokens  the parser needs to see them
     """
 
     token_ids: list[int]
     syntax: OutputSyntax
-    forced: StructuredOutput | None = None
+    grammar: StructuredOutput | None = None
     reasoning: ReasoningSpan | None = None
     shows_special_tokens: bool = False
 
     def applied(self, request: Request) -> Request:
         """The engine request with what the plan adds."""
-        structured_output = self.forced or request.structured_output
+        structured_output = self.grammar or request.structured_output
         limited = self.reasoning is not None and self.reasoning.max_tokens is not None
         return replace(
             request,
@@ -81,7 +82,7 @@ class ChatPlanner:
         return ChatPlan(
             token_ids,
             syntax,
-            self._forced(offer),
+            self._call_grammar(offer, body),
             self._span(body, reasoning, token_ids),
             syntax.parse is not None and self._has_special_markers(),
         )
@@ -163,6 +164,7 @@ class ChatPlanner:
             shows_reasoning=body.shows_reasoning,
             offers_tools=tools is not None,
             is_forced=offer is not None and offer.is_forced,
+            is_parallel=offer is None or offer.is_parallel,
             id_length=tools.id_length if tools is not None else None,
         )
 
@@ -204,13 +206,17 @@ class ChatPlanner:
             body.max_reasoning_tokens,
         )
 
-    def _forced(self, offer: ToolOffer | None) -> StructuredOutput | None:
+    def _call_grammar(self, offer: ToolOffer | None, body: ChatRequest) -> StructuredOutput | None:
+        """None: the model is free to call, or may not."""
         tools = self._template.tools
-        if offer is None or tools is None or not offer.is_forced:
+        if offer is None or tools is None:
             return None
         try:
+            schema = answer_schema(structured_output(body.response_format, body))
             markers = {text: token for text, token in self._token_text.added_tokens.items() if text in tools.markers}
-            return forced_calls(offer, tools.layout, markers)
+            if offer.is_forced:
+                return forced_calls(offer, tools.layout, markers)
+            return None if schema is None else answer_or_calls(schema, offer, tools.layout, markers)
         except (ValueError, RecursionError) as error:
             raise OptionError(f"the parameters of a function cannot be read: {error}") from error
 

@@ -71,6 +71,7 @@ class ChatWriter:
         self._counter = syntax.reasoning.counter() if syntax.reasoning else None
         self._echo, self._content, self._reasoning = echo, echo, ""
         self._calls: list[WrittenCall] = []
+        self._is_beyond = False  # inside a call that the request does not take
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -118,8 +119,10 @@ class ChatWriter:
             self._reasoning += piece.text
             delta.reasoning += piece.text
         elif isinstance(piece, ToolCallName):
-            self._add_call(piece, delta)
-        else:
+            self._is_beyond = bool(self._calls) and not self._syntax.is_parallel
+            if not self._is_beyond:
+                self._add_call(piece, delta)
+        elif not self._is_beyond:
             self._add_arguments(piece, delta)
 
     def _add_call(self, piece: ToolCallName, delta: MessageDelta) -> None:

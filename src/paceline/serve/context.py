@@ -137,6 +137,7 @@ class ServerContext:
         """The outputs of one sequence, once it is its turn."""
         async with self.queue.turn(key, request.priority):
             on_turn()
+            await self.engine.prepare(request)
             async with aclosing(self.engine.generate(request)) as outputs:  # type: ignore[type-var]
                 async for output in outputs:
                     yield output

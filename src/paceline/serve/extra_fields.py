@@ -28,7 +28,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "tools", "functions", "function_call", "tool_calls", "tool_call_id", "audio", "web_search_options",
-            "reasoning_effort", "reasoning", "thinking", "thinking_budget", "verbosity",
+            "reasoning_effort", "reasoning", "thinking", "thinking_budget",
             "chat_template", "chat_template_kwargs", "documents", "continue_final_message",
             "guided_whitespace_pattern", "logits_processors", "use_beam_search", "echo", "early_stopping",
             "no_repeat_ngram_size", "mirostat", "xtc_probability", "dry_multiplier",
@@ -38,6 +38,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     ),
     "tool_choice": (*NOTHING, "none", "auto"),
     "modalities": (*NOTHING, ["text"]),
+    "verbosity": (*NOTHING, "medium"),
     "add_generation_prompt": (None, True),
     "detokenize": (None, True),
     "length_penalty": (*NOTHING, 1),
@@ -48,7 +49,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (*NOTHING, 1),
 }  # fmt: skip
 
-UNDERSTOOD = ("tools", "tool_choice", "modalities")  # asking for nothing, they are not even mentioned
+UNDERSTOOD = ("tools", "tool_choice", "modalities", "verbosity")  # asking for nothing, they are not even mentioned
 
 
 class ExtraFields:

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 
+from paceline.errors import PacelineError
 from paceline.serve.auth import NO_KEY
 from paceline.serve.config import RequestLimits
-from paceline.serve.errors import RETRY_SOON, ApiError
+from paceline.serve.errors import RETRY_SOON, ApiError, as_api_error, log_failure
 
 MAX_JSON_DEPTH = 64
 CLOSE = {"Connection": "close"}
@@ -36,10 +39,7 @@ class AdmissionControl:
     @contextmanager
     def admit(self, key: str, num_seqs: int) -> Iterator[None]:
         """Count a request of so many sequences while it runs. Raises ApiError 429 or 503."""
-        if self.shutting_down:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_SOON)
-        self._check_key(key)
-        self._check_queue(num_seqs)
+        self.check(key, num_seqs)
         self.in_flight += num_seqs
         self._requests_by_key[key] += 1
         try:
@@ -49,6 +49,13 @@ class AdmissionControl:
             self._requests_by_key[key] -= 1
             if not self._requests_by_key[key]:
                 del self._requests_by_key[key]
+
+    def check(self, key: str, num_seqs: int = 1) -> None:
+        """Raise ApiError 429 or 503 where a request of so many sequences would not be admitted now."""
+        if self.shutting_down:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", headers=RETRY_SOON)
+        self._check_key(key)
+        self._check_queue(num_seqs)
 
     def _check_key(self, key: str) -> None:
         limit = self._limits.max_requests_per_key
@@ -135,7 +142,14 @@ def limited_route(limits: RequestLimits) -> type[APIRoute]:
             handler = super().get_route_handler()
 
             async def limited_handler(request: Request) -> Response:
-                return await handler(request_class(request.scope, request.receive))
+                try:
+                    return await handler(request_class(request.scope, request.receive))
+                except (HTTPException, RequestValidationError, PacelineError):
+                    raise  # their handlers run inside all middleware
+                except Exception as error:  # its handler would run outside: no headers, and the connection breaks
+                    api_error = as_api_error(error)
+                    log_failure(api_error, error)
+                    return api_error.response(request.url.path)
 
             return limited_handler
 

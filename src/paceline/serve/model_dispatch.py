@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serve.auth import OLLAMA_PREFIX
 from paceline.serve.config import RequestLimits
 from paceline.serve.errors import ApiError
 from paceline.serve.limits import LimitedRequest, strict_json
@@ -35,7 +36,7 @@ class ModelDispatch:
         try:
             if scope["method"] == "POST":
                 body = await self._request_class(scope, receive).body()
-                app, receive = self._app_of(model_of_body(body)), with_body(body, receive)
+                app, receive = self._app_of(model_of_body(body, scope["path"])), with_body(body, receive)
             else:
                 app = self._app_of(model_of_query(scope))
         except ApiError as error:
@@ -53,13 +54,19 @@ class ModelDispatch:
         return app
 
 
-def model_of_body(body: bytes) -> str | None:
-    """The model that a body names. What is wrong with a body is said by the route that it was sent to."""
+def model_of_body(body: bytes, path: str) -> str | None:
+    """The model that a body names; older clients of Ollama call it the name.
+
+    What is wrong with a body is said by the route that it was sent to.
+    """
     try:
         document: Any = strict_json(body)
     except ApiError:
         return None
-    name = document.get("model") if isinstance(document, dict) else None
+    fields = document if isinstance(document, dict) else {}
+    name = fields.get("model")
+    if name is None and path.startswith(OLLAMA_PREFIX):
+        name = fields.get("name")
     return name if isinstance(name, str) else None
 
 

@@ -48,6 +48,7 @@ class OutputSyntax:
     shows_reasoning  whether the response carries the reasoning
     offers_tools     the output may be a tool call
     is_forced        the output is tool calls and nothing else
+    is_parallel      it may hold several calls; else those after the first are left out
     id_length        characters of a tool call's id; None: as OpenAI's
     """
 
@@ -56,6 +57,7 @@ class OutputSyntax:
     shows_reasoning: bool = True
     offers_tools: bool = False
     is_forced: bool = False
+    is_parallel: bool = True
     id_length: int | None = None
 
     def parser(self) -> OutputParser:

@@ -54,6 +54,10 @@ class ChoiceRequest:
         """Whether the draft tokens come from the client's prediction."""
         return bool(self.request.prediction) and not self.request.method
 
+    def with_a_token(self) -> ChoiceRequest:
+        """The choice with one token at least: an engine reads the prompt only of a sequence that generates."""
+        return replace(self, request=replace(self.request, max_new_tokens=max(1, self.request.max_new_tokens)))
+
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
@@ -80,7 +84,7 @@ class CompletionTask:
     shows_logprobs: bool = True
     prompt_logprobs: int | None = None  # alternatives of vLLM's prompt_logprobs
     echo_logprobs: bool = False
-    echo_only: bool = False  # the response shows nothing that was generated
+    prompt_only: bool = False  # the response shows nothing that was generated
     return_token_ids: bool = False
     tokens_as_ids: bool = False
     beams: BeamParams | None = None  # the choices of a prompt are its likeliest continuations
@@ -125,11 +129,17 @@ class RequestBuilder:
         """Prompts for the text between a prompt and a suffix."""
         return FillInMiddle(self.vocabulary)
 
-    def completion(self, body: CompletionRequest, default_tokens: int = COMPLETION_MAX_TOKENS) -> CompletionTask:
-        """The engine requests of a completion. default_tokens: max_tokens of a body that gives none."""
+    def completion(
+        self, body: CompletionRequest, default_tokens: int = COMPLETION_MAX_TOKENS, *, reads_prompt: bool = False
+    ) -> CompletionTask:
+        """The engine requests of a completion.
+
+        default_tokens  max_tokens of a body that gives none
+        reads_prompt    max_tokens 0 reads the prompt into the prefix cache; else it is for an echo
+        """
         body = self._counted(body, "logprobs", "prompt_logprobs")
         self._check_best_of(body)
-        if body.asked_tokens == 0 and not body.echo:
+        if body.asked_tokens == 0 and not body.echo and not reads_prompt:
             raise ApiError(400, "max_tokens 0 generates nothing: it needs echo: true", param="max_tokens")
         if body.suffix:
             body = body.model_copy(update={"stop_token_ids": [*(body.stop_token_ids or ()), *self.middle.end_ids]})
@@ -138,6 +148,8 @@ class RequestBuilder:
         encode = self._middle_prompt if body.suffix else self._prompt
         prompts = [encode(prompt, body) for prompt in inputs]  # type: ignore[arg-type]
         task = self._task(body, prompts, default_tokens, body.logprobs, body.best_of)
+        if body.asked_tokens == 0 and not body.echo:
+            return replace(task, choices=[choice.with_a_token() for choice in task.choices], prompt_only=True)
         return self._with_echo(task, body) if body.echo else task
 
     def check_model(self, name: str | None) -> None:
@@ -193,17 +205,10 @@ class RequestBuilder:
         if body.logprobs is None and body.prompt_logprobs is None:
             return task
         most = max(body.logprobs or 0, body.prompt_logprobs or 0)
-        choices = [
-            replace(
-                choice,
-                request=replace(
-                    choice.request, prompt_logprobs=most, max_new_tokens=max(1, choice.request.max_new_tokens)
-                ),
-            )
-            for choice in task.choices
-        ]
+        read = [choice.with_a_token() for choice in task.choices]
+        choices = [replace(choice, request=replace(choice.request, prompt_logprobs=most)) for choice in read]
         is_only = body.asked_tokens == 0
-        return replace(task, choices=choices, echo_logprobs=body.logprobs is not None, echo_only=is_only)
+        return replace(task, choices=choices, echo_logprobs=body.logprobs is not None, prompt_only=is_only)
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

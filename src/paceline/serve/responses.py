@@ -239,7 +239,7 @@ class ResponseBuilder:
         """Take an output; returns it as the response shows it."""
         output, state = delta.output, self._states[delta.index]
         self.first_token = self.first_token or time.perf_counter()
-        if self._task.echo_only:  # a token was generated only so that the prompt was read
+        if self._task.prompt_only:  # a token was generated only so that the prompt was read
             reason = "length" if output.finish_reason else None
             output = replace(output, text="", token_ids=(), logprobs=None, finish_reason=reason, stop_reason=None)
         state.add(output)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
@@ -43,6 +44,8 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     }
     for status, description in ERROR_DESCRIPTIONS.items()
 }
+Body = TypeVar("Body")
+Result = TypeVar("Result")
 PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STARTED = int(time.time())
 STARTED_AT = datetime.fromtimestamp(STARTED, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -65,9 +68,10 @@ def _add_completion_routes(routes: APIRouter, context: ServerContext) -> None:
 
     @routes.post("/v1/chat/completions/input_tokens", responses=ERROR_RESPONSES, response_model=None)
     @routes.post("/chat/completions/input_tokens", include_in_schema=False, response_model=None)
-    async def count_chat_tokens(body: ChatRequest) -> Json:
+    async def count_chat_tokens(request: Request, body: ChatRequest) -> Json:
         """How many tokens the prompt of a chat has."""
-        return {"input_tokens": len(await context.tokenized(context.requests.chat_prompt, body))}
+        tokens = await while_connected(request, context.tokenized(context.requests.chat_prompt, body))
+        return {"input_tokens": len(tokens)}
 
     @routes.post("/v1/completions", responses=ERROR_RESPONSES, response_model=None)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -122,7 +126,7 @@ async def chat_response(
 ) -> Response:
     """The answer to chat messages. shape: that of another API, whose body was translated into this one."""
     ignored = context.extra_fields.ignored(body)
-    task = await context.tokenized(context.requests.chat, body)
+    task = await tokenized_for(context, request, context.requests.chat, body)
     response_format = ChatFormat(context.formatter)
     return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
 
@@ -133,13 +137,23 @@ async def completion_response(
     body: CompletionRequest,
     shape: ApiShape | None = None,
     default_tokens: int = COMPLETION_MAX_TOKENS,
+    *,
+    reads_prompt: bool = False,
 ) -> Response:
-    """The continuation of a prompt. shape: as of a chat. default_tokens: max_tokens of a body that gives none."""
+    """The continuation of a prompt. shape: as of a chat; the others: as RequestBuilder.completion has them."""
     ignored = context.extra_fields.ignored(body)
-    build = partial(context.requests.completion, default_tokens=default_tokens)
-    task = await context.tokenized(build, body)
+    build = partial(context.requests.completion, default_tokens=default_tokens, reads_prompt=reads_prompt)
+    task = await tokenized_for(context, request, build, body)
     response_format = CompletionFormat(context.formatter)
     return add_header(await respond(context, request, task, response_format, shape or ApiShape()), ignored)
+
+
+async def tokenized_for(
+    context: ServerContext, request: Request, build: Callable[[Body], Result], body: Body
+) -> Result:
+    """Run the tokenizer for a request that could be admitted and whose client is there: others would delay these."""
+    context.admission.check(request.scope[KEY_SCOPE])
+    return await while_connected(request, context.tokenized(build, body))
 
 
 async def respond(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from paceline.config import MAX_DRAFT_TOKENS
 from paceline.serve.chat_schema import MAX_CALLS, ChatTemplateParams, ToolCallParam
@@ -24,10 +24,16 @@ Role = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class ContentPart(LenientModel):
-    """A part of a message; only text is supported."""
+    """A part of a message; only text is supported. A refusal, of an earlier answer, is its text."""
 
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_as_text(cls, part: Any) -> Any:
+        is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+        return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 Content = str | list[ContentPart]

@@ -55,6 +55,9 @@ class SupervisedEngine(Engine):
         except (EngineClosed, EngineFailed) as error:
             raise self._reported(engine, str(error)) from error
 
+    async def prepare(self, request: Request) -> None:
+        await self._running().prepare(request)
+
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         return await self._running().embed(token_ids, pooling)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
-from paceline.core.types import Request, RequestOutput
+from paceline.core.types import Request, RequestOutput, StructuredOutput
 from paceline.engines.local.async_engine import AsyncEngine, _Outbox
+from paceline.engines.local.structured_output import GrammarCompiler
 from paceline.errors import ContextLengthExceeded, EngineClosed, EngineFailed, OptionError, PromptError, StepFailed
 from tests.support.build import collect, ids_of, text_request, toy_engine, with_engine
 from tests.support.toy import ToyRunner
@@ -217,6 +219,67 @@ def test_a_worker_that_dies_fails_its_readers_and_the_health_check(monkeypatch: 
 
 
 @pytest.mark.slow
+
+
+@pytest.fixture
+def compiling(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set while a grammar is compiled, which ends when a test clears it."""
+    under_way = threading.Event()
+    compile_matcher = GrammarCompiler._matcher
+
+    def slow(compiler: GrammarCompiler, output: StructuredOutput) -> Any:
+        under_way.set()
+        deadline = time.monotonic() + 10
+        while under_way.is_set() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return compile_matcher(compiler, output)
+
+    monkeypatch.setattr(GrammarCompiler, "_matcher", slow)
+    return under_way
+
+
+def constrained(engine: AsyncEngine, pattern: str) -> Request:
+    return text_request(engine, "x", structured_output=StructuredOutput("regex", pattern))
+
+
+@pytest.mark.slow
+def test_a_grammar_is_compiled_beside_the_event_loop(tiny_folder: Path, compiling: threading.Event) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        request = constrained(engine, "ab")
+        preparing = asyncio.create_task(engine.prepare(request))
+        while not compiling.is_set():
+            await asyncio.sleep(0.001)
+        assert ids_of(await collect(engine.generate(text_request(engine, "x", max_new_tokens=2)))), "others go on"
+        compiling.clear()
+        await preparing
+        assert "".join(output.text for output in await collect(engine.generate(request))) == "ab"
+        await engine.prepare(request)
+        assert not compiling.is_set(), "it has been compiled"
+
+    with_engine(tiny_folder, work)
+
+
+@pytest.mark.slow
+def test_what_waits_to_be_compiled_is_left_out_when_its_reader_or_the_engine_is_gone(
+    tiny_folder: Path, compiling: threading.Event
+) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        requests = [constrained(engine, pattern) for pattern in ("ab", "cd", "ef")]
+        first, second, third = (asyncio.create_task(engine.prepare(request)) for request in requests)
+        while not compiling.is_set():
+            await asyncio.sleep(0.001)
+        second.cancel()
+        await engine.close()
+        compiling.clear()
+        await asyncio.gather(first, third)
+        assert [engine.engine.compilation(request) is None for request in requests] == [True, False, False]
+        await engine.prepare(requests[2])
+        with pytest.raises(EngineClosed):
+            engine.generate(requests[2])
+
+    with_engine(tiny_folder, work)
+
+
 def test_an_embedding_does_not_wait_for_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         local = toy_engine()

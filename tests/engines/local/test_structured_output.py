@@ -132,6 +132,16 @@ def test_a_grammar_that_outgrows_the_limits_ends_the_output_and_says_so(
     assert "ends before it is complete" in caplog.text
 
 
+def test_a_choice_is_one_of_thousands(compiler: GrammarCompiler) -> None:
+    choices = [f"{number}é/\"\n" for number in range(4000)]
+    constraint = compiler.compile(StructuredOutput("choice", json.dumps(choices)))
+    tokens = ids(choices[3999])
+    for token in tokens:
+        assert constraint.allowed([])[token] and not constraint.allowed([])[EOS]
+        constraint.advance([token])
+    assert constraint.allowed([]).nonzero().flatten().tolist() == [EOS]
+
+
 TAGGED = {"type": "json_schema", "json_schema": {"type": "integer"}}
 FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (
@@ -143,10 +153,10 @@ FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
         {"format": {"type": "sequence", "elements": [
             {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"},
             {"type": "or", "elements": [
-                {"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": "n/?o+"}
+                {"type": "const_string", "value": "yes"}, {"type": "regex", "pattern": r"n/?o+\/?\\?"}
             ]},
         ]}},
-        ["<t>a<b</t>yes", "<t></t>n/oo"],
+        ["<t>a<b</t>yes", "<t></t>n/oo", "<t></t>no/", "<t></t>no\\"],
         ["yes", "<t>a</t>maybe"],
     ),
     (

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -108,6 +109,7 @@ class AsyncEngine:
         self._closing = threading.Event()
         self._failure: EngineFailed | None = None  # why the worker died
         self._requests: set[RequestState] = set()  # requests that have a reader
+        self._compiler = ThreadPoolExecutor(1, "paceline-grammars")  # a second one would take a core from the worker
         self._thread = threading.Thread(target=self._work, name="paceline-worker", daemon=True)
         self._thread.start()
         # A program that ends without closing: its interpreter would end the thread inside an operation of torch, which
@@ -119,6 +121,16 @@ class AsyncEngine:
     def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         self._check_open()
         return self._stream(self.engine.sequence(request), whole=request.whole)
+
+    async def prepare(self, request: Request) -> None:
+        compilation = self.engine.compilation(request)
+        if compilation is not None and not self._closing.is_set():
+            await asyncio.get_running_loop().run_in_executor(self._compiler, self._unless_closed, compilation)
+
+    def _unless_closed(self, work: Callable[[], None]) -> None:
+        """What still waits when the engine is closed is left out; `generate` then says why."""
+        if not self._closing.is_set():
+            work()
 
     async def embed(self, token_ids: list[int], pooling: str) -> list[float]:
         return await self._between_steps(lambda: self.engine.embed(token_ids, pooling))
@@ -138,6 +150,7 @@ class AsyncEngine:
         self._closing.set()
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+        self._compiler.shutdown(wait=False)
 
     def _check_open(self) -> None:
         self.check_health()

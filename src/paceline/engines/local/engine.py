@@ -92,6 +92,10 @@ class LocalEngine:
         """The sequence of a request, or an OptionError or PromptError. Nothing is started; safe from any thread."""
         return self._sequences.build(request)
 
+    def compilation(self, request: Request) -> Callable[[], None] | None:
+        """Compiles the grammar of a request ahead, in any thread; None: there is nothing to compile."""
+        return self._sequences.compilation(request)
+
     def add(self, request: Request | Sequence, on_output: OnOutput = ignore_output) -> RequestState:
         """Queue a request. Raises OptionError or PromptError."""
         seq = request if isinstance(request, Sequence) else self.sequence(request)

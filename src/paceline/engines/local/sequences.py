@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from paceline.config import NONE, EngineConfig, as_int, checked_k
@@ -30,6 +32,7 @@ class SequenceBuilder:
         self._max_seq_len = min(info.max_seq_len, config.model.max_model_len or info.max_seq_len)
         self._capacity = capacity
         self._grammars: GrammarCompiler | None = None
+        self._opening = threading.Lock()  # of the grammar compiler, which takes about a second
 
     def build(self, request: Request) -> Sequence:
         """Raises OptionError, PromptError or ContextLengthExceeded."""
@@ -50,6 +53,17 @@ class SequenceBuilder:
             lora=self._lora(request.lora),
         )
         return Sequence(request.prompt, params)
+
+    def compilation(self, request: Request) -> Callable[[], None] | None:
+        """Compiles the structured output of a request; None: there is none, or it has been compiled."""
+        output = request.structured_output
+        if output is None or (self._grammars is not None and self._grammars.has(output)):
+            return None
+
+        def compiled() -> None:
+            self._compiler().compile(output)
+
+        return compiled
 
     def _rule(self, request: Request) -> AcceptanceRule:
         """The acceptance rule of a sequence, however the request arrived.
@@ -104,9 +118,13 @@ class SequenceBuilder:
     def _grammar(self, request: Request) -> Constraint | None:
         if request.structured_output is None:
             return None
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
-        return self._grammars.compile(request.structured_output)
+        return self._compiler().compile(request.structured_output)
+
+    def _compiler(self) -> GrammarCompiler:
+        with self._opening:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self._tokenizer.hf_tokenizer, self._info)
+            return self._grammars
 
     def _after_reasoning(self, request: Request, answer: Constraint | None) -> Constraint | None:
         """What holds for the answer begins after the reasoning, and the reasoning may have a longest length."""

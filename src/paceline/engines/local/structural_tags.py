@@ -11,10 +11,12 @@ The result is a Lark grammar for llguidance. A format is a tree; each of its nod
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
 Node = dict[str, Any]
+UNESCAPED_SLASH = re.compile(r"\\.|/", re.DOTALL)  # steps over what is escaped, a slash among it
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -45,7 +47,7 @@ class _Grammar:
         self._kinds: dict[str, Callable[[Node], str]] = {
             "const_string": lambda node: _literal(_field(node, "value", str)),
             "json_schema": lambda node: _json(_field(node, "json_schema", dict)),
-            "regex": lambda node: self._lexeme(f"/{_field(node, 'pattern', str).replace('/', chr(92) + '/')}/"),
+            "regex": lambda node: self._lexeme(f"/{UNESCAPED_SLASH.sub(_escaped, _field(node, 'pattern', str))}/"),
             "any_text": lambda node: "TEXT",
             "sequence": lambda node: " ".join(self._rules(node, "elements")),
             "or": lambda node: " | ".join(self._rules(node, "elements")),
@@ -106,6 +108,10 @@ class _Grammar:
         any_tag = self._rule(tags)
         more = "" if node.get("stop_after_first") else f" ({separator} {any_tag})*"
         return f"{any_tag}{more}" if node.get("at_least_one") else f"({any_tag}{more})?"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if match[0] != "/" else r"\/"
 
 
 def _literal(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ MAX_COMPILED = 64  # grammars that are kept: choices of one request, and request
 
 
 class GrammarCompiler:
-    """Compiles constraints for one tokenizer. Opening the tokenizer takes about a second, so an engine has one."""
+    """Compiles constraints for one tokenizer, in any thread. Opening it takes about a second: an engine has one."""
 
     def __init__(self, hf_tokenizer: Any, info: ModelInfo) -> None:
         try:
@@ -42,15 +43,22 @@ class GrammarCompiler:
         eos = sorted(info.eos_token_ids) or [int(hf_tokenizer.eos_token_id or 0)]
         self._tokens = _grammar_tokens(hf_tokenizer, info.vocab_size, eos)
         self._compiled: OrderedDict[StructuredOutput, llguidance.LLMatcher] = OrderedDict()  # at their start
+        self._lock = threading.Lock()  # of the compiled ones; compiling itself may take seconds, and goes without
+
+    def has(self, output: StructuredOutput) -> bool:
+        """Whether a constraint takes no compiling."""
+        return output in self._compiled
 
     def compile(self, output: StructuredOutput) -> GrammarConstraint:
         """A constraint for one sequence. Raises OptionError where the schema or grammar is not supported."""
-        if output not in self._compiled:
-            self._compiled[output] = self._matcher(output)
-        self._compiled.move_to_end(output)
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return GrammarConstraint(self._compiled[output].deep_copy(), self._info)
+        known = self._compiled.get(output)
+        matcher = self._matcher(output) if known is None else known
+        with self._lock:
+            self._compiled[output] = matcher
+            self._compiled.move_to_end(output)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return GrammarConstraint(matcher.deep_copy(), self._info)
 
     def _matcher(self, output: StructuredOutput) -> llguidance.LLMatcher:
         import llguidance
@@ -105,7 +113,8 @@ def _choice_grammar(value: str) -> str:
     choices = json.loads(value)
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("the choices are a list of strings, at least one")
-    return "start: " + " | ".join(json.dumps(choice) for choice in choices)
+    # One terminal: a rule of more than 2,000 alternatives outgrows llguidance's limits while the output is written.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A grammar whose every output is one call, or several, with arguments that match their schemas."""
+"""Grammars of outputs that are one call, or several, with arguments that match their schemas; or an answer in JSON."""
 
 from __future__ import annotations
 
@@ -37,17 +37,42 @@ def json_prefix(key: str = "arguments", before: str = "") -> Callable[[str], str
 
 def forced_calls(offer: ToolOffer, layout: CallLayout, token_ids: Mapping[str, int]) -> StructuredOutput:
     """The grammar of an output that must be calls. token_ids: of markers that are tokens of their own."""
+    return StructuredOutput("grammar", "\n".join(["start: calls", *_call_rules(offer, layout, token_ids)]))
+
+
+def answer_or_calls(
+    schema: dict[str, Any], offer: ToolOffer, layout: CallLayout, token_ids: Mapping[str, int]
+) -> StructuredOutput:
+    """The grammar of an output that is JSON of this schema, or calls."""
+    answer = f"answer: %json {json.dumps({'x-guidance': SPACING, **schema})}"
+    return StructuredOutput(
+        "grammar", "\n".join(["start: answer | calls", answer, *_call_rules(offer, layout, token_ids)])
+    )
+
+
+def answer_schema(answer: StructuredOutput | None) -> dict[str, Any] | None:
+    """The schema of an output that must be JSON; None: it may be something else."""
+    if answer is None or answer.kind not in ("json_schema", "json_object"):
+        return None
+    try:
+        schema = json.loads(answer.value) if answer.value else {"type": "object"}
+    except (ValueError, RecursionError):  # the engine says what is wrong with it
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
+def _call_rules(offer: ToolOffer, layout: CallLayout, token_ids: Mapping[str, int]) -> list[str]:
     numbers = range(len(offer.functions))
     calls = "call"
     if offer.is_parallel and layout.between is not None:
         calls = f"call ({_literal(layout.between, token_ids)} call)*"
     parts = [_literal(layout.begin, token_ids), calls, _literal(layout.end, token_ids)]
-    rules = [f"start: {' '.join(part for part in parts if part)}", "call: " + " | ".join(f"call_{n}" for n in numbers)]
+    rules = [f"calls: {' '.join(part for part in parts if part)}", "call: " + " | ".join(f"call_{n}" for n in numbers)]
     for number, function in enumerate(offer.functions):
         prefix, suffix = _literal(layout.prefix(function.name), token_ids), _literal(layout.suffix, token_ids)
         rules.append(f"call_{number}: {prefix} arguments_{number} {suffix}")
         rules.append(f"arguments_{number}: %json {json.dumps(argument_schema(function))}")
-    return StructuredOutput("grammar", "\n".join(rules))
+    return rules
 
 
 def argument_schema(function: ToolFunction) -> dict[str, Any]:

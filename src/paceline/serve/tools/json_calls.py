@@ -59,9 +59,11 @@ def _members(stream: TextStream, call: _Call, names: Container[str] | None) -> C
         if not (yield from _member(stream, key, call, names)):
             return False
         character = yield from stream.skip_blanks()
-        stream.position += len(character)
-        if character != ",":
-            return character == "}"
+        if character not in (",", "}"):  # a brace that was forgotten: what comes now does not belong to the object
+            return False
+        stream.position += 1
+        if character == "}":
+            return True
 
 
 def _member(stream: TextStream, key: str, call: _Call, names: Container[str] | None) -> CallPieces:
@@ -114,6 +116,12 @@ def argument_text(value: str) -> str:
     text = json_string(value)
     text = value if text is None else text.strip()
     return NO_ARGUMENTS if text in ("", "null") else text
+
+
+def skip_braces(stream: TextStream) -> Waiting[None]:
+    """Read blanks, and braces that close nothing: models write one too many now and then."""
+    while (yield from stream.skip_blanks()) == "}":
+        stream.position += 1
 
 
 def _key(stream: TextStream) -> Waiting[str | None]:

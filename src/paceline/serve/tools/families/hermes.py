@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.serve.output_pieces import ContentText, Parse, Pieces
 from paceline.serve.text_stream import TextStream
 from paceline.serve.tools.grammar import CallLayout, json_prefix
-from paceline.serve.tools.json_calls import call_object
+from paceline.serve.tools.json_calls import call_object, skip_braces
 from paceline.serve.tools.offer import ToolOffer
 from paceline.serve.tools.registry import ToolFormat
 
@@ -18,7 +18,7 @@ def parse(offer: ToolOffer) -> Parse:
             yield from stream.take((OPEN,))
             if not (yield from call_object(stream)):
                 yield from stream.pieces_until((CLOSE, OPEN), ContentText)
-            yield from stream.skip_blanks()
+            yield from skip_braces(stream)
             yield from stream.take((CLOSE,))
 
     return pieces

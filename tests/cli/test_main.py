@@ -101,3 +101,31 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     output = process.stderr.read().decode()
     assert process.wait(timeout=60) == cli.BROKEN_PIPE
     assert output == ""
+
+
+def test_a_reader_that_leaves_a_table_early_is_no_error_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich answers it with SystemExit(1)."""
+    stop = SystemExit(1)
+    stop.__context__ = BrokenPipeError()
+    assert run_raising(monkeypatch, stop) == cli.BROKEN_PIPE
+
+
+def test_an_error_of_the_system_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_raising(monkeypatch, PermissionError(13, "Permission denied", "out.txt")) == 2
+    assert capsys.readouterr().err == "paceline: error: [Errno 13] Permission denied: 'out.txt'\n"
+
+
+def paceline(redirections: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`paceline --help` with a shell's redirections."""
+    command = f"{sys.executable} -m paceline --help {redirections}"
+    return subprocess.run(command, shell=True, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_a_closed_stdout_leave_no_traceback() -> None:
+    full = paceline("> /dev/full")
+    assert full.returncode == 2 and full.stderr == "paceline: error: [Errno 28] No space left on device\n"
+    closed = paceline("<&- >&-")
+    assert (closed.returncode, closed.stderr) == (0, "")

@@ -17,11 +17,11 @@ import difflib
 import gc
 import importlib
 import importlib.util
-import os
 import sys
 
 from paceline.cli import interrupt
 from paceline.cli.interrupt import INTERRUPTED
+from paceline.cli.terminal import drop_unwritable_output, prepare_streams
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import OptionError, PacelineError
 
@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv is None:
             interrupt.watch()
+            prepare_streams()
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # a closed pipe must raise here, not at exit
         return status
@@ -66,10 +67,15 @@ def main(argv: list[str] | None = None) -> int:
             interrupt.leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        # Nothing reads stdout any more. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_unwritable_output()
         return BROKEN_PIPE
+    except OSError as error:  # a full disk, a folder that cannot be written
+        drop_unwritable_output()
+        print(f"paceline: error: {error}", file=sys.stderr)
+        return USER_ERROR
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits with 1
+            return BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else 0
     except Exception:  # what an interrupt has cut in two raises anything
         if argv is None and interrupt.pressed():

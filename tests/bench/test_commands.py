@@ -174,6 +174,31 @@ def test_bench_finds_damaged_results_before_it_loads_a_model(
     assert Path("results.json").read_text() == content
 
 
+@pytest.mark.parametrize("command", [["bench", "--report"], ["tune", "--out"], ["bench", "--out"]])
+def test_a_file_that_cannot_be_written_is_found_before_a_model_is_loaded(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("paceline.build.open_model", fail)
+    Path("file").write_text("")
+    name, flag = command
+    assert main([name, str(tiny_folder), *SMALL, "--methods", "ngram", flag, "file/inside"]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"file/inside cannot be written; choose another file with {flag}")
+
+
+@pytest.mark.slow
+def test_files_go_into_folders_that_are_missing_and_the_advice_is_printed(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--methods", "ngram", *SMALL, "--engines", "local"]
+    assert main(["tune", str(tiny_folder), *arguments, "--out", "missing/paceline.toml"]) == 0
+    assert read_profile(Path("missing/paceline.toml")).advice in capsys.readouterr().out
+    assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none/report.html") == 0
+    assert "<svg" in Path("none/report.html").read_text()
+
+
 @pytest.mark.slow
 def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [

@@ -108,13 +108,18 @@ def save_run(path: Path, run: dict[str, Any]) -> None:
 
 def check_results_file(path: Path) -> None:
     """Raise OptionError for a file that a run could not be added to, before anything is measured."""
+    check_writable(path, "--out")
+    if path.exists():
+        load_runs(path)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raise OptionError for a file that cannot be written. Folders that are missing can be made."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(f"{path} cannot be written; choose another file with --out")
-    if path.exists():
-        load_runs(path)
+        raise OptionError(f"{path} cannot be written; choose another file with {flag}")
 
 
 def load_runs(path: Path) -> list[dict[str, Any]]:

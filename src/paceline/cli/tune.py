@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.candidates import add_candidate_flags, add_workload_flags, check_counts, open_candidates
-from paceline.cli.engine_comparison import LocalTuning, chosen_engines, compare_engines, write
+from paceline.cli.engine_comparison import LocalTuning, check_out, chosen_engines, compare_engines, write
 from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
@@ -50,13 +50,14 @@ def main(args: argparse.Namespace) -> int:
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_out(args)
     SamplingParams(temperature=args.temperature)
     choices = chosen_engines(args.engines, args.model)
     if [choice.engine for choice in choices] != [LOCAL]:
         return compare_engines(args, choices, prompts, _tune_local)
     tuned = _tune_local(args, prompts)
+    print(json.dumps(_document(tuned.result)) if args.json else tuned.result.advice.sentence, flush=True)
     write(args, tuned.profile)
-    print(json.dumps(_document(tuned.result)) if args.json else tuned.result.advice.sentence)
     return 0
 
 

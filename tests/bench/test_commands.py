@@ -89,6 +89,9 @@ def test_an_interrupted_bench_keeps_what_it_measured(
         (["--baselines", "vllm9"], "baseline"),
         (["--methods", "draft_model"], "draft_model"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--text", "a.txt"], "--text goes with --against"),
+        (["--against-dtype", "fp32"], "--against-dtype goes with --against"),
+        (["--text-tokens", "9"], "--text-tokens goes with --against"),
     ],
 )
 def test_bench_says_what_is_wrong(
@@ -240,6 +243,7 @@ def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--endpoint", "notaurl", "--against", "http://127.0.0.1:9"], "'notaurl' is not the address of a server"),
         (["--endpoint", "http://", "--against", "http://127.0.0.1:9"], "is not the address of a server"),
         (["--endpoint", "http://a:b", "--against", "http://127.0.0.1:9"], "a:b"),
+        (["big", "--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"], "and big is one"),
         (["table", "--distance", "0"], "--distance"),
         (["table", "--seconds", "0"], "--seconds"),
     ],

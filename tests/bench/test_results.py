@@ -78,6 +78,15 @@ def test_a_speed_up_above_the_tokens_per_step_is_noise(steps: int, stated: float
     assert cells(setting)[3] == ("noise" if stated is None else "1.50x")
 
 
+def test_no_draft_tokens_have_no_speed_up() -> None:
+    plan = toy_plan(settings=grid(["ngram"], [0], [0.0]))
+    measurements = Measurements(plan)
+    for setting, run in zip(plan.settings, (run_of(3.0, 12), run_of(3.1, 12))):
+        measurements.add(SettingRun(str(setting), setting, 0, 0, run))
+    record = setting_record(measurements, "ngram k=0", always_lossless, PASSES)
+    assert (record["speedup"], record["noise"], record["by_domain"]["code"]["speedup"]) == (None, None, None)
+
+
 def off_by_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:
     """Another token than the target's whenever there are draft tokens."""
     result = verify_tokens(tree, target, uniforms)

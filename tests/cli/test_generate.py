@@ -112,6 +112,7 @@ def test_stop_ends_before_the_string(generate_json: Any) -> None:
         (["x", "-m", "/no/where"], "no file or directory"),
         (["x", "--method", "magic"], "'magic'"),
         (["x", "--method", "draft_model"], "--draft-model"),
+        (["x", "--method", "prediction"], "drafts from an output that the client expects"),
         (["x", "--engine", "steam"], "engine must be one of"),
         (["x", "--dtype", "int3"], "there is no dtype"),
         (["x", "--quantize", "q9"], "weight format 'q9'"),

@@ -165,7 +165,7 @@ def setting_record(
     first, runs = measurements.by_name[name][0], measurements.runs(name)
     setting, result = first.setting, lossless(measurements, name)
     plain, stats = str(setting.plain), total_stats(runs)
-    compared = result.passed and name != plain
+    compared = result.passed and name != plain and (first.is_baseline or setting.num_draft_tokens != 0)
     measured = speedups(measurements, name, plain) if compared else []
     noisy = bool(measured) and not first.is_baseline and _is_noise(measured, stats)
     gains = [] if noisy else measured

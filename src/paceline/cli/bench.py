@@ -68,6 +68,7 @@ def main(args: argparse.Namespace) -> int:
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_against(args)
     check_results_file(results_file(args))
     if (page := report_file(args)) is not None:
         check_writable(page, "--report")
@@ -82,7 +83,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
     if args.against:
-        check_against(args)
         return BenchRun(compare_weights(args, lambda tokenizer: _sweep_plan(args, [], tokenizer, prompts, [])), {})
     return _local_run(args, prompts) if args.engine == LOCAL else _engine_run(args, prompts)
 

@@ -31,6 +31,7 @@ from paceline.tuned import LOCAL, adopted
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
 
+PREDICTION = "prediction"  # the method
 DEFAULT_NEW_TOKENS = 256  # as in paceline.decoder
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (ModelConfig,),
@@ -174,6 +175,16 @@ def config_from_args(
     if adoption.note:
         note(f"paceline: {adoption.note}")
     return adoption.config
+
+
+def refuse_prediction(config: EngineConfig) -> EngineConfig:
+    """Raise OptionError for the method of predictions: a command line has none to give."""
+    if config.speculative.method == PREDICTION:
+        raise OptionError(
+            "the method prediction drafts from an output that the client expects: give it in Python, "
+            "generate(…, prediction=…), or in the field `prediction` of a request to the server"
+        )
+    return config
 
 
 def _offered(method: str, engine: str) -> str:

@@ -56,6 +56,20 @@ def test_an_unknown_command_suggests_a_near_one(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "paceline: error: there is no command 'genrate'; did you mean generate?\n"
 
 
+def test_a_misspelt_option_suggests_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--versoin"]) == 2
+    assert "did you mean --version?" in capsys.readouterr().err
+    assert cli.main(["generate", "x", "--methd", "ngram"]) == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --methd ngram; did you mean --method?\n")
+
+
+def test_help_of_a_command_may_be_asked_for_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "pairs"]) == 0
+    assert capsys.readouterr().out.startswith("usage: paceline pairs")
+    assert cli.main(["help", "piars"]) == 2
+    assert "did you mean pairs?" in capsys.readouterr().err
+
+
 def test_a_users_error_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ Exit status: 0 success, 2 an error that the user can put right (the message says
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import gc
 import importlib
@@ -24,6 +25,7 @@ from paceline.cli.interrupt import INTERRUPTED
 from paceline.cli.terminal import drop_unwritable_output, prepare_streams
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import OptionError, PacelineError
+from paceline.tuned import LOCAL
 
 COMMANDS = {
     "demo": "one prompt with and without speculation, and the figures",
@@ -92,6 +94,8 @@ def commands() -> list[str]:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and len(argv) == 2:
+        argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -114,7 +118,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     module.configure(parser)
     args = parser.parse_args(arguments)
     if name in loading.COMMANDS:
-        loading.begin(vars(args).get("model", DEFAULT_MODEL))
+        loading.begin(_loaded(args))
     try:
         status: int = module.main(args)
         return status
@@ -122,8 +126,20 @@ def _run_command(name: str, arguments: list[str]) -> int:
         loading.done()
 
 
+def _loaded(args: argparse.Namespace) -> str | None:
+    """What a command loads; None where a running server has the model."""
+    from paceline.engines.registry import spec
+
+    given = vars(args)
+    if (engine := given.get("engine") or LOCAL) != LOCAL and spec(engine).remote:
+        return None
+    if given.get("config") is not None:
+        return f"the models of {given['config']}"
+    return str(given.get("model", DEFAULT_MODEL))
+
+
 def _unknown_command(name: str) -> OptionError:
-    near = difflib.get_close_matches(name, commands(), n=1)
+    near = difflib.get_close_matches(name, [*commands(), "--version", "--help"], n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(commands())}"
     return OptionError(f"there is no command {name!r}{hint}")
 

@@ -8,6 +8,7 @@ imports torch: help must be quick. The names of methods and engines are looked u
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -84,7 +85,7 @@ class CommandHelp(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Flags are written in full, and a flag that was renamed is answered with its new name."""
+    """Flags are written in full; one that was renamed or misspelt is answered with the right one."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": CommandHelp, **how})
@@ -92,8 +93,13 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, _, flags = message.partition("unrecognized arguments: ")
         names = [flag.partition("=")[0] for flag in flags.split()]
-        hints = [f"{name} is now {RENAMED[name]}" for name in names if name in RENAMED]
-        super().error("; ".join([message, *hints]))
+        super().error("; ".join([message, *filter(None, map(self._hint, names))]))
+
+    def _hint(self, name: str) -> str | None:
+        if name in RENAMED:
+            return f"{name} is now {RENAMED[name]}"
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
+        return f"did you mean {near[0]}?" if near else None
 
 
 def _method_names() -> tuple[str, ...]:

@@ -44,6 +44,7 @@ class EngineSpec:
     coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
     drafts_with_logprobs  log-probabilities come with speculation too; False: a request for both is refused
     lora         it runs LoRA adapters, and requests choose one
+    remote       a server that is already running has the model; nothing is loaded
 
     What commands ask before they open it:
 
@@ -70,6 +71,7 @@ class EngineSpec:
     coupled_seeds: bool = True
     drafts_with_logprobs: bool = True
     lora: bool = False
+    remote: bool = False
     packages: tuple[str, ...] = ()
     reads_files: bool = True
     methods: tuple[str, ...] | None = None

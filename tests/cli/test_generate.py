@@ -111,6 +111,7 @@ def test_stop_ends_before_the_string(generate_json: Any) -> None:
         (["x", "-m", "nonsense"], "no model is called 'nonsense'"),
         (["x", "-m", "/no/where"], "no file or directory"),
         (["x", "--method", "magic"], "'magic'"),
+        (["x", "--method", "ngarm"], "there is no method 'ngarm'; did you mean ngram?"),
         (["x", "--method", "draft_model"], "--draft-model"),
         (["x", "--method", "prediction"], "drafts from an output that the client expects"),
         (["x", "--engine", "steam"], "engine must be one of"),

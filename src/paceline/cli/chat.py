@@ -50,7 +50,7 @@ FAILED = 2  # exit status where a line of standard input got no answer
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     add_color_argument(parser)
-    add_config_flags(parser, positional_model=True)
+    add_config_flags(parser, positional_model=True, default_method=AUTO)
     add_sampling_flags(parser)
     add_generation_config_flag(parser, default=MODEL)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from paceline import __version__
 from paceline.core.types import ModelInfo
 from paceline.errors import OptionError
 
@@ -56,7 +57,8 @@ def _memory_gib() -> float:
 def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     """Of Python and the packages that matter for speed and output. more: modules of an engine."""
     names = [*PACKAGES, *(_distribution(module) for module in more)]
-    return {"python": platform.python_version()} | {package: _version(package) for package in names}
+    own = {"python": platform.python_version(), "paceline": __version__}  # an editable install may record an older one
+    return {package: _version(package) for package in names} | own
 
 
 def _distribution(module: str) -> str:

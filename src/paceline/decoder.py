@@ -73,7 +73,7 @@ class SpeculativeDecoder:
     model             a name (`default`, a Hub id, a directory, a .gguf file) or a loaded AutoModelForCausalLM
     draft_model       a smaller model, named the same way, or None
     method            how to draft, such as "ngram"; None: `draft_model` if there is one, else `none`
-    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": as many as pay here, none if none do
+    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": chosen from measured costs, 0 where drafts are slower
     Further options are the fields of `paceline.config`. One decoder may be used from several threads.
 
     Decoding is greedy unless a call says otherwise. `generation_defaults.settings` is what the model's authors ask for:

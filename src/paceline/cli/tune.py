@@ -1,4 +1,4 @@
-"""Find the method and the k that pay on this machine, or learn that none does.
+"""Find the fastest method and k on this machine, or learn that plain decoding is faster.
 
     paceline tune                                  the default model, methods that need no draft model
     paceline tune MODEL --draft-model SMALL        a pair

@@ -124,8 +124,8 @@ def open_engine(config: EngineConfig, build: BuildLocal) -> Engine:
 
 
 def option_names() -> list[str]:
-    """`engine: name` of every engine option, for --help."""
-    return [f"{name}: {option.name}" for name in names() for option in spec(name).options]
+    """`engine: name (what it is)` of every engine option, for --help."""
+    return [f"{name}: {option.name} ({option.help})" for name in names() for option in spec(name).options]
 
 
 def _check_options(chosen: EngineSpec, config: EngineConfig) -> None:

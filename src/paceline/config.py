@@ -81,7 +81,7 @@ class SpeculativeConfig:
     """How draft tokens are made and verified.
 
     method            a name of drafting/registry.py; None: `draft_model` if a draft model is named, else `none`
-    num_draft_tokens  draft tokens a step, or "auto": chosen from measured costs and this sequence, 0 where drafts are slower
+    num_draft_tokens  draft tokens a step, or "auto": chosen from measured costs, 0 where drafting would be slower
     acceptance        None: `token`; `coupled` for a seeded sequence, so that the same seed gives the same output with
                       every method
     """

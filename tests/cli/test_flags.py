@@ -28,6 +28,12 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default: none" not in text
 
 
+def test_help_describes_the_options_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "llama_cpp: draft_p_min (stop drafting below this probability, 0 to 1; default: 0)" in text
+
+
 @pytest.fixture(autouse=True)
 def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_PROFILE", str(tmp_path / "paceline.toml"))

@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 def exceeds_tokens_per_step(speedup: float, tokens_per_step: float) -> bool:
-    """Whether a speed-up is noise: more than τ allows. A τ of 0 means that nobody counted the steps."""
+    """Whether a speed-up is noise: more than τ allows. A τ of 0 means that the steps were not counted."""
     return 0.0 < tokens_per_step < speedup
 
 

@@ -11,7 +11,10 @@ import jsonschema
 import pytest
 
 from paceline.bench.sampling_test import SampleLimit
+from paceline.bench.tune import ConfirmedSpeedup, SpeedupEstimate, TuneAdvice, TuneResult
 from paceline.cli import main
+from paceline.cli.tune import _table
+from paceline.core.cost_model import CostCurve, draft_curve
 from paceline.core.verify import RULES
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.registry import save_head
@@ -265,6 +268,14 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
     assert profile.pass_seconds[1] > 0
     assert main(["tune", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
     assert {"sentence", "predictions", "confirmed"} <= set(output(capsys))
+
+
+def test_the_table_of_tune_shows_noise_as_noise() -> None:
+    confirmed = [ConfirmedSpeedup("ngram", 2, 1.1, 1.48, 1.0), ConfirmedSpeedup("ngram", "auto", None, 1.2, 1.5)]
+    advice = TuneAdvice("", "ngram", "auto", None, 1.2)
+    estimates = [SpeedupEstimate("ngram", 2, 1.0, 1.1)]
+    table = _table(TuneResult(advice, estimates, confirmed, CostCurve({1: 1.0}), draft_curve()))
+    assert list(table.columns[-1].cells) == ["noise", "1.20x"]
 
 
 @pytest.mark.slow

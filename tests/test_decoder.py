@@ -227,6 +227,13 @@ def test_a_prediction_may_be_text(tiny_folder: Path) -> None:
     assert (of_text.drafted, of_text.accepted) == (of_ids.drafted, of_ids.accepted) and of_ids.drafted
 
 
+def test_a_prediction_that_no_method_drafts_from_is_mentioned(
+    plain: SpeculativeDecoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain.generate("x", max_new_tokens=1, prediction="abc")
+    assert "the prediction is not used: the method none does not draft from it" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_seed_is_a_sequence(decoder: SpeculativeDecoder) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0, "top_p": 0.95}

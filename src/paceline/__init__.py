@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
     from paceline.integrations.transformers import hf_generate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = ["SamplingParams", "SpeculativeDecoder", "hf_generate"]
 
 # Imported on first use: `paceline --help` and `paceline plan` must not wait for torch.

@@ -81,7 +81,7 @@ class SpeculativeConfig:
     """How draft tokens are made and verified.
 
     method            a name of drafting/registry.py; None: `draft_model` if a draft model is named, else `none`
-    num_draft_tokens  draft tokens a step, or "auto": as many as pay on this machine with this sequence, none if none do
+    num_draft_tokens  draft tokens a step, or "auto": chosen from measured costs, 0 where drafting would be slower
     acceptance        None: `token`; `coupled` for a seeded sequence, so that the same seed gives the same output with
                       every method
     """
@@ -90,7 +90,7 @@ class SpeculativeConfig:
     draft_model: Any = option(None, "a smaller model that drafts, or the directory of a trained head", "MODEL")
     num_draft_tokens: int | str = option(
         AUTO,
-        f"draft tokens a step: 0 to {MAX_DRAFT_TOKENS}, or auto: as many as pay",
+        f"draft tokens a step: 0 to {MAX_DRAFT_TOKENS}, or auto: chosen from measured costs",
         "N",
         ("-k", "--num-draft-tokens"),
     )

@@ -27,6 +27,7 @@ LOG = logging.getLogger("paceline")
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 SAMPLING_CHOICES = SAMPLING_NAMES - {"seed", "logit_bias"} | {"do_sample"}  # a call that names one has chosen
+PREDICTING_METHODS = {"prediction", "auto"}  # those that draft from the prediction of a request
 REQUEST_NAMES = (
     "max_new_tokens",
     "min_new_tokens",
@@ -72,7 +73,7 @@ class SpeculativeDecoder:
     model             a name (`default`, a Hub id, a directory, a .gguf file) or a loaded AutoModelForCausalLM
     draft_model       a smaller model, named the same way, or None
     method            how to draft, such as "ngram"; None: `draft_model` if there is one, else `none`
-    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": as many as pay here, none if none do
+    num_draft_tokens  draft tokens a step, 0 to 128, or "auto": chosen from measured costs, 0 where drafts are slower
     Further options are the fields of `paceline.config`. One decoder may be used from several threads.
 
     Decoding is greedy unless a call says otherwise. `generation_defaults.settings` is what the model's authors ask for:
@@ -189,6 +190,8 @@ class SpeculativeDecoder:
             num_draft_tokens = None if number == AUTO else number
         if isinstance(prediction := own.get("prediction"), str):
             own["prediction"] = self.tokenizer.encode_continuation(prediction) or None
+        if own.get("prediction") and not index and not PREDICTING_METHODS & set(self._engine.methods):
+            LOG.warning("the prediction is not used: the method %s does not draft from it", self._engine.methods[0])
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
 

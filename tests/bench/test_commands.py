@@ -11,7 +11,10 @@ import jsonschema
 import pytest
 
 from paceline.bench.sampling_test import SampleLimit
+from paceline.bench.tune import ConfirmedSpeedup, SpeedupEstimate, TuneAdvice, TuneResult
 from paceline.cli import main
+from paceline.cli.tune import _table
+from paceline.core.cost_model import CostCurve, draft_curve
 from paceline.core.verify import RULES
 from paceline.heads.exit_adapter import ExitAdapter, ExitConfig
 from paceline.heads.registry import save_head
@@ -89,6 +92,9 @@ def test_an_interrupted_bench_keeps_what_it_measured(
         (["--baselines", "vllm9"], "baseline"),
         (["--methods", "draft_model"], "draft_model"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--text", "a.txt"], "--text goes with --against"),
+        (["--against-dtype", "fp32"], "--against-dtype goes with --against"),
+        (["--text-tokens", "9"], "--text-tokens goes with --against"),
     ],
 )
 def test_bench_says_what_is_wrong(
@@ -174,6 +180,31 @@ def test_bench_finds_damaged_results_before_it_loads_a_model(
     assert Path("results.json").read_text() == content
 
 
+@pytest.mark.parametrize("command", [["bench", "--report"], ["tune", "--out"], ["bench", "--out"]])
+def test_a_file_that_cannot_be_written_is_found_before_a_model_is_loaded(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("paceline.build.open_model", fail)
+    Path("file").write_text("")
+    name, flag = command
+    assert main([name, str(tiny_folder), *SMALL, "--methods", "ngram", flag, "file/inside"]) == 2
+    assert capsys.readouterr().err.strip().endswith(f"file/inside cannot be written; choose another file with {flag}")
+
+
+@pytest.mark.slow
+def test_files_go_into_folders_that_are_missing_and_the_advice_is_printed(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--methods", "ngram", *SMALL, "--engines", "local"]
+    assert main(["tune", str(tiny_folder), *arguments, "--out", "missing/paceline.toml"]) == 0
+    assert read_profile(Path("missing/paceline.toml")).advice in capsys.readouterr().out
+    assert bench(tiny_folder, "--methods", "ngram", "-k", "2", "--report", "none/report.html") == 0
+    assert "<svg" in Path("none/report.html").read_text()
+
+
 @pytest.mark.slow
 def test_audit_of_a_transformers_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
@@ -215,6 +246,7 @@ def test_audit_of_the_default_model(capsys: pytest.CaptureFixture[str]) -> None:
         (["--endpoint", "notaurl", "--against", "http://127.0.0.1:9"], "'notaurl' is not the address of a server"),
         (["--endpoint", "http://", "--against", "http://127.0.0.1:9"], "is not the address of a server"),
         (["--endpoint", "http://a:b", "--against", "http://127.0.0.1:9"], "a:b"),
+        (["big", "--endpoint", "http://127.0.0.1:9", "--against", "http://127.0.0.1:9"], "and big is one"),
         (["table", "--distance", "0"], "--distance"),
         (["table", "--seconds", "0"], "--seconds"),
     ],
@@ -236,6 +268,14 @@ def test_tune_writes_a_profile_and_one_sentence(tiny_folder: Path, capsys: pytes
     assert profile.pass_seconds[1] > 0
     assert main(["tune", str(tiny_folder), *arguments, "--out", "none", "--json"]) == 0
     assert {"sentence", "predictions", "confirmed"} <= set(output(capsys))
+
+
+def test_the_table_of_tune_shows_noise_as_noise() -> None:
+    confirmed = [ConfirmedSpeedup("ngram", 2, 1.1, 1.48, 1.0), ConfirmedSpeedup("ngram", "auto", None, 1.2, 1.5)]
+    advice = TuneAdvice("", "ngram", "auto", None, 1.2)
+    estimates = [SpeedupEstimate("ngram", 2, 1.0, 1.1)]
+    table = _table(TuneResult(advice, estimates, confirmed, CostCurve({1: 1.0}), draft_curve()))
+    assert list(table.columns[-1].cells) == ["noise", "1.20x"]
 
 
 @pytest.mark.slow

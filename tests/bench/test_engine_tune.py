@@ -30,11 +30,14 @@ def _foreign_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         yield
 
 
-def rate(engine: str, k: int, *by_load: float, outcome: Outcome = Outcome.LOSSLESS) -> EngineRate:
+def rate(
+    engine: str, k: int, *by_load: float, outcome: Outcome = Outcome.LOSSLESS, tokens_per_step: float = 3.0
+) -> EngineRate:
     """Of ngram, or of plain decoding where k is 0, at 1, 4 and 8 sequences."""
     setting = DecodeSetting("ngram" if k else "none", k)
     rates = dict(zip((1, 4, 8), by_load))
-    return EngineRate(engine, "m", "cpu", setting, by_load[-1], 1.0, outcome, EngineConfig.create("m"), rates)
+    config = EngineConfig.create("m")
+    return EngineRate(engine, "m", "cpu", setting, by_load[-1], tokens_per_step, outcome, config, rates)
 
 
 def test_the_fastest_engine_and_its_lead_over_the_next_are_named() -> None:
@@ -50,6 +53,12 @@ def test_the_fastest_engine_and_its_lead_over_the_next_are_named() -> None:
 def test_neither_noise_nor_another_output_is_advised() -> None:
     rates = [rate("a", 0, 100.0), rate("a", 3, 102.0), rate("a", 8, 500.0, outcome=Outcome.DIFFERENT)]
     assert advise_engine(rates).sentence == "a without speculation is fastest on this machine: 100.0 tokens/s."
+
+
+def test_a_gain_above_the_tokens_per_step_is_noise_at_every_load() -> None:
+    rates = [rate("a", 0, 10.0, 30.0, 80.0), rate("a", 3, 15.0, 45.0, 120.0, tokens_per_step=1.0)]
+    assert advise_engine(rates).best.name == "a plain"
+    assert k_by_load(rates[1], rates) == [[1, 8, 0]]
 
 
 def test_k_by_load_is_the_fastest_of_one_method_at_each_load_and_0_where_plain_decoding_is() -> None:

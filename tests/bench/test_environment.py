@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.environment import load_runs, save_run
+from paceline import __version__
+from paceline.bench.environment import load_runs, save_run, versions
 from paceline.errors import OptionError
+
+
+def test_results_name_the_version_of_the_code_that_ran() -> None:
+    assert versions()["paceline"] == __version__
 
 
 def test_results_are_appended_and_a_run_replaces_itself(tmp_path: Path) -> None:

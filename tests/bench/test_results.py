@@ -10,10 +10,14 @@ import jsonschema
 import pytest
 from torch import Tensor
 
-from paceline.bench.results import LosslessCheck, setting_record
+from paceline.bench.measure import BatchRun
+from paceline.bench.outcome import Outcome
+from paceline.bench.report import cells, headline
+from paceline.bench.results import LosslessCheck, LosslessResult, Measurements, setting_record
 from paceline.bench.sampling_test import SampleLimit
-from paceline.bench.sweep import grid
+from paceline.bench.sweep import SettingRun, grid
 from paceline.core.draft_tree import DraftTree
+from paceline.core.stats import SpecStats
 from paceline.core.types import VerifyResult
 from paceline.core.verify import RULES, AcceptanceRule, verify_tokens
 from tests.support.bench_toys import PASSES, VOCAB_SIZE, measured, toy_candidates, toy_plan, toy_run
@@ -45,6 +49,42 @@ def test_a_run_fits_the_schema() -> None:
     }
     assert set(by_name["draft_model k=2"]["by_domain"]) == {"code", "chat"}
     assert "exact distribution" in by_name["draft_model k=2 T=1"]["lossless"]["detail"]
+
+
+def run_of(seconds: float, steps: int) -> BatchRun:
+    """Twelve tokens after so many seconds and steps."""
+    return BatchRun([[0] * 12], SpecStats(12, steps, 12, 12 - steps, seconds), [], [])
+
+
+def always_lossless(measurements: Measurements, name: str) -> LosslessResult:
+    return LosslessResult(Outcome.LOSSLESS, "")
+
+
+@pytest.mark.parametrize(("steps", "stated"), [(12, None), (6, 1.5)])
+def test_a_speed_up_above_the_tokens_per_step_is_noise(steps: int, stated: float | None) -> None:
+    """1.5x at 1 token a step, and at 2."""
+    plan = toy_plan(settings=grid(["ngram"], [2], [0.0]))
+    measurements = Measurements(plan)
+    for setting, run in zip(plan.settings, (run_of(3.0, 12), run_of(2.0, steps))):
+        for number in range(len(plan.batches)):
+            measurements.add(SettingRun(str(setting), setting, 0, number, run))
+    records = [setting_record(measurements, name, always_lossless, PASSES) for name in measurements.by_name]
+    setting = setting_of({"settings": records}, "ngram")
+    assert (setting["speedup"] and setting["speedup"]["median"]) == stated
+    assert all(part["speedup"] == stated for part in setting["by_domain"].values())
+    sentence = headline({"settings": records})
+    noisy = "Noise, so without a speed-up: ngram k=2 (measured 1.50x, but 1.00 tokens a step" in sentence
+    assert noisy is (stated is None) and ("Fastest: ngram" in sentence) is not noisy
+    assert cells(setting)[3] == ("noise" if stated is None else "1.50x")
+
+
+def test_no_draft_tokens_have_no_speed_up() -> None:
+    plan = toy_plan(settings=grid(["ngram"], [0], [0.0]))
+    measurements = Measurements(plan)
+    for setting, run in zip(plan.settings, (run_of(3.0, 12), run_of(3.1, 12))):
+        measurements.add(SettingRun(str(setting), setting, 0, 0, run))
+    record = setting_record(measurements, "ngram k=0", always_lossless, PASSES)
+    assert (record["speedup"], record["noise"], record["by_domain"]["code"]["speedup"]) == (None, None, None)
 
 
 def off_by_one(tree: DraftTree, target: Tensor, uniforms: Tensor) -> VerifyResult:

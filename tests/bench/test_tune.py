@@ -47,10 +47,10 @@ def test_estimates_cover_every_k_and_the_best_of_each_method_is_run() -> None:
     assert [item.method for item in best_of_each_method(estimates)] == ["good", "bad"]
 
 
-def advice_for(measured: float, start_seconds: float = 0.0) -> TuneAdvice:
+def advice_for(measured: float, start_seconds: float = 0.0, tokens_per_step: float = 2.9) -> TuneAdvice:
     methods = {"ngram": MethodMeasurements({3: behaviour([0.8] * 3, start_seconds=start_seconds)})}
     estimates = [SpeedupEstimate("ngram", 3, 2.9, 0.8 if measured < 1 else 1.6)]
-    confirmed = [ConfirmedSpeedup("ngram", 3, estimates[0].speedup, measured)]
+    confirmed = [ConfirmedSpeedup("ngram", 3, estimates[0].speedup, measured, tokens_per_step)]
     return advise(estimates, confirmed, methods, PlainCost(100.0, 0.0, FLAT))
 
 
@@ -59,6 +59,13 @@ def test_advice_against_speculation_states_prediction_and_measurement() -> None:
     assert advice.sentence.startswith("Do not speculate on this machine: predicted 0.80x")
     assert "0.82x" in advice.sentence
     assert advice.method == "none"
+
+
+def test_a_speed_up_above_the_tokens_per_step_is_noise_and_no_advice() -> None:
+    advice = advice_for(1.48, tokens_per_step=1.0)
+    assert (advice.method, advice.measured) == ("none", None)
+    assert "Do not speculate" in advice.sentence
+    assert "ngram k=3 is noise (measured 1.48x, but 1.00 tokens a step allow no more than 1.00x)" in advice.sentence
 
 
 def test_advice_names_the_method_and_the_outputs_it_pays_for() -> None:

@@ -112,6 +112,7 @@ def test_the_target_writes_the_text_and_a_correct_head_is_left_alone(
         (("--head", "nowhere"), "nowhere"),
         (("--head", "TINY"), "holds no head of the kinds"),
         (("--head", "HEAD", "--tokens", "10"), "--tokens must be 256 or more"),
+        (("--head", "eagle"), "no eagle head comes with paceline for"),
         (("--head", "HEAD", "--text", "missing.txt"), "missing.txt cannot be read"),
         (("--head", "HEAD", "--fix", "TINY"), "exists already"),
         (("--head", "HEAD", "--url", "http://127.0.0.1:9", "--text", "a.txt"), "leave out --text"),

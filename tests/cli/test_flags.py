@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,28 @@ from typing import Any
 import pytest
 
 from paceline import decoder
-from paceline.cli import flags
+from paceline.cli import flags, main
 from paceline.config import EngineConfig, option_names
 from paceline.core.sampling import SamplingParams
 from paceline.errors import OptionError
 from paceline.tuned import TunedProfile, write_profile
+
+
+def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for flag, default in (
+        ("--port N", "8000"), ("--max-waiting N", "256"), ("--request-timeout S", "600"), ("--drain-timeout S", "60"),
+        ("--max-num-seqs N", "16"), ("--warmup W", "fast"), ("--method M", "auto"), ("--num-draft-tokens N", "auto"),
+    ):  # fmt: skip
+        assert re.search(rf"{flag}(?:(?! --).)*; default: [^;]*\b{default}\b", text), flag
+    assert "default: none" not in text
+
+
+def test_help_describes_the_options_of_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "llama_cpp: draft_p_min (stop drafting below this probability, 0 to 1; default: 0)" in text
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import loading
+from paceline.cli import loading, main
 from paceline.hub import progress
 
 
@@ -50,6 +50,31 @@ def test_slow_loading_is_announced_on_stderr(
     result = run_command(*COMMANDS[command])
     assert f"paceline: loading {tiny_folder} …" in result.err
     assert "loading" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "notices"),
+    [
+        (("generate", "x"), ["loading default"]),
+        (("generate", "x", "-m", "big"), ["loading big"]),
+        (("generate", "x", "--engine", "http"), []),
+        (("serve", "--config", "models.toml"), ["loading the models of models.toml"]),
+    ],
+)
+def test_the_notice_names_what_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], notices: list[str]
+) -> None:
+    announced: list[str] = []
+    monkeypatch.setattr(loading, "LoadNotice", lambda text: announced.append(text) or Silent())
+    monkeypatch.setattr(f"paceline.cli.{arguments[0]}.main", lambda args: 0)
+    assert main(list(arguments)) == 0
+    assert announced == notices
+
+
+class Silent:
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 @pytest.mark.slow

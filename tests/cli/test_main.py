@@ -56,6 +56,20 @@ def test_an_unknown_command_suggests_a_near_one(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "paceline: error: there is no command 'genrate'; did you mean generate?\n"
 
 
+def test_a_misspelt_option_suggests_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--versoin"]) == 2
+    assert "did you mean --version?" in capsys.readouterr().err
+    assert cli.main(["generate", "x", "--methd", "ngram"]) == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --methd ngram; did you mean --method?\n")
+
+
+def test_help_of_a_command_may_be_asked_for_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help", "pairs"]) == 0
+    assert capsys.readouterr().out.startswith("usage: paceline pairs")
+    assert cli.main(["help", "piars"]) == 2
+    assert "did you mean pairs?" in capsys.readouterr().err
+
+
 def test_a_users_error_is_one_line_and_exit_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,3 +115,31 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     output = process.stderr.read().decode()
     assert process.wait(timeout=60) == cli.BROKEN_PIPE
     assert output == ""
+
+
+def test_a_reader_that_leaves_a_table_early_is_no_error_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich answers it with SystemExit(1)."""
+    stop = SystemExit(1)
+    stop.__context__ = BrokenPipeError()
+    assert run_raising(monkeypatch, stop) == cli.BROKEN_PIPE
+
+
+def test_an_error_of_the_system_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_raising(monkeypatch, PermissionError(13, "Permission denied", "out.txt")) == 2
+    assert capsys.readouterr().err == "paceline: error: [Errno 13] Permission denied: 'out.txt'\n"
+
+
+def paceline(redirections: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`paceline --help` with a shell's redirections."""
+    command = f"{sys.executable} -m paceline --help {redirections}"
+    return subprocess.run(command, shell=True, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_a_closed_stdout_leave_no_traceback() -> None:
+    full = paceline("> /dev/full")
+    assert full.returncode == 2 and full.stderr == "paceline: error: [Errno 28] No space left on device\n"
+    closed = paceline("<&- >&-")
+    assert (closed.returncode, closed.stderr) == (0, "")

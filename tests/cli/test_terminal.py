@@ -28,6 +28,24 @@ def test_colour_is_for_terminals_and_yields_to_no_color(monkeypatch: pytest.Monk
     assert not terminal.wants_color("auto", Terminal())
 
 
+def test_streams_that_are_closed_read_as_empty_and_drop_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    terminal.prepare_streams()
+    print("nobody reads this")
+    assert sys.stdin.read() == "" and not sys.stdin.isatty() and not terminal.wants_color("auto")
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
+
+
+def test_what_stdout_cannot_encode_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    terminal.prepare_streams()
+    print("τ", flush=True)
+    assert written.getvalue() == b"?\n"
+
+
 def test_only_accepted_draft_tokens_are_green(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [RequestOutput("own "), RequestOutput("draft", from_draft=True), RequestOutput("", from_draft=True)]
     assert terminal.show(outputs, color=True) == outputs

@@ -91,7 +91,7 @@ def readme_block(results: dict[str, Outcome]) -> str:
         BEGIN,
         f"On the fast path, paceline's own code, {len(fast)} families: {', '.join(fast)}.",
         f"Through transformers: {len(families - native)} more families, each compared token for token with",
-        "transformers' own text ([the table](docs/models.md)).",
+        "transformers' output ([the table](docs/models.md)).",
         f"Weight formats on the fast path: fp32, bf16 and fp16; converted at load: {converted};",
         f"read from checkpoints as they are: {', '.join(sorted(formats.read_only_names()))}.",
         f"Formats that transformers reads, with its packages: {titles}.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -9,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from paceline.errors import PromptError
-from paceline.hub.tokenizer import Tokenizer
+from paceline.errors import ModelError, PromptError
+from paceline.hub.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny import byte_tokenizer
 
 TOKENIZER = Tokenizer(byte_tokenizer())
@@ -75,3 +77,16 @@ def test_a_model_without_a_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(PromptError, match="no chat template"):
         Tokenizer(tokenizer).encode([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("files", [(), ("tokenizer.json",)])
+def test_a_tokenizer_that_cannot_be_read_says_which_files_are_missing_or_what_is_wrong(
+    tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for file in files:
+        (tmp_path / file).write_text("{ damaged JSON")
+    with pytest.raises(ModelError, match="small has no usable tokenizer") as raised:
+        load_tokenizer(tmp_path, "small")
+    assert "\n" not in str(raised.value)
+    assert ("has none of its files, tokenizer.json" in str(raised.value)) is not bool(files)

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cli.train import progress_line
 from paceline.errors import OptionError
+from paceline.train.collect import CollectOptions, length_buckets
 from paceline.train.loop import HeldOutMeasurement, TrainingHistory, TrainingProgress
 from paceline.train.options import flags_of
 from paceline.train.registry import trainer_names, trainer_spec
@@ -28,6 +29,9 @@ DATA = ["--sequences", "SEQUENCES", "--answer-tokens", "1"]
         (["exit-adapter", "--draft-vocab-size", "9"], "unrecognized arguments: --draft-vocab-size"),
         (["llama"], "invalid choice: 'llama'"),
         (["medusa", "--steps", "-1"], "--steps cannot be -1"),
+        (["medusa", "--steps", "0"], "--steps must be above 0; leave it out for the usual amount"),
+        (["medusa", "--minutes", "0"], "--minutes must be above 0"),
+        (["eagle", "no/such-model", "--data", "none.jsonl"], "none.jsonl cannot be read"),
         (["dflash", "--optimizer", "sgd"], "there is no optimizer 'sgd'; choose adamw or muon"),
         (["dflash2", "--block-attention", "both"], "--block-attention is bidirectional or causal, not both"),
         (["dflash", "--block-size", "1"], "--block-size is 2 or more"),
@@ -97,6 +101,23 @@ def test_the_target_generates_its_data_and_a_second_training_reuses_it(
     assert train("exit-adapter", "--out", tmp_path / "third", *arguments, "--sequences", tmp_path / "again")[0] == 0
     again = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")}
     assert again == {path.name: content for path, content in shards.items()}, "the same seed generates the same data"
+
+
+def test_no_sequence_is_longer_than_what_the_target_reads() -> None:
+    assert CollectOptions().within(512).max_seq_len == 512
+    assert CollectOptions(max_seq_len=96).within(512).max_seq_len == 96
+    longest = length_buckets(CollectOptions().within(512), 4)[-1]
+    assert longest.max_len == 512 and longest.question_len < 512
+
+
+@pytest.mark.slow
+def test_a_target_with_a_short_context_generates_its_data(
+    target_folder: Path, tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    """It reads 512 tokens, and the usual length of a sequence is 1,152."""
+    sizes = ["--answer-tokens", 600, "--max-num-seqs", 4, "--steps", 1, "--batch-tokens", 512]
+    status, output = train("exit-adapter", "--out", tmp_path / "out", target_folder, *sizes)
+    assert status == 0, output.err
 
 
 @pytest.mark.slow

@@ -16,6 +16,16 @@ from paceline.core.types import RequestOutput
 Clock = Callable[[], float]
 
 
+def exceeds_tokens_per_step(speedup: float, tokens_per_step: float) -> bool:
+    """Whether a speed-up is noise: more than τ allows. A τ of 0 means that the steps were not counted."""
+    return 0.0 < tokens_per_step < speedup
+
+
+def noise(speedup: float, tokens_per_step: float) -> str:
+    """Why a speed-up is not a result."""
+    return f"{speedup:.2f}x, but {tokens_per_step:.2f} tokens a step allow no more than {tokens_per_step:.2f}x"
+
+
 @dataclass(slots=True)
 class TimedRun:
     """One output, and when its parts came."""
@@ -86,7 +96,7 @@ class Comparison:
     @property
     def is_noise(self) -> bool:
         """Whether the speed-up is more than the tokens per step allow."""
-        return self.speedups is not None and self.speedups.median > self.tokens_per_step
+        return self.speedups is not None and exceeds_tokens_per_step(self.speedups.median, self.tokens_per_step)
 
     @property
     def speedup(self) -> float | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.bench.candidates import DecodeSetting
+from paceline.bench.compare import exceeds_tokens_per_step
 from paceline.bench.engine_pool import EnginePool, engine_sweep, possible_settings
 from paceline.bench.engine_results import EngineLosslessCheck
 from paceline.bench.measure import total_stats
@@ -122,7 +123,7 @@ class EngineAdvice:
 
 
 def advise_engine(rates: list[EngineRate]) -> EngineAdvice:
-    """By measurement alone. Speculation that gains less than noise is not recommended over plain decoding."""
+    """By measurement alone. Speculation whose gain is noise is not recommended over plain decoding."""
     leaders = sorted((_leader(group) for group in _by_engine(rates)), key=lambda rate: -rate.tokens_per_second)
     best = leaders[0]
     following = leaders[1] if len(leaders) > 1 else None
@@ -147,6 +148,8 @@ def _leader(rates: list[EngineRate]) -> EngineRate:
     """The fastest setting of one engine that is not shown to differ from its plain decoding."""
     plain = _plain(rates)
     drafting = [rate for rate in rates if not rate.setting.is_plain and rate.outcome is not Outcome.DIFFERENT]
+    if plain is not None:
+        drafting = [rate for rate in drafting if not _is_noise(rate, rate.tokens_per_second, plain.tokens_per_second)]
     best = max(drafting, key=lambda rate: rate.tokens_per_second, default=None)
     if best is None or plain is None:
         return best or plain or rates[0]
@@ -156,6 +159,10 @@ def _leader(rates: list[EngineRate]) -> EngineRate:
 def _plain(rates: Iterable[EngineRate]) -> EngineRate | None:
     """Plain decoding; None for a server that drafts as it was started."""
     return next((rate for rate in rates if rate.setting.is_plain), None)
+
+
+def _is_noise(rate: EngineRate, speed: float, plain: float) -> bool:
+    return exceeds_tokens_per_step(speed / plain, rate.tokens_per_step) if plain else False
 
 
 def _described(rate: EngineRate) -> str:
@@ -175,9 +182,12 @@ def k_by_load(best: EngineRate, rates: list[EngineRate]) -> list[list[int]]:
         if rate.engine == best.engine and rate.setting.method in (NONE, best.setting.method)
         and isinstance(rate.setting.num_draft_tokens, int) and rate.outcome is not Outcome.DIFFERENT
     ]  # fmt: skip
+    plain = _plain(tried)
     schedule: list[list[int]] = []
     for load in sorted(best.by_load):
-        fastest = max(tried, key=lambda rate: rate.by_load[load])
+        speed = 0.0 if plain is None else plain.by_load[load]
+        able = [rate for rate in tried if rate is plain or not _is_noise(rate, rate.by_load[load], speed)]
+        fastest = max(able, key=lambda rate: rate.by_load[load])
         first = schedule[-1][1] + 1 if schedule else 1
         k = int(fastest.setting.num_draft_tokens)
         if schedule and schedule[-1][2] == k:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from paceline import __version__
 from paceline.core.types import ModelInfo
 from paceline.errors import OptionError
 
@@ -56,7 +57,8 @@ def _memory_gib() -> float:
 def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
     """Of Python and the packages that matter for speed and output. more: modules of an engine."""
     names = [*PACKAGES, *(_distribution(module) for module in more)]
-    return {"python": platform.python_version()} | {package: _version(package) for package in names}
+    own = {"python": platform.python_version(), "paceline": __version__}  # an editable install may record an older one
+    return {package: _version(package) for package in names} | own
 
 
 def _distribution(module: str) -> str:
@@ -108,13 +110,18 @@ def save_run(path: Path, run: dict[str, Any]) -> None:
 
 def check_results_file(path: Path) -> None:
     """Raise OptionError for a file that a run could not be added to, before anything is measured."""
+    check_writable(path, "--out")
+    if path.exists():
+        load_runs(path)
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """Raise OptionError for a file that cannot be written. Folders that are missing can be made."""
     folder = path.parent
     while not folder.exists():
         folder = folder.parent
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise OptionError(f"{path} cannot be written; choose another file with --out")
-    if path.exists():
-        load_runs(path)
+        raise OptionError(f"{path} cannot be written; choose another file with {flag}")
 
 
 def load_runs(path: Path) -> list[dict[str, Any]]:

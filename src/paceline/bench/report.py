@@ -73,7 +73,9 @@ def _without_speedup(run: Record) -> str:
     for setting in run["settings"]:
         names.setdefault(setting["lossless"]["outcome"], []).append(setting["name"])
     sentences = {"different": "Different output, so without a speed-up", "not shown": "Not shown to be lossless"}
-    return "".join(f" {text}: {', '.join(names[key])}." for key, text in sentences.items() if key in names)
+    noisy = [f"{setting['name']} (measured {setting['noise']})" for setting in run["settings"] if setting.get("noise")]
+    parts = [f" {text}: {', '.join(names[key])}." for key, text in sentences.items() if key in names]
+    return "".join(parts + [f" Noise, so without a speed-up: {item}." for item in noisy])
 
 
 def best_setting(run: Record) -> Record | None:
@@ -93,7 +95,7 @@ def cells(setting: Record, dash: str = "-") -> list[str]:
         setting["name"],
         f"{speed['median']:.1f}",
         f"{speed['low']:.1f}{dash}{speed['high']:.1f}",
-        f"{gain['median']:.2f}x" if gain else dash,
+        f"{gain['median']:.2f}x" if gain else "noise" if setting.get("noise") else dash,
         f"{predicted:.2f}x" if predicted else dash,
         f"{stats['tokens_per_step']:.2f}" if stats["steps"] else dash,
         f"{stats['acceptance_rate']:.0%}" if stats["drafted"] else dash,

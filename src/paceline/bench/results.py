@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.bench.audit import LOSSLESS_RULES, sampled_conclusion
 from paceline.bench.candidates import Candidates, DecodeSetting
+from paceline.bench.compare import exceeds_tokens_per_step, noise
 from paceline.bench.measure import BatchRun, total_stats
 from paceline.bench.near_ties import GreedyComparison, bugs_in, compare, summary
 from paceline.bench.outcome import Evidence, Outcome
@@ -163,8 +164,11 @@ def setting_record(
     """One entry of `settings` in results.json. verify: None where the cost of passes is not known."""
     first, runs = measurements.by_name[name][0], measurements.runs(name)
     setting, result = first.setting, lossless(measurements, name)
-    plain = str(setting.plain)
-    gains = [] if name == plain or not result.passed else speedups(measurements, name, plain)
+    plain, stats = str(setting.plain), total_stats(runs)
+    compared = result.passed and name != plain and (first.is_baseline or setting.num_draft_tokens != 0)
+    measured = speedups(measurements, name, plain) if compared else []
+    noisy = bool(measured) and not first.is_baseline and _is_noise(measured, stats)
+    gains = [] if noisy else measured
     rates = rates_by_repeat(measurements, name)
     return {
         "name": name,
@@ -175,15 +179,20 @@ def setting_record(
         "acceptance": setting.acceptance,
         "tokens_per_second": _spread(rates) | {"repeats": rates},
         "speedup": _spread(gains) if gains else None,
+        "noise": noise(Spread.of(measured).median, stats.tokens_per_step) if noisy else None,
         "lossless": result.as_dict(),
-        "stats": total_stats(runs).as_dict(),
-        "by_domain": _by_domain(measurements, name, with_speedup=result.passed and name != plain),
+        "stats": stats.as_dict(),
+        "by_domain": _by_domain(measurements, name, with_speedup=compared),
         "running_acceptance": _running_acceptance(runs),
         "time": _time(runs),
         "predicted_speedup": _predicted(measurements, name, verify)
         if verify is not None and gains and not first.is_baseline
         else None,
     }
+
+
+def _is_noise(gains: list[float], stats: SpecStats) -> bool:
+    return exceeds_tokens_per_step(Spread.of(gains).median, stats.tokens_per_step)
 
 
 def _spread(values: list[float]) -> dict[str, Any]:
@@ -193,12 +202,14 @@ def _spread(values: list[float]) -> dict[str, Any]:
 
 def _by_domain(measurements: Measurements, name: str, *, with_speedup: bool) -> dict[str, Any]:
     plain = str(measurements.by_name[name][0].setting.plain)
+    is_baseline = measurements.by_name[name][0].is_baseline
     records: dict[str, Any] = {}
     for domain in dict.fromkeys(batch.domain for batch in measurements.plan.batches):
         runs = measurements.runs(name, domain)
         if runs:
-            gains = speedups(measurements, name, plain, domain) if with_speedup else []
-            records[domain] = _domain_record(total_stats(runs), gains)
+            gains, stats = speedups(measurements, name, plain, domain) if with_speedup else [], total_stats(runs)
+            noisy = bool(gains) and not is_baseline and _is_noise(gains, stats)
+            records[domain] = _domain_record(stats, [] if noisy else gains)
     return records
 
 

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from paceline.bench.candidates import Candidates, DecodeSetting
+from paceline.bench.compare import exceeds_tokens_per_step, noise
 from paceline.bench.measure import BatchRun, MeasuredEngine, OutputLength, total_stats
 from paceline.bench.results import Measurements, speedups
 from paceline.bench.speedup_model import DraftBehaviour, PlainCost, behaviour_of, observed_curve, plain_cost
@@ -85,6 +86,11 @@ class ConfirmedSpeedup:
     num_draft_tokens: int | str
     predicted: float | None
     measured: float
+    tokens_per_step: float = 0.0
+
+    @property
+    def is_noise(self) -> bool:
+        return exceeds_tokens_per_step(self.measured, self.tokens_per_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +231,7 @@ def confirm(
             setting.num_draft_tokens,
             predicted.get(setting),
             median(speedups(measurements, str(setting), str(setting.plain))),
+            total_stats(measurements.runs(str(setting))).tokens_per_step,
         )
         for setting in settings
     ]
@@ -239,12 +246,13 @@ def advise(
     methods: dict[str, MethodMeasurements],
     plain: PlainCost,
 ) -> TuneAdvice:
-    """One sentence. The measurement decides; the prediction is stated beside it."""
+    """One sentence. The measurement decides, unless it is noise; the prediction is stated beside it."""
     if not confirmed:
         return TuneAdvice("No method can draft for this model here: decode without speculation.", NONE, 0, None, None)
-    best = max(confirmed, key=lambda item: item.measured)
-    if best.measured < LEAST_GAIN:
-        return _advice_against(estimates[0], best)
+    results = [item for item in confirmed if not item.is_noise]
+    best = max(results, key=lambda item: item.measured, default=None)
+    if best is None or best.measured < LEAST_GAIN:
+        return _advice_against(estimates[0], best, [item for item in confirmed if item.is_noise])
     k = best.num_draft_tokens if isinstance(best.num_draft_tokens, int) else estimates[0].k
     measured = methods[best.method]
     shortest = plain.shortest_output(measured.nearest(k), k, measured.draft_costs())
@@ -254,10 +262,18 @@ def advise(
     return TuneAdvice(sentence, best.method, best.num_draft_tokens, best.predicted, best.measured, shortest)
 
 
-def _advice_against(predicted: SpeedupEstimate, best: ConfirmedSpeedup) -> TuneAdvice:
-    sentence = (
-        f"Do not speculate on this machine: predicted {predicted.speedup:.2f}x at best "
-        f"({predicted.method} k={predicted.k}), and nothing that was run reaches more than {best.measured:.2f}x of "
-        "plain decoding."
-    )
-    return TuneAdvice(sentence, NONE, 0, predicted.speedup, best.measured)
+def _advice_against(
+    predicted: SpeedupEstimate, best: ConfirmedSpeedup | None, noisy: list[ConfirmedSpeedup]
+) -> TuneAdvice:
+    parts = [
+        f"Do not speculate on this machine: predicted {predicted.speedup:.2f}x at best ({predicted.method} "
+        f"k={predicted.k})"
+    ]
+    if best is not None:
+        parts.append(f"nothing that was run reaches more than {best.measured:.2f}x of plain decoding")
+    parts += [
+        f"{item.method} k={item.num_draft_tokens} is noise (measured {noise(item.measured, item.tokens_per_step)})"
+        for item in noisy
+    ]
+    sentence = f"{', and '.join(parts)}."
+    return TuneAdvice(sentence, NONE, 0, predicted.speedup, None if best is None else best.measured)

@@ -13,17 +13,19 @@ Exit status: 0 success, 2 an error that the user can put right (the message says
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import gc
 import importlib
 import importlib.util
-import os
 import sys
 
 from paceline.cli import interrupt
 from paceline.cli.interrupt import INTERRUPTED
+from paceline.cli.terminal import drop_unwritable_output, prepare_streams
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import OptionError, PacelineError
+from paceline.tuned import LOCAL
 
 COMMANDS = {
     "demo": "one prompt with and without speculation, and the figures",
@@ -31,13 +33,13 @@ COMMANDS = {
     "chat": "chat with a model over several turns",
     "serve": "an OpenAI-compatible server",
     "bench": "measure methods against each other on real prompts",
-    "tune": "find the method and number of draft tokens that pay on this machine",
+    "tune": "find the fastest method and number of draft tokens on this machine",
     "train": "train a draft model or a head for a target",
-    "audit": "prove statistically that the output is unchanged",
+    "audit": "test that the output is unchanged, by statistics",
     "doctor": "find wrong output of any OpenAI-compatible server",
     "plan": "memory and predicted speed-up, before downloading anything",
     "pairs": "which draft models go with which targets",
-    "check": "whether a draft model fits a target, and a head is read as it was trained",
+    "check": "whether a draft model fits a target, or a head is loaded with its training settings",
     "fetch": "download and convert a model; prints its directory",
     "models": "what is in the cache: list, show, rm",
 }
@@ -52,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if argv is None:
             interrupt.watch()
+            prepare_streams()
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()  # a closed pipe must raise here, not at exit
         return status
@@ -66,10 +69,15 @@ def main(argv: list[str] | None = None) -> int:
             interrupt.leave(INTERRUPTED)
         return INTERRUPTED
     except BrokenPipeError:
-        # Nothing reads stdout any more. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_unwritable_output()
         return BROKEN_PIPE
+    except OSError as error:  # a full disk, a folder that cannot be written
+        drop_unwritable_output()
+        print(f"paceline: error: {error}", file=sys.stderr)
+        return USER_ERROR
     except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits with 1
+            return BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else 0
     except Exception:  # what an interrupt has cut in two raises anything
         if argv is None and interrupt.pressed():
@@ -86,6 +94,8 @@ def commands() -> list[str]:
 
 
 def _run(argv: list[str]) -> int:
+    if argv[:1] == ["help"] and len(argv) == 2:
+        argv = [argv[1], "--help"]
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
@@ -108,7 +118,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     module.configure(parser)
     args = parser.parse_args(arguments)
     if name in loading.COMMANDS:
-        loading.begin(vars(args).get("model", DEFAULT_MODEL))
+        loading.begin(_loaded(args))
     try:
         status: int = module.main(args)
         return status
@@ -116,8 +126,20 @@ def _run_command(name: str, arguments: list[str]) -> int:
         loading.done()
 
 
+def _loaded(args: argparse.Namespace) -> str | None:
+    """What a command loads; None where a running server has the model."""
+    from paceline.engines.registry import spec
+
+    given = vars(args)
+    if (engine := given.get("engine") or LOCAL) != LOCAL and spec(engine).remote:
+        return None
+    if given.get("config") is not None:
+        return f"the models of {given['config']}"
+    return str(given.get("model", DEFAULT_MODEL))
+
+
 def _unknown_command(name: str) -> OptionError:
-    near = difflib.get_close_matches(name, commands(), n=1)
+    near = difflib.get_close_matches(name, [*commands(), "--version", "--help"], n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; the commands are {', '.join(commands())}"
     return OptionError(f"there is no command {name!r}{hint}")
 

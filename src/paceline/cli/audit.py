@@ -37,7 +37,7 @@ from paceline.cli.candidates import (
     open_pool,
 )
 from paceline.cli.terminal import note
-from paceline.config import DRAFT_MODEL, NONE
+from paceline.config import DEFAULT_MODEL, DRAFT_MODEL, NONE
 from paceline.errors import OptionError
 from paceline.tuned import LOCAL
 
@@ -129,6 +129,10 @@ def _check(args: argparse.Namespace) -> None:
     """Fill in what --quick decides, and raise OptionError for what cannot be."""
     if (args.endpoint is None) != (args.against is None):
         raise OptionError("--endpoint and --against go together: a server to audit, and one that is taken to be right")
+    if args.endpoint is not None and args.model != DEFAULT_MODEL:
+        raise OptionError(
+            f"an audit of --endpoint opens no model, and {args.model} is one; --endpoint-model names a server's model"
+        )
     if args.draws is None:
         args.draws = QUICK_DRAWS if args.quick else DRAWS
     if args.acceptance is None:

@@ -63,12 +63,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from paceline.bench.environment import check_results_file
+    from paceline.bench.environment import check_results_file, check_writable
     from paceline.bench.workloads import load_prompts
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_against(args)
     check_results_file(results_file(args))
+    if (page := report_file(args)) is not None:
+        check_writable(page, "--report")
     report = _report(args, prompts)
     report.run["workload"] = _workload(args, prompts)
     _save(args, report.run)
@@ -80,7 +83,6 @@ def main(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:
     if args.against:
-        check_against(args)
         return BenchRun(compare_weights(args, lambda tokenizer: _sweep_plan(args, [], tokenizer, prompts, [])), {})
     return _local_run(args, prompts) if args.engine == LOCAL else _engine_run(args, prompts)
 
@@ -126,6 +128,13 @@ def _engine_run(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> Benc
 
 def results_file(args: argparse.Namespace) -> Path:
     return Path(args.out).expanduser()
+
+
+def report_file(args: argparse.Namespace) -> Path | None:
+    """None: no report."""
+    if args.report == "none":
+        return None
+    return Path(args.report).expanduser() if args.report else results_file(args).with_name("report.html")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -215,13 +224,14 @@ def _save(args: argparse.Namespace, run: dict[str, Any]) -> None:
     from paceline.bench.environment import save_run
     from paceline.bench.report import build_report
 
-    out = results_file(args)
+    out, report = results_file(args), report_file(args)
     save_run(out, run)
-    if args.report == "none":
+    if report is None:
         return
-    report = Path(args.report).expanduser() if args.report else out.with_name("report.html")
     try:
-        report.write_text(build_report(run), encoding="utf-8")
+        page = build_report(run)
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(page, encoding="utf-8")
         print(f"paceline: wrote {out} and {report}", file=sys.stderr)
     except MissingExtra as error:
         if args.report:

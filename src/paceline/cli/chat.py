@@ -25,6 +25,7 @@ from paceline.cli.flags import (
     add_sampling_flags,
     config_from_args,
     open_decoder,
+    refuse_prediction,
     sampling_from_args,
 )
 from paceline.cli.generation_config import MODEL, add_generation_config_flag, with_defaults
@@ -49,13 +50,14 @@ FAILED = 2  # exit status where a line of standard input got no answer
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     add_color_argument(parser)
-    add_config_flags(parser, positional_model=True)
+    add_config_flags(parser, positional_model=True, default_method=AUTO)
     add_sampling_flags(parser)
     add_generation_config_flag(parser, default=MODEL)
 
 
 def main(args: argparse.Namespace) -> int:
-    config, settings = config_from_args(args, default_method=AUTO), sampling_from_args(args)
+    config = refuse_prediction(config_from_args(args, default_method=AUTO))
+    settings = sampling_from_args(args)
     with open_decoder(config) as decoder:
         if not decoder.tokenizer.has_chat_template:
             raise PromptError(f"{decoder.info.name} has no chat template; `paceline generate` continues a prompt")

@@ -1,4 +1,4 @@
-"""Can this draft model draft for this target? Is this head read as it was trained?
+"""Can this draft model draft for this target? Is this head loaded with the settings it was trained with?
 
     paceline check MODEL --draft-model DRAFT        two vocabularies, token by token
     paceline check MODEL --head HEAD                every reading of a trained head, by acceptance

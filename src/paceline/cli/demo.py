@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help=f"pairs of runs; default: {REPEATS}")
     parser.add_argument("--json", action="store_true", help="end with one JSON document on one line")
     add_color_argument(parser)
-    add_config_flags(parser, positional_model=False, skip=("prefix_cache_tokens",))
+    add_config_flags(parser, positional_model=False, skip=("prefix_cache_tokens",), default_method=AUTO)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from paceline.core.protocols import Tokenizer
 
 
+NO_PROFILE = "none"  # of --out
+
+
 @dataclass(frozen=True, slots=True)
 class LocalTuning:
     """What tuning paceline's own engine found, and the profile that records it."""
@@ -87,9 +90,8 @@ def compare_engines(
     if not rates:
         raise OptionError(f"no engine can run {args.model} here; there are {', '.join(names())}")
     advice = advise_engine(rates)
+    _print(args, advice, rates, command_lines(args, advice.best, rates))
     write(args, _profile(advice.best, local))
-    lines = command_lines(args, advice.best, rates)
-    _print(args, advice, rates, lines)
     return 0
 
 
@@ -172,11 +174,21 @@ def _check_engine_options(args: argparse.Namespace, choices: list[EngineChoice])
 # --- what is printed and written --------------------------------------------------------------------------------------
 
 
+def check_out(args: argparse.Namespace) -> None:
+    """Raise OptionError for a profile that could not be written, before anything is measured."""
+    from paceline.bench.environment import check_writable
+
+    if args.out != NO_PROFILE:
+        check_writable(Path(args.out).expanduser(), "--out")
+
+
 def write(args: argparse.Namespace, profile: TunedProfile) -> None:
     """The profile, and a line that says who uses it."""
-    if args.out == "none":
+    if args.out == NO_PROFILE:
         return
-    write_profile(profile, Path(args.out).expanduser())
+    path = Path(args.out).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_profile(profile, path)
     conditions = [f"--dtype {profile.dtype}"] if profile.dtype else []
     conditions += [f"--engine {profile.engine}"] if profile.engine != LOCAL else []
     condition = f" with {' '.join(conditions)}" if conditions else ""

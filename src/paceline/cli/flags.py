@@ -8,6 +8,7 @@ imports torch: help must be quick. The names of methods and engines are looked u
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Callable, Container, Iterable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -17,6 +18,7 @@ from paceline.cli import interrupt, loading
 from paceline.cli.terminal import note
 from paceline.config import (
     DEFAULT_MODEL,
+    DRAFT_MODEL,
     NONE,
     PARTS,
     CacheConfig,
@@ -31,6 +33,7 @@ from paceline.tuned import LOCAL, adopted
 if TYPE_CHECKING:
     from paceline.decoder import SpeculativeDecoder
 
+PREDICTION = "prediction"  # the method
 DEFAULT_NEW_TOKENS = 256  # as in paceline.decoder
 GROUPS: dict[str, tuple[type, ...]] = {
     "model": (ModelConfig,),
@@ -79,11 +82,20 @@ class CommandHelp(argparse.RawDescriptionHelpFormatter):
         for placeholder, names in REGISTRIES.items():
             if text and placeholder in text:
                 text = text.replace(placeholder, ", ".join(names()))
-        return text
+        return text and text + _default_text(action, text)
+
+
+def _default_text(action: argparse.Action, text: str) -> str:
+    """The default, where a flag has one and the help does not name it."""
+    default = action.default
+    if not action.option_strings or default in (None, False, "", argparse.SUPPRESS) or isinstance(default, list | dict):
+        return ""
+    shown = f"{default:g}" if isinstance(default, float) else str(default)
+    return "" if "default" in text or f"({shown})" in text else f"; default: {shown}"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Flags are written in full, and a flag that was renamed is answered with its new name."""
+    """Flags are written in full; one that was renamed or misspelt is answered with the right one."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": CommandHelp, **how})
@@ -91,8 +103,13 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, _, flags = message.partition("unrecognized arguments: ")
         names = [flag.partition("=")[0] for flag in flags.split()]
-        hints = [f"{name} is now {RENAMED[name]}" for name in names if name in RENAMED]
-        super().error("; ".join([message, *hints]))
+        super().error("; ".join([message, *filter(None, map(self._hint, names))]))
+
+    def _hint(self, name: str) -> str | None:
+        if name in RENAMED:
+            return f"{name} is now {RENAMED[name]}"
+        near = difflib.get_close_matches(name, self._option_string_actions, n=1) if name.startswith("--") else []
+        return f"did you mean {near[0]}?" if near else None
 
 
 def _method_names() -> tuple[str, ...]:
@@ -130,11 +147,14 @@ REGISTRIES: dict[str, Callable[[], tuple[str, ...]]] = {
 # --- configuration ----------------------------------------------------------------------------------------------------
 
 
-def add_config_flags(parser: argparse.ArgumentParser, *, positional_model: bool, skip: Container[str] = ()) -> None:
+def add_config_flags(
+    parser: argparse.ArgumentParser, *, positional_model: bool, skip: Container[str] = (), default_method: str = NONE
+) -> None:
     """Add a flag for every field of the configuration, in the groups model, speculation, engine and distributed.
 
     positional_model  the model may also be named by position, as in `paceline serve MODEL`
     skip              names of fields that the command has no use for, or has a flag of its own for
+    default_method    the method where the user chooses none, as config_from_args has it
     """
     parser.formatter_class = CommandHelp
     for title, kinds in GROUPS.items():
@@ -143,7 +163,7 @@ def add_config_flags(parser: argparse.ArgumentParser, *, positional_model: bool,
             _add_model_flag(group, positional=positional_model)
         for item in _fields_with_flags(kinds):
             if item.name not in skip:
-                _add_flag(group, item)
+                _add_flag(group, item, default_method)
 
 
 def config_from_args(
@@ -162,6 +182,7 @@ def config_from_args(
     overrides       options that the command decides itself, whatever the flags say; a profile still applies
     """
     options = {name: value for name, value in vars(args).items() if name in _config_names()}
+    _check_spelling(options.get("method"))
     chosen = any(options.get(name) for name in ("method", "draft_model", "draft_options"))
     options["draft_options"] = named_values("--draft-option", options.get("draft_options") or ())
     options["engine_options"] = named_values("--engine-option", options.get("engine_options") or ())
@@ -174,6 +195,23 @@ def config_from_args(
     if adoption.note:
         note(f"paceline: {adoption.note}")
     return adoption.config
+
+
+def _check_spelling(method: str | None) -> None:
+    """Raise OptionError with a suggestion where a method has nearly the name of one."""
+    near = difflib.get_close_matches(method, _method_names(), n=1) if method else []
+    if near and near[0] != method:
+        raise OptionError(f"there is no method {method!r}; did you mean {near[0]}?")
+
+
+def refuse_prediction(config: EngineConfig) -> EngineConfig:
+    """Raise OptionError for the method of predictions: a command line has none to give."""
+    if config.speculative.method == PREDICTION:
+        raise OptionError(
+            "the method prediction drafts from an output that the client expects: give it in Python, "
+            "generate(…, prediction=…), or in the field `prediction` of a request to the server"
+        )
+    return config
 
 
 def _offered(method: str, engine: str) -> str:
@@ -203,8 +241,10 @@ def _add_model_flag(group: argparse._ArgumentGroup, *, positional: bool) -> None
     group.add_argument("-m", "--model", default=DEFAULT_MODEL, metavar="MODEL", help=text)
 
 
-def _add_flag(group: argparse._ArgumentGroup, item: Field[Any]) -> None:
+def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], default_method: str) -> None:
     how: dict[str, Any] = {"dest": item.name, "help": item.metadata["help"], **item.metadata["argparse"]}
+    if item.name == "method":
+        how["help"] += f"; default: {DRAFT_MODEL} where a draft model is named, else {default_method}"
     if item.metadata["metavar"]:
         how["metavar"] = item.metadata["metavar"]
     if item.default is not MISSING:

@@ -25,6 +25,7 @@ from paceline.cli.flags import (
     add_sampling_flags,
     config_from_args,
     open_decoder,
+    refuse_prediction,
     sampling_from_args,
 )
 from paceline.cli.generation_config import NONE as NO_DEFAULTS
@@ -53,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    config, settings = config_from_args(args), sampling_from_args(args)
+    config, settings = refuse_prediction(config_from_args(args)), sampling_from_args(args)
     text = read_prompt(args.prompt, args.prompt_option, args.file)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     with open_decoder(config) as decoder:

@@ -10,12 +10,12 @@ COMMANDS = frozenset({"demo", "generate", "chat", "serve", "bench", "tune", "tra
 _notices: list[LoadNotice] = []  # of the command under way: one at most
 
 
-def begin(model: str) -> None:
-    """Say that a model is loading as soon as that takes long, until `done`. Beginning twice is harmless.
+def begin(model: str | None) -> None:
+    """Say that a model is loading as soon as that takes long, until `done`. Beginning twice, or with none, is harmless.
 
     Imports and loading make hundreds of thousands of objects and no garbage: looking for it is put off until `done`.
     """
-    if not _notices:
+    if model is not None and not _notices:
         gc.disable()
         _notices.append(LoadNotice(f"loading {model}"))
         _notices[0].start()

@@ -82,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--draft-model", metavar="MODEL", help="the small model that drafts")
     group.add_argument("--method", choices=draft_methods(), help="how draft tokens are made")
-    group.add_argument("--dtype", metavar="P", help="weights of the target: fp32, bf16, fp16, int8, int4")
+    group.add_argument("--dtype", metavar="P", help="weights of the target: fp32, bf16, fp16, int8, int4, fp8")
     group.add_argument("--draft-dtype", metavar="P", help="weights of the draft model or head")
 
 

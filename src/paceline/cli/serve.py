@@ -51,7 +51,7 @@ Groups = dict[str, argparse._ArgumentGroup]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_config_flags(parser, positional_model=True)
+    add_config_flags(parser, positional_model=True, default_method=AUTO)
     parser.add_argument("more_models", nargs="*", default=[], metavar="OTHER", help="further models")
     lora_help = "a LoRA adapter in PEFT's layout, asked for as MODEL:NAME; repeatable"
     parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR", help=lora_help)

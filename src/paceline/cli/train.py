@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import loading
+from paceline.cli.flags import flag_name
 from paceline.cli.terminal import note
 from paceline.errors import OptionError
 from paceline.hub.progress import clock
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 TRAINING_DEVICES = ("cuda", "cpu")
+NEVER_ZERO = ("steps", "minutes", "batch_tokens", "eval_every", "answer_tokens", "generate_minutes", "max_num_seqs")
 COMMAND_ARGUMENTS = ("kind", "out", "resume", "overwrite", "json")  # arguments that are no settings
 
 
@@ -114,6 +116,9 @@ def options_of(args: argparse.Namespace) -> TrainOptions:
     from paceline.train.run import TrainOptions, recorded_options
 
     values = {name: value for name, value in vars(args).items() if name not in COMMAND_ARGUMENTS}
+    for name in NEVER_ZERO:  # where 0 stands for the usual amount in the record
+        if values.get(name) == 0:
+            raise OptionError(f"{flag_name(name)} must be above 0; leave it out for the usual amount")
     if args.resume:
         recorded = recorded_options(args.out)
         if recorded.get("kind") != args.kind:

@@ -1,4 +1,4 @@
-"""Find the method and the k that pay on this machine, or learn that none does.
+"""Find the fastest method and k on this machine, or learn that plain decoding is faster.
 
     paceline tune                                  the default model, methods that need no draft model
     paceline tune MODEL --draft-model SMALL        a pair
@@ -21,14 +21,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.candidates import add_candidate_flags, add_workload_flags, check_counts, open_candidates
-from paceline.cli.engine_comparison import LocalTuning, chosen_engines, compare_engines, write
+from paceline.cli.engine_comparison import LocalTuning, check_out, chosen_engines, compare_engines, write
 from paceline.tuned import LOCAL
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from paceline.bench.candidates import Candidates
-    from paceline.bench.tune import SpeedupEstimate, TunePlan, TuneResult
+    from paceline.bench.tune import ConfirmedSpeedup, SpeedupEstimate, TunePlan, TuneResult
     from paceline.bench.workloads import WorkloadPrompt
     from paceline.tuned import TunedProfile
 
@@ -50,13 +50,14 @@ def main(args: argparse.Namespace) -> int:
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_out(args)
     SamplingParams(temperature=args.temperature)
     choices = chosen_engines(args.engines, args.model)
     if [choice.engine for choice in choices] != [LOCAL]:
         return compare_engines(args, choices, prompts, _tune_local)
     tuned = _tune_local(args, prompts)
+    print(json.dumps(_document(tuned.result)) if args.json else tuned.result.advice.sentence, flush=True)
     write(args, tuned.profile)
-    print(json.dumps(_document(tuned.result)) if args.json else tuned.result.advice.sentence)
     return 0
 
 
@@ -130,14 +131,18 @@ def _table(result: TuneResult) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("method", "k", "tokens per step", "predicted", "measured"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    measured = {(item.method, item.num_draft_tokens): f"{item.measured:.2f}x" for item in result.confirmed}
+    measured = {(item.method, item.num_draft_tokens): _measured_cell(item) for item in result.confirmed}
     for item in _shown(result):
         cells = (f"{item.tokens_per_step:.2f}", f"{item.speedup:.2f}x", measured.get((item.method, item.k), ""))
         table.add_row(item.method, str(item.k), *cells)
     for confirmed in result.confirmed:
         if confirmed.predicted is None:
-            table.add_row(confirmed.method, str(confirmed.num_draft_tokens), "", "", f"{confirmed.measured:.2f}x")
+            table.add_row(confirmed.method, str(confirmed.num_draft_tokens), "", "", _measured_cell(confirmed))
     return table
+
+
+def _measured_cell(item: ConfirmedSpeedup) -> str:
+    return "noise" if item.is_noise else f"{item.measured:.2f}x"
 
 
 def _shown(result: TuneResult) -> list[SpeedupEstimate]:
@@ -151,7 +156,7 @@ def _document(result: TuneResult) -> dict[str, Any]:
     return {
         **asdict(result.advice),
         "predictions": [asdict(item) for item in result.estimates],
-        "confirmed": [asdict(item) for item in result.confirmed],
+        "confirmed": [asdict(item) | {"is_noise": item.is_noise} for item in result.confirmed],
         "pass_seconds": result.verify.as_dict(),
         "draft_seconds": result.draft.as_dict(),
     }

@@ -254,7 +254,12 @@ def _error(error: float | None, form: str = ".4f") -> str:
 
 
 def check_against(args: argparse.Namespace) -> None:
-    """Raise OptionError for options that do not go with --against."""
+    """Raise OptionError for options that do not go with --against, or not without it."""
+    if args.against is None:
+        given = {"--against-dtype": args.against_dtype, "--text-tokens": args.text_tokens, "--text": args.text != TEXT}
+        for flag in (flag for flag, value in given.items() if value):
+            raise OptionError(f"{flag} goes with --against MODEL, the model to compare with")
+        return
     if args.text_tokens is not None and args.text_tokens < 2:
         raise OptionError(f"--text-tokens must be 2 or more, not {args.text_tokens}")
     if args.baselines:

@@ -44,6 +44,7 @@ class EngineSpec:
     coupled_seeds  a seed gives the same output with every method; False: only with the same configuration
     drafts_with_logprobs  log-probabilities come with speculation too; False: a request for both is refused
     lora         it runs LoRA adapters, and requests choose one
+    remote       a server that is already running has the model; nothing is loaded
 
     What commands ask before they open it:
 
@@ -70,6 +71,7 @@ class EngineSpec:
     coupled_seeds: bool = True
     drafts_with_logprobs: bool = True
     lora: bool = False
+    remote: bool = False
     packages: tuple[str, ...] = ()
     reads_files: bool = True
     methods: tuple[str, ...] | None = None
@@ -122,8 +124,8 @@ def open_engine(config: EngineConfig, build: BuildLocal) -> Engine:
 
 
 def option_names() -> list[str]:
-    """`engine: name` of every engine option, for --help."""
-    return [f"{name}: {option.name}" for name in names() for option in spec(name).options]
+    """`engine: name (what it is)` of every engine option, for --help."""
+    return [f"{name}: {option.name} ({option.help})" for name in names() for option in spec(name).options]
 
 
 def _check_options(chosen: EngineSpec, config: EngineConfig) -> None:

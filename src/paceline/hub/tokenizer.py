@@ -33,6 +33,7 @@ class ChatPrompt:
 
 
 Prompt = str | list[Message] | list[int] | ChatPrompt
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
 UNFINISHED = "�"  # what a tokenizer returns for a character whose last byte is missing
 
 
@@ -43,7 +44,10 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{name} has no usable tokenizer: {str(error).splitlines()[0]}") from error
+        reason = " ".join(str(error).split())
+        if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            reason = f"{folder} has none of its files, tokenizer.json, tokenizer.model, vocab.json or vocab.txt"
+        raise ModelError(f"{name} has no usable tokenizer: {reason}") from error
 
 
 class Tokenizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from paceline.errors import OptionError
+from paceline.errors import ModelNotFound, OptionError
 from paceline.heads.checkpoint import INDEX, PICKLED_FILES, SAFE_FILES, Checkpoint, write_checkpoint
 from paceline.heads.shipped import HERE, shipped_head, shipped_heads
 from paceline.hub import DEFAULT, locate
@@ -22,6 +22,8 @@ def head_folder(name: str, model: str) -> Path:
     if name in shipped_heads():
         return HERE / name
     shipped = shipped_head(name, DIRECTORY if model == DEFAULT else Path(model).name)
+    if shipped is None and name in {shipped_name.partition("-")[0] for shipped_name in shipped_heads()}:
+        raise ModelNotFound(f"no {name} head comes with paceline for {model}; name the directory or Hub id of one")
     return shipped or locate(name).folder
 
 

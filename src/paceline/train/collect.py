@@ -38,7 +38,7 @@ class CollectOptions:
 
     answer_tokens: int = setting(0, "answer tokens the target generates (4000000 on a GPU, 100000 on a CPU)")
     generate_minutes: float = setting(0.0, "stop generating after this long (no limit)", "M")
-    max_seq_len: int = setting(1152, "most tokens of a sequence")
+    max_seq_len: int = setting(1152, "most tokens of a sequence, and at most what the target reads")
     max_num_seqs: int = setting(0, "sequences generated at a time (by the free memory)")
     greedy_share: float = setting(0.6, "share of greedy answers; the others are sampled at 0.5 to 1", "S")
     seed: int = setting(0, "seed of data, order and weights")
@@ -52,6 +52,10 @@ class CollectOptions:
     @property
     def seconds(self) -> float:
         return 60 * self.generate_minutes or float("inf")
+
+    def within(self, max_seq_len: int) -> CollectOptions:
+        """The same for a target that reads at most so many tokens."""
+        return replace(self, max_seq_len=min(self.max_seq_len, max_seq_len))
 
     def resolved(self, gpu: bool) -> CollectOptions:
         """The same with a number of answer tokens; where minutes are given, time alone ends the generating."""

@@ -23,7 +23,7 @@ from paceline.train import distributed
 from paceline.train.atomic import write_text
 from paceline.train.collect import CollectOptions, CollectProgress, collect, load_shards
 from paceline.train.corpus import BatchSampler, Corpus, CorpusSplit, split
-from paceline.train.data import collect_from
+from paceline.train.data import collect_from, read_lines
 from paceline.train.engine_writer import BuildEngine
 from paceline.train.loop import CHECKPOINT, LoopOptions, TrainingHistory, TrainingLoop, TrainingProgress
 from paceline.train.options import from_values, setting
@@ -158,11 +158,15 @@ def train(
     """
     device = distributed.join(device)
     options = options.resolved(device)
+    collects = not (resume and options.started) and distributed.process_rank().first
+    if collects and options.run.data is not None:
+        read_lines(Path(options.run.data).expanduser())  # a file that is missing is found before the model is loaded
     _record(options, resume)
     observer.stage(f"loading {options.run.model}")
     target = open_target(options, device)
     options.spec.check_target(target, options.drafter)
-    if not (resume and options.started) and distributed.process_rank().first:
+    options = replace(options, collect=options.collect.within(target.teacher.sizes.max_seq_len))
+    if collects:
         collect_data(options, target, observer, build)
     corpus = training_data(options)
     parts = split(corpus, options.loop.seed)

@@ -38,6 +38,7 @@ SPEC = EngineSpec(
     _open,
     options=OPTIONS,
     packages=("httpx",),
+    remote=True,
     reads_files=False,
     methods=METHODS,
     model_for=_model_for,

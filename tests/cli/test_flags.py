@@ -191,3 +191,12 @@ def test_an_engine_refuses_options_of_others(capsys: pytest.CaptureFixture[str])
     assert "the engine local does not take tensor_parallel_size" in capsys.readouterr().err
     assert main(["generate", "hi", "--engine-option", "threads=2"]) == 2
     assert "the engine local has no option 'threads'" in capsys.readouterr().err
+
+
+def test_a_method_that_only_another_engine_has_is_not_taken_for_a_misspelling() -> None:
+    parser = flags.CommandParser(prog="x")
+    flags.add_config_flags(parser, positional_model=True)
+    args = parser.parse_args(["some/model", "--engine", "vllm", "--method", "eagle3"])
+    assert flags.config_from_args(args).speculative.method == "eagle3"
+    with pytest.raises(OptionError, match="did you mean eagle3"):
+        flags.config_from_args(parser.parse_args(["some/model", "--engine", "vllm", "--method", "eagel3"]))

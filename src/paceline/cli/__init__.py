@@ -128,11 +128,12 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 def _loaded(args: argparse.Namespace) -> str | None:
     """What a command loads; None where a running server has the model."""
-    from paceline.engines.registry import spec
-
     given = vars(args)
-    if (engine := given.get("engine") or LOCAL) != LOCAL and spec(engine).remote:
-        return None
+    if (engine := given.get("engine") or LOCAL) != LOCAL:
+        from paceline.engines.registry import spec
+
+        if spec(engine).remote:
+            return None
     if given.get("config") is not None:
         return f"the models of {given['config']}"
     return str(given.get("model", DEFAULT_MODEL))

@@ -198,8 +198,13 @@ def config_from_args(
 
 
 def _check_spelling(method: str | None) -> None:
-    """Raise OptionError with a suggestion where a method has nearly the name of one."""
-    near = difflib.get_close_matches(method, _method_names(), n=1) if method else []
+    """Raise OptionError with a suggestion where a method has nearly the name of one, of whatever engine."""
+    if method is None or method in _method_names():
+        return
+    from paceline.engines import registry
+
+    methods = {*_method_names(), *(name for engine in registry.names() for name in registry.spec(engine).methods or ())}
+    near = difflib.get_close_matches(method, methods, n=1)
     if near and near[0] != method:
         raise OptionError(f"there is no method {method!r}; did you mean {near[0]}?")
 

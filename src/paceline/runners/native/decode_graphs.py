@@ -311,15 +311,15 @@ class DecodeGraphs:
         pieces: list[Preparation] = [partial(self._prepare_forward, size) for size in forward]
         return pieces + [partial(self._prepare_draft, size) for size in draft_sizes(plan, self.is_persistent)]
 
-    def _prepare_forward(self, wanted: ForwardSize) -> None:
-        size = self.fits(wanted.num_seqs, wanted.width, wanted.tokens, trees=wanted.trees)
+    def _prepare_forward(self, prepared: ForwardSize) -> None:
+        size = self.fits(prepared.num_seqs, prepared.width, prepared.tokens, trees=prepared.trees)
         if size is not None and size.rows <= MAX_ROWS:
             self.forward_graph(size)
 
-    def _prepare_draft(self, wanted: DraftSize) -> None:
-        size = self.fits(wanted.num_seqs, LEAD_TOKENS, wanted.tokens)
+    def _prepare_draft(self, prepared: DraftSize) -> None:
+        size = self.fits(prepared.num_seqs, LEAD_TOKENS, prepared.tokens)
         if size is not None and len(self._draft) < MAX_DRAFT_GRAPHS:
-            self.draft_graph(size, wanted.num_tokens, sampled=False)
+            self.draft_graph(size, prepared.num_tokens, sampled=False)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 

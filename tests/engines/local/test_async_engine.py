@@ -218,9 +218,6 @@ def test_a_worker_that_dies_fails_its_readers_and_the_health_check(monkeypatch: 
     asyncio.run(work())
 
 
-@pytest.mark.slow
-
-
 @pytest.fixture
 def compiling(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set while a grammar is compiled, which ends when a test clears it."""
@@ -280,6 +277,7 @@ def test_what_waits_to_be_compiled_is_left_out_when_its_reader_or_the_engine_is_
     with_engine(tiny_folder, work)
 
 
+@pytest.mark.slow
 def test_an_embedding_does_not_wait_for_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         local = toy_engine()

@@ -432,7 +432,7 @@ def warmup_plan(config: EngineConfig, info: ModelInfo) -> WarmupPlan | None:
 def _prepare(target: Runner, drafter: Drafter, plan: WarmupPlan | None) -> None:
     """Graphs of all sizes of the plan. Before anything is measured."""
     if plan is not None:
-        trees = drafter.loops_trees or Capability.TREE in drafter.needs
+        trees = drafter.loops_trees(plan) or Capability.TREE in drafter.needs
         own = target.preparations(replace(plan, num_draft_tokens=(), trees=trees))
         run_preparations(own + drafter.preparations(plan), "capturing graphs", target.info.device)
 

@@ -18,6 +18,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
 from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.drafting.registry import reads_prediction
 from paceline.engines.registry import spec
 from paceline.errors import EngineClosed, PromptError
 from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
@@ -27,7 +28,6 @@ LOG = logging.getLogger("paceline")
 DEFAULT_NEW_TOKENS = 256
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 SAMPLING_CHOICES = SAMPLING_NAMES - {"seed", "logit_bias"} | {"do_sample"}  # a call that names one has chosen
-PREDICTING_METHODS = {"prediction", "auto"}  # those that draft from the prediction of a request
 REQUEST_NAMES = (
     "max_new_tokens",
     "min_new_tokens",
@@ -190,7 +190,7 @@ class SpeculativeDecoder:
             num_draft_tokens = None if number == AUTO else number
         if isinstance(prediction := own.get("prediction"), str):
             own["prediction"] = self.tokenizer.encode_continuation(prediction) or None
-        if own.get("prediction") and not index and not PREDICTING_METHODS & set(self._engine.methods):
+        if own.get("prediction") and not index and not any(map(reads_prediction, self._engine.methods)):
             LOG.warning("the prediction is not used: the method %s does not draft from it", self._engine.methods[0])
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)

@@ -119,3 +119,8 @@ def test_a_method_is_added_from_one_file(monkeypatch: pytest.MonkeyPatch) -> Non
     assert assert_unchanged(toy(), drafter, [[0, 1, 2]], 20, 3).drafted > 0
     with pytest.raises(OptionError, match="it has times"):
         build_drafter("repeat", context_for(toy(), count=2))
+
+
+def test_specs_say_which_methods_read_a_prediction() -> None:
+    assert {name for name in registry.names() if registry.reads_prediction(name)} == {"prediction", "auto"}
+    assert registry.reads_prediction("a drafter of one's own")

@@ -238,12 +238,15 @@ class Drafter(Protocol):
 
     needs: frozenset[Capability] = frozenset()  # of the target; checked once, when the engine is built
     draft_runner: Runner | None = None  # the model it drafts with, where it has one: its passes are measured
-    loops_trees: bool = False  # whether its draft tokens are trees where several steps are taken in a row
     looks_up: bool = False  # whether `propose` only looks something up: it takes next to no time and changes nothing
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """As of a runner; what drafts a few tokens more or less is also met when the loop is rehearsed."""
         return []
+
+    def loops_trees(self, plan: WarmupPlan) -> bool:
+        """Whether its draft tokens may be trees in several steps in a row, which need graphs of their own."""
+        return False
 
     def rehearsed(self) -> list[Drafter]:
         """The drafters that the loop is rehearsed with, itself first: one that chooses adds those it may not choose
@@ -319,8 +322,8 @@ class Tokenizer(Protocol):
         """Characters without the model's special tokens."""
 
 
-class NoEmbeddings:
-    """For engines without hidden states, which run in another process or own their loop."""
+class ExternalEngine:
+    """What an engine cannot do that runs in another process or owns its loop: its hidden states are out of reach."""
 
     async def prepare(self, request: Request) -> None:
         """Nothing: the other side compiles grammars."""
@@ -362,14 +365,14 @@ class Engine(Protocol):
 
         Raises CapabilityError where the engine has no hidden states; OptionError, PromptError or OutOfMemory.
         """
-        return await NoEmbeddings().embed(token_ids, pooling)
+        return await ExternalEngine().embed(token_ids, pooling)
 
     async def update_head(self, folder: str) -> None:
         """Give the drafter's trained head the weights in a directory, between two steps. Output does not change.
 
         Raises CapabilityError where there is no head or the engine cannot; ModelNotFound or WeightsError.
         """
-        await NoEmbeddings().update_head(folder)
+        await ExternalEngine().update_head(folder)
 
     def stats(self) -> EngineStats:
         """What the engine does now and has done since it started. Safe from any thread."""

@@ -317,4 +317,5 @@ SPEC = DrafterSpec(
     build=build,
     options=options_of(Suffix),
     per_request=False,
+    reads_prediction=True,
 )

@@ -200,8 +200,8 @@ class Chooser:
     def loop_ended(self, name: str, num_steps: int) -> None:
         """Of one drafter, after so many steps in a row.
 
-        How long a probe was says nothing. But where only probes are left, since few steps in a row do not earn their
-        beginning, it is doubtful whether they would still be few: each makes the usual number likelier again.
+        A probe has few steps by design. Where loops were cut short only probes are left, so each of them raises the
+        expected number again: it would otherwise stay low for good.
         """
         turns = self.turns[name]
         usual = max(1, num_steps) if turns.probed is None else max(turns.row, FIRST_ROW)

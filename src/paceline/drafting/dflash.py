@@ -93,8 +93,7 @@ class DFlash(Drafter):
         """Where the host waits for nothing, confidences are free: those tokens of a block are sent that pay."""
         self._states_confidence = not supports_graphs(self._device)
 
-    @property
-    def loops_trees(self) -> bool:  # type: ignore[override]
+    def loops_trees(self, plan: WarmupPlan) -> bool:
         return self.graphs is not None and self.graphs.makes_trees
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:

@@ -60,7 +60,6 @@ class DraftModel(Drafter):
         """vocab_size: the target's. Logits of a larger, padded head are cut to it, those of a smaller one padded."""
         self.runner = runner
         self.draft_runner = runner
-        self.loops_trees = supports_graphs(runner.info.device)  # a second choice beside the last draft token
         self._vocab_size = vocab_size
         self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
@@ -79,6 +78,10 @@ class DraftModel(Drafter):
         runner = wrap(self.runner)
         renumbered = runner.info.vocab_size != self.runner.info.vocab_size
         return DraftModel(runner, runner.info.vocab_size if renumbered else self._vocab_size)
+
+    def loops_trees(self, plan: WarmupPlan) -> bool:
+        """A second choice may stand beside the last draft token where the policy decides how many there are."""
+        return supports_graphs(self.runner.info.device) and len(plan.num_draft_tokens) > 1
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """The draft model reads one or two tokens at a time, and drafts."""

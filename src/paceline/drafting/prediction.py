@@ -130,4 +130,5 @@ SPEC = DrafterSpec(
     build=build,
     options=options_of(Prediction),
     reference="Predicted Outputs, https://platform.openai.com/docs/guides/predicted-outputs",
+    reads_prediction=True,
 )

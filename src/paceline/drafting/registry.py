@@ -138,6 +138,7 @@ class DrafterSpec:
     head_kind    the kind of head it reads (heads/registry.py), where it reads one
     other_kinds  further kinds that it reads
     one_pass     its head drafts any number of tokens in one pass
+    reads_prediction  it drafts from the output that a request expects
     """
 
     name: str
@@ -150,6 +151,7 @@ class DrafterSpec:
     head_kind: str | None = None
     other_kinds: tuple[str, ...] = ()
     one_pass: bool = False
+    reads_prediction: bool = False
 
     @property
     def offered_per_request(self) -> bool:
@@ -202,6 +204,12 @@ def spec(name: str) -> DrafterSpec:
     if name not in _installed():
         raise OptionError(f"there is no method {name!r}; the methods are {', '.join(names())}")
     return _loaded(_installed()[name])
+
+
+def reads_prediction(name: str) -> bool:
+    """Whether a method drafts from the output that a request expects. One that is not registered may: nothing is known
+    of a drafter of one's own."""
+    return name not in names() or spec(name).reads_prediction
 
 
 def _loaded(point: EntryPoint) -> DrafterSpec:

@@ -212,10 +212,10 @@ class ChatPlanner:
         if offer is None or tools is None:
             return None
         try:
-            schema = answer_schema(structured_output(body.response_format, body))
             markers = {text: token for text, token in self._token_text.added_tokens.items() if text in tools.markers}
             if offer.is_forced:
                 return forced_calls(offer, tools.layout, markers)
+            schema = answer_schema(structured_output(body.response_format, body))
             return None if schema is None else answer_or_calls(schema, offer, tools.layout, markers)
         except (ValueError, RecursionError) as error:
             raise OptionError(f"the parameters of a function cannot be read: {error}") from error

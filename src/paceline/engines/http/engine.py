@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.protocols import NoEmbeddings
+from paceline.core.protocols import ExternalEngine
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
 from paceline.engines.http.acceptance import DraftCounts, counts_in_metrics
@@ -55,7 +55,7 @@ class RemoteParts:
     on_close: Callable[[], None] = _nothing
 
 
-class RemoteEngine(NoEmbeddings):
+class RemoteEngine(ExternalEngine):
     """The Engine protocol over a server's completion route."""
 
     def __init__(self, parts: RemoteParts) -> None:

@@ -21,7 +21,6 @@ from paceline.core.sequence import Sequence, loop_input
 from paceline.core.types import (
     Capability,
     LoopedStep,
-    LoopInput,
     PlainSteps,
     RowOutput,
     StepResult,
@@ -57,13 +56,14 @@ class MultiStep:
         if steps < 2 or not all(ks) or not all(map(is_argmax_alone, seqs)):
             return None
         started, one_off_works = time.perf_counter(), num_one_off_works()
-        self._make_room(seqs, [loop_input(seq, k) for seq, k in zip(seqs, ks)], steps)
+        self._make_room(seqs, ks, steps)
         results = self._drafter.draft_loop(self._target, seqs, ks, steps)
         return None if results is None else self._drafted(batch, TimedLoop(results, started, one_off_works))
 
-    def _make_room(self, seqs: list[Sequence], inputs: list[LoopInput], num_steps: int) -> None:
+    def _make_room(self, seqs: list[Sequence], ks: list[int], num_steps: int) -> None:
         """A target that takes several steps reserves blocks for all of them: finished sequences give theirs up."""
         if self._target.decode_steps > 1:
+            inputs = [loop_input(seq, k) for seq, k in zip(seqs, ks)]
             self._scheduler.kv.make_room(seqs, loop_tokens(inputs, num_steps))
 
     def _give_back_blocks(self, batch: StepBatch) -> None:
@@ -133,9 +133,8 @@ class MultiStep:
         if steps < 2:
             return None
         started, one_off_works = time.perf_counter(), num_one_off_works()
-        inputs = [loop_input(seq) for seq in seqs]
-        self._make_room(seqs, inputs, steps)
-        groups = self._target.plain_loop(inputs, steps)
+        self._make_room(seqs, [0] * len(seqs), steps)
+        groups = self._target.plain_loop([loop_input(seq) for seq in seqs], steps)
         return None if groups is None else TimedLoop(groups, started, one_off_works)
 
     def _plain(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config import NONE, EngineConfig
-from paceline.core.protocols import NoEmbeddings
+from paceline.core.protocols import ExternalEngine
 from paceline.core.sequence import Sequence
 from paceline.core.stats import EngineStats
 from paceline.core.types import ModelInfo, Request, RequestOutput
@@ -126,7 +126,7 @@ class _RunningRequest:
     ended: bool = False
 
 
-class VllmEngine(NoEmbeddings):
+class VllmEngine(ExternalEngine):
     """Generates with vLLM. Its method and number of draft tokens are those it was started with."""
 
     def __init__(

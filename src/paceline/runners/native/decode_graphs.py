@@ -30,7 +30,7 @@ from paceline.runners.native.kv_cache import KVCache, own
 from paceline.runners.native.outputs import OutputOptions, logits_of, row_ends
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, MAX_NODES, PassInputs, PassSize
 from paceline.runners.native.persistent_pass import ChainLink, DraftChain, OutputWish, PersistentPass, TokenSource
-from paceline.runners.native.prepared_sizes import CHUNKS, DraftSize, ForwardSize, draft_sizes, forward_sizes
+from paceline.runners.native.prepared_sizes import CHUNKS, draft_sizes, forward_sizes
 from paceline.runners.native.sequence_state import StateSpan
 
 NODES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, MAX_NODES)
@@ -308,18 +308,18 @@ class DecodeGraphs:
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """Captures of every size of the plan."""
         forward = forward_sizes(plan, NODES[-1], self.is_persistent)
-        pieces: list[Preparation] = [partial(self._prepare_forward, size) for size in forward]
-        return pieces + [partial(self._prepare_draft, size) for size in draft_sizes(plan, self.is_persistent)]
+        pieces: list[Preparation] = [partial(self._prepare_forward, *size) for size in forward]
+        return pieces + [partial(self._prepare_draft, *size) for size in draft_sizes(plan, self.is_persistent)]
 
-    def _prepare_forward(self, prepared: ForwardSize) -> None:
-        size = self.fits(prepared.num_seqs, prepared.width, prepared.tokens, trees=prepared.trees)
+    def _prepare_forward(self, num_seqs: int, width: int, tokens: int, trees: bool) -> None:
+        size = self.fits(num_seqs, width, tokens, trees=trees)
         if size is not None and size.rows <= MAX_ROWS:
             self.forward_graph(size)
 
-    def _prepare_draft(self, prepared: DraftSize) -> None:
-        size = self.fits(prepared.num_seqs, LEAD_TOKENS, prepared.tokens)
+    def _prepare_draft(self, num_seqs: int, num_tokens: int, tokens: int) -> None:
+        size = self.fits(num_seqs, LEAD_TOKENS, tokens)
         if size is not None and len(self._draft) < MAX_DRAFT_GRAPHS:
-            self.draft_graph(size, prepared.num_tokens, sampled=False)
+            self.draft_graph(size, num_tokens, sampled=False)
 
     # --- what is captured ---------------------------------------------------------------------------------------------
 

@@ -66,7 +66,8 @@ def test_integer_weights_give_nearly_the_same_logits(kind: str) -> None:
     runner = NativeRunner.of_model(model, kind, kv_cache_tokens=512, weight_format="int8")
     expected = logits_of(model, PROMPTS[0])
     logits = runner.forward([Row.chain(runner.new_cache(), PROMPTS[0])]).logits
-    assert (logits - expected).norm() / expected.norm() < 0.1  # wrong rows or scales differ by more than the norm
+    # Wrong rows or scales differ by more than the norm. Some CPUs have a bit less for a weight (quantization/int8.py).
+    assert (logits - expected).norm() / expected.norm() < 0.15
 
 
 @pytest.mark.slow

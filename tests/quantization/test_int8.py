@@ -49,3 +49,19 @@ def test_a_layer_used_inside_inference_mode_works_outside_of_it() -> None:
     with torch.inference_mode():
         inside = linear(x).clone()
     assert torch.equal(linear(x), inside)
+
+
+@pytest.mark.parametrize("columns", [48, 80, 192])
+@pytest.mark.parametrize("saturates", [False, True])
+def test_products_of_the_largest_numbers_are_close_on_this_machine(
+    saturates: bool, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pairs of products are added in 16 bits, the largest weights and inputs must still fit them."""
+    if saturates:
+        monkeypatch.setattr(int8, "_saturates", lambda: True)  # a machine that does not is right with fewer levels too
+    torch.manual_seed(0)
+    limit = 0.03 if saturates or int8._saturates() else 0.015
+    for make in (torch.ones, torch.randn):
+        weight, x = make(9, columns), make(5, columns)
+        product, exact = int8._dynamic(weight)(x), x @ weight.T
+        assert (product - exact).norm() / exact.norm() < limit

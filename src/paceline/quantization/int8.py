@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from paceline.quantization.registry import Tensors
 BLOCK_ROWS = 8  # rows the kernels take at a time: a product of 2 rows costs what one of 8 does
 MAX_BLOCKED_ROWS = 128  # a longer prompt is one product
 RANGE_COLUMNS = 16  # columns added to every matrix; two of them hold the ends of the range
+LEVELS, FEW_LEVELS = 127, 63  # largest integers of a weight; of fewer two products with an input fit 16 bits
 
 
 def quantize(weight: Tensor) -> Linear:
@@ -139,10 +141,23 @@ def _workspace(tokens: int, columns: int) -> Workspace:
 def _dynamic(weight: Tensor) -> Int8Linear:
     _choose_engine()
     warnings.filterwarnings("ignore", message=".*quantized tensor creation functions.*")
+    return _packed(weight, FEW_LEVELS if _saturates() else LEVELS)
+
+
+def _packed(weight: Tensor, levels: int) -> Int8Linear:
     scales = weight.float().abs().amax(dim=1).clamp_min(1e-8)
     scaled = F.pad(weight.float() / scales[:, None], (0, RANGE_COLUMNS))
-    quantized = torch.quantize_per_tensor(scaled, 1.0 / 127.0, 0, torch.qint8)
+    quantized = torch.quantize_per_tensor(scaled, 1.0 / levels, 0, torch.qint8)
     return Int8Linear(torch.ops.quantized.linear_prepack(quantized, None), scales, weight.shape[1])
+
+
+@cache
+def _saturates() -> bool:
+    """Whether this machine adds pairs of products in 16 bits, which those of the largest weights and inputs do not fit:
+    x86-64 without VNNI. Found out by such a product, whatever library multiplies."""
+    largest = torch.ones(BLOCK_ROWS, 64)
+    product = _packed(largest, LEVELS)(largest)
+    return bool((product - 64.0).abs().max() > 0.64)
 
 
 def _choose_engine() -> None:

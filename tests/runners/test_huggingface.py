@@ -15,7 +15,7 @@ from paceline import SpeculativeDecoder
 from paceline.core.types import Capability, Row
 from paceline.errors import CapabilityError, OptionError, WeightsError
 from paceline.runners.huggingface import HuggingFaceRunner
-from paceline.runners.huggingface_probe import open_hugging_face
+from paceline.runners.huggingface_probe import open_hugging_face, random_ids
 from paceline.runners.loading import DTYPES, dtype_named, load_model
 from tests.support.families import Variant, prompts_of, tiny_family
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
@@ -219,3 +219,11 @@ def test_a_pass_does_not_grow_with_the_sequence_beyond_attention(default_model: 
             taken[length].append(time.perf_counter() - started)
             runner.truncate(seq_cache, length)
     assert median(taken[1000]) < 2 * median(taken[100])
+
+
+def test_a_config_may_name_several_end_tokens() -> None:
+    """As that of a GGUF file, and so the default model's, whose turns end with another token than its texts."""
+    model = tiny_llama()
+    model.config.eos_token_id, model.config.bos_token_id = [2, 5], 1
+    ids = random_ids(model, 40)
+    assert len(ids) == 40 and not {1, 2, 5} & set(ids)

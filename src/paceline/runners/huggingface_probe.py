@@ -258,12 +258,21 @@ def random_ids(model: PreTrainedModel, count: int) -> list[int]:
     """Ordinary tokens: some models give a padding token no position."""
     config = model.config.get_text_config(decoder=True)
     size = min(int(getattr(config, "vocab_size", 0) or 1), model.get_input_embeddings().weight.shape[0])
-    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    special = _special_ids(config)
     ids = torch.randint(0, size, (4 * count,), generator=torch.Generator().manual_seed(0)).tolist()
     return [token for token in ids if token not in special][:count]
 
 
 # --- what a config says -----------------------------------------------------------------------------------------------
+
+
+def _special_ids(config: Any) -> set[int]:
+    """Each may be one id, several or none."""
+    ids: set[int] = set()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        ids |= set(value) if isinstance(value, list | tuple) else {value} if value is not None else set()
+    return ids
 
 
 @contextmanager

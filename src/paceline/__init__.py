@@ -9,9 +9,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from paceline.core.sampling import SamplingParams
     from paceline.decoder import SpeculativeDecoder
     from paceline.integrations.transformers import hf_generate
@@ -30,7 +33,16 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    return getattr(_imported(_MODULES[name]), name)
+
+
+def _imported(name: str) -> ModuleType:
+    if name in sys.modules:
+        return importlib.import_module(name)  # which waits where another thread is importing it
+    from paceline.device.garbage import while_importing
+
+    with while_importing():
+        return importlib.import_module(name)
 
 
 def __dir__() -> list[str]:

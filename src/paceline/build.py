@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,10 @@ from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
+from paceline.device.garbage import MODEL_LOADS
 from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_beside, run_in_load_thread
-from paceline.device.properties import chosen_device, default_dtype, device_in_use, supports_graphs
+from paceline.device.properties import chosen_device, default_dtype, device_in_use, may_hold_memory, supports_graphs
 from paceline.drafting import registry as drafters
 from paceline.drafting.chain_drafter import ChainDrafter
 from paceline.drafting.no_draft import NoDraft
@@ -33,8 +33,8 @@ from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.warmup import LoadTimes, measure_costs, pass_grain, run_preparations, warm_up
 from paceline.errors import CapabilityError, ModelError, OptionError
 from paceline.hub import locate
-from paceline.hub.gguf_model import locate_gguf
-from paceline.hub.resolved_tokenizer import prepare_chats, read_tokenizer
+from paceline.hub.model_tokenizer import compare_tokenizers, open_tokenizer
+from paceline.hub.resolved_tokenizer import prepare_chats
 from paceline.hub.tokenizer import Tokenizer
 from paceline.kv.block_manager import BLOCK_SIZE, BlockManager
 from paceline.kv.prefix_cache import PrefixCache, target_owner
@@ -65,7 +65,8 @@ def open_engine(config: EngineConfig) -> Engine:
 
 def _build_apart(config: EngineConfig) -> LocalEngine:
     """In a thread that ends: the engine's own thread is then the only one that OpenMP keeps a team for."""
-    return run_in_load_thread(lambda: build_engine(config))
+    with MODEL_LOADS.under_way(may_hold_memory=may_hold_memory()):
+        return run_in_load_thread(lambda: build_engine(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +232,6 @@ def _native_class(config: ModelConfig) -> type[NativeRunner]:
     return LoraRunner if config.lora else NativeRunner
 
 
-def open_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The tokenizer given, or the one that lies beside the model."""
-    tokenizer = config.tokenizer
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    if tokenizer is not None and not isinstance(tokenizer, str | Path):
-        return Tokenizer(tokenizer)
-    model = config.model
-    name = tokenizer or (model if isinstance(model, str) else model.config._name_or_path)
-    if not name:
-        raise OptionError("a loaded model that was not read from a directory needs tokenizer=...")
-    if config.runner == LLAMA_CPP_RUNNER and tokenizer is None:
-        gguf = locate_gguf(str(name))
-        return Tokenizer(read_tokenizer(gguf.tokenizer_folder, gguf.name))
-    files = locate(str(name))
-    return Tokenizer(read_tokenizer(files.folder, files.name, trust_remote_code=config.trust_remote_code))
-
-
 def _with_cache_size(config: EngineConfig) -> EngineConfig:
     """A server states how much its sequences may hold together; the library takes the runner's default."""
     if not config.per_request or config.cache.kv_cache_tokens is not None:
@@ -288,6 +271,7 @@ def drafter_context(
         prefix_cache=prefix_cache,
         open_runner=lambda model: open_runner(draft_config(model), device, config.cache.kv_cache_tokens),
         open_tokenizer=lambda model: open_tokenizer(draft_config(model)),
+        compare_tokenizers=lambda model: compare_tokenizers(tokenizer, draft_config(model)),
     )
 
 

@@ -20,6 +20,7 @@ from paceline.core.sampling import SamplingParams
 from paceline.core.types import Request, StructuredOutput
 from paceline.engines import registry
 from paceline.errors import ContextLengthExceeded, EngineClosed, OptionError, PromptError
+from paceline.runners.loading import eos_token_ids_of
 from paceline.serve.config import ServerConfig
 from tests.serve.running import serving_model
 from tests.support.build import collect, ids_of, open_for_tests, text_request, with_engine
@@ -124,7 +125,7 @@ def test_it_is_an_engine_and_describes_itself(subject: Subject, reference: Any) 
     async def work(engine: Any) -> None:
         assert isinstance(engine, Engine)
         assert engine.info.vocab_size == reference.config.vocab_size
-        assert engine.info.eos_token_ids == {reference.generation_config.eos_token_id}
+        assert engine.info.eos_token_ids == eos_token_ids_of(reference)
         assert engine.info.hidden_size in (reference.config.hidden_size, 0)  # 0: the engine cannot know
         assert engine.methods[0] == "ngram"
         assert "none" in engine.methods or not subject.spec.per_request

@@ -155,3 +155,25 @@ def test_one_sequence_is_cut_as_in_a_batch() -> None:
         drafts = value.cut([seq], [tree])
         assert drafts.trees[0].tokens.tolist() == sorted(nodes)
         assert drafts.added == pytest.approx(value._added([len(nodes)]))
+
+
+def test_a_tree_is_asked_for_whole_although_its_width_was_met_in_slower_single_steps() -> None:
+    """15 nodes, some of them alternatives of one depth, which take as long to make whatever their number."""
+    value, seq = value_of(0.002), sequence([1], 100)
+    parents = [-1, 0, 1, 0, 2, -1, 4, 1, 2, 6, -1, 4, 9, 6, 0]
+    for accepted in (4, 3, 5, 2) * 4:
+        tree = DraftTree(torch.arange(15), parents, source="head")
+        verified = VerifyResult(list(range(accepted)), 1, [1] * accepted)
+        value.learn(seq, tree, StepResult(tree, verified, NO_OUTPUT, [1], accepted))
+        value.record(seq, "head").drafts.of(1).add(15, 0.2)
+        value.costs.verify.add(16, 1.1)
+    assert value.best_length(seq, 15, "head") == 15
+
+
+def test_a_source_is_known_for_sequences_of_another_kind_too() -> None:
+    value = value_of(0.01)
+    value.record(sequence([1], 100), "head").stats.of(1).add(3.0, 0.2)
+    value.record(sequence([1], 100)).stats.of(1).add(3.0, 0.2)
+    predicted = sequence([1], 100, prediction=[1, 2])
+    assert value.record(predicted, "head").stats.of(1).tokens == 3.0
+    assert value.record(predicted).stats.of(1).num_drafts == 0, "without a name it may be another drafter"

@@ -77,7 +77,7 @@ def test_fused_kernels_need_ampere_and_room_for_their_tiles(
 ) -> None:
     facts = SimpleNamespace(major=capability[0], minor=capability[1], shared_memory_per_block_optin=shared_memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    assert [size for size in (2, 4) if properties.supports_fused_kernels("cuda", size)] == sizes
+    assert [size for size in (2, 4, 8) if properties.supports_fused_kernels("cuda", size)] == sizes
     assert not properties.supports_fused_kernels("cpu", 2)
 
 

@@ -14,9 +14,10 @@ from paceline.core import draft_tree
 from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
+from paceline.core.looped_steps import LoopedStep, LoopedSteps
 from paceline.core.protocols import Drafter
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, LoopedStep, LoopedSteps, RowOutput, StepResult, VerifyResult
+from paceline.core.types import Capability, RowOutput, StepResult, VerifyResult
 from paceline.drafting.auto import AutoDrafter
 from paceline.drafting.draft_model import DraftModel
 from paceline.drafting.registry import build_drafter

@@ -42,8 +42,9 @@ def test_llama_cpp_is_benched_with_speculation_and_without(gguf: Path, capsys: p
     assert main([*command, "--report", "none"]) == 0
     plain, drafted = document_of(capsys)["settings"]
     assert (plain["name"], drafted["name"], drafted["lossless"]) == ("plain", "ngram k=3", True)
-    assert plain["tokens_per_second"] > 0 and drafted["speedup"] > 0
     [run] = json.loads(Path("results.json").read_text())["runs"]
+    is_noise = run["settings"][1]["noise"] is not None  # of a tiny model on a busy machine: then there is no speed-up
+    assert plain["tokens_per_second"] > 0 and (drafted["speedup"] is None) == is_noise
     assert run["engine"] == "llama_cpp" and run["versions"]["xllamacpp"] != "not installed"
 
 
@@ -70,8 +71,8 @@ def test_tune_compares_our_own_engine_with_llama_cpp(gguf: Path, capsys: pytest.
     assert main(command) == 0
     document = document_of(capsys)
     assert {rate["engine"] for rate in document["rates"]} == {"local", "llama_cpp"}
-    fastest = max(document["rates"], key=lambda rate: rate["tokens_per_second"])
-    assert document["best"]["tokens_per_second"] >= fastest["tokens_per_second"] / 1.03
+    plain = [rate["tokens_per_second"] for rate in document["rates"] if not rate["num_draft_tokens"]]
+    assert len(plain) == 2 and document["best"]["tokens_per_second"] >= max(plain), "a gain may be noise, these are not"
     words = shlex.split(document["command"])
     assert words[:3] == ["paceline", "serve", str(gguf)]
     if document["engine"] == "llama_cpp":

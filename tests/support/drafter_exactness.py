@@ -29,6 +29,7 @@ from paceline.drafting.no_draft import NoDraft
 from paceline.drafting.registry import DrafterContext
 from paceline.engines.local.engine import LocalEngine
 from paceline.hub.tokenizer import Tokenizer, load_tokenizer
+from paceline.hub.vocabulary import compare
 from paceline.kv.prefix_cache import PrefixCache
 from paceline.runners.huggingface import HuggingFaceRunner
 from paceline.runners.table import TableRunner, TableSequenceCache
@@ -76,9 +77,13 @@ def context_for(target: Runner, draft_model: Any = None, **options: Any) -> Draf
 
         return HuggingFaceRunner(AutoModelForCausalLM.from_pretrained(folder).eval(), "draft")
 
+    def open_tokenizer(folder: Any) -> Tokenizer:
+        return Tokenizer(load_tokenizer(Path(folder), "draft"))
+
+    tokenizer = Tokenizer(byte_tokenizer())
     return DrafterContext(
         target=target,
-        tokenizer=Tokenizer(byte_tokenizer()),
+        tokenizer=tokenizer,
         draft_model=draft_model,
         device="cpu",
         head_dtype=torch.float32,
@@ -86,7 +91,8 @@ def context_for(target: Runner, draft_model: Any = None, **options: Any) -> Draf
         options=options,
         prefix_cache=PrefixCache(),
         open_runner=open_runner,
-        open_tokenizer=lambda folder: Tokenizer(load_tokenizer(Path(folder), "draft")),
+        open_tokenizer=open_tokenizer,
+        compare_tokenizers=lambda folder: compare(tokenizer.hf_tokenizer, open_tokenizer(folder).hf_tokenizer),
     )
 
 

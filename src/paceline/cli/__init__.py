@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import gc
 import importlib
 import importlib.util
 import sys
@@ -85,7 +84,9 @@ def main(argv: list[str] | None = None) -> int:
         raise
     finally:
         if argv is not None:
-            gc.unfreeze()  # the process goes on, and what loading.imported() set aside may become garbage
+            from paceline.cli import loading
+
+            loading.ended()
 
 
 def commands() -> list[str]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-
+from paceline.device.garbage import PAUSES, FrozenObjects
 from paceline.hub.progress import LoadNotice
 
 COMMANDS = frozenset({"demo", "generate", "chat", "serve", "bench", "tune", "train"})  # those that always load a model
 _notices: list[LoadNotice] = []  # of the command under way: one at most
+_imported: list[FrozenObjects] = []  # likewise
 
 
 def begin(model: str | None) -> None:
     """Say that a model is loading as soon as that takes long, until `done`. Beginning twice, or with none, is harmless.
 
-    Imports and loading make hundreds of thousands of objects and no garbage: looking for it is put off until `done`.
+    No garbage is looked for until `done` (device/garbage.py).
     """
     if model is not None and not _notices:
-        gc.disable()
+        PAUSES.begin()
         _notices.append(LoadNotice(f"loading {model}"))
         _notices[0].start()
 
@@ -26,12 +26,18 @@ def imported() -> None:
 
     Called before a model is opened, and only the first call counts: a model that is closed can still be collected.
     """
-    if not gc.get_freeze_count():
-        gc.freeze()
+    if not _imported:
+        _imported.append(FrozenObjects())
 
 
 def done() -> None:
     """The model is loaded, or will not be. Harmless where nothing is loading."""
     while _notices:
         _notices.pop().stop()
-        gc.enable()
+        PAUSES.end()
+
+
+def ended() -> None:
+    """The command has ended and the process goes on: what was imported may become garbage."""
+    while _imported:
+        _imported.pop().release()

@@ -28,6 +28,7 @@ class DraftTree:
     confidence  the drafter's own estimate that each node is accepted, given that its path is; None: it has none.
                 That of a drawn node may depend on the nodes before it and never on what was drawn for it
     source   the drafter that made it, where several take turns
+    leaves   this many of the last nodes are second choices for nodes of a chain, and took no time to make
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class DraftTree:
     probes: int = 0
     confidence: list[float] | None = None
     source: str = ""
+    leaves: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, Tensor):
@@ -58,6 +60,11 @@ class DraftTree:
     def num_draft_tokens(self) -> int:
         """Nodes that can be accepted."""
         return len(self.parents) - self.probes
+
+    @property
+    def num_made(self) -> int:
+        """Draft tokens that took time to make."""
+        return self.num_draft_tokens - self.leaves
 
     @property
     def is_chain(self) -> bool:

@@ -11,98 +11,31 @@ drafter states before it draws, and never on those after it. That keeps the outp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from copy import deepcopy
+from dataclasses import dataclass
 
 from paceline.core.acceptance import PositionRates
-from paceline.core.confidence import CENTRES, ConfidenceTable
-from paceline.core.cost_model import CostCurve, CostModel, HiccupFilter, StepTiming, draft_curve
+from paceline.core.asked_length import best_length, useful_length
+from paceline.core.confidence import CENTRES
+from paceline.core.cost_model import CostModel, StepTiming
 from paceline.core.draft_tree import ROOT, DraftTree, depths, select
-from paceline.core.sent_depths import SentDepths
+from paceline.core.looped_steps import ChainLimits, LeafLimits
 from paceline.core.sequence import Sequence
-from paceline.core.types import ChainLimits, StepResult
+from paceline.core.source_record import ByBatchSize, DraftStats, SourceRecord, seconds_each
+from paceline.core.types import StepResult
 
-Kept = TypeVar("Kept")
 PREDICTION = "prediction"
 FADE = 0.98  # of what earlier steps gained, by each further step
-DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
-MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
 MAX_SPEEDUP = 32.0
 MANY = 4  # draft tokens of a sequence over which what one adds to a pass is measured
-WORTH_SAVING = 0.02  # of a plain pass: a drafter that is no quicker with fewer draft tokens makes all it may
+LEAST_LEAF = 0.03  # tokens: what a second choice must promise, however cheap the curve says that it is
 LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
 
 
 def kind_of(seq: Sequence) -> str:
     """Sequences that are drafted for in one way learn from each other: those of a method, those with a prediction."""
     return seq.params.method or (PREDICTION if seq.params.prediction else "")
-
-
-@dataclass(slots=True)
-class DraftStats:
-    """What a draft brought and took lately: tokens that are accepted, seconds of making and verifying them."""
-
-    tokens: float = 0.0
-    cost: float = 0.0
-    num_drafts: int = 0
-
-    def add(self, tokens: float, cost: float) -> None:
-        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
-        if self.num_drafts == 1 and HiccupFilter.OUTLIER * cost < self.cost:
-            self.num_drafts = 0  # the very first one was held up
-        self.num_drafts += 1
-        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
-        self.tokens += weight * (tokens - self.tokens)
-        self.cost += weight * (cost - self.cost)
-
-
-class ByBatchSize(Generic[Kept]):
-    """What is known for each size of batch: a draft costs a sequence less among others, and its tokens save less there.
-
-    Sizes up to the next power of two are taken to be alike.
-    """
-
-    def __init__(self, make: Callable[[], Kept]) -> None:
-        self._make = make
-        self._kept: dict[int, Kept] = {}
-
-    def of(self, num_seqs: int) -> Kept:
-        size = (num_seqs - 1).bit_length()
-        if size not in self._kept:
-            self._kept[size] = self._make()
-        return self._kept[size]
-
-
-def new_stats() -> ByBatchSize[DraftStats]:
-    return ByBatchSize(DraftStats)
-
-
-@dataclass(slots=True)
-class SourceRecord:
-    """What is known of the drafts of one source.
-
-    table  acceptance by confidence, of drafts that state one
-    rates  acceptance by depth, of the others
-    drafts  seconds of making a draft, by its draft tokens: a sequence's share of them in a batch
-    stats  what they brought and took
-    states_confidence  its drafts do
-    depths  how many of its draft tokens are worth making
-    stops_itself  the device makes no draft token that is not worth it
-    """
-
-    table: ConfidenceTable = field(default_factory=ConfidenceTable)
-    rates: PositionRates = field(default_factory=lambda: PositionRates(fade=0.98, weight=3.0))
-    drafts: ByBatchSize[CostCurve] = field(default_factory=lambda: ByBatchSize(draft_curve))
-    stats: ByBatchSize[DraftStats] = field(default_factory=new_stats)
-    states_confidence: bool = False
-    depths: SentDepths = field(default_factory=SentDepths)
-    stops_itself: bool = False
-
-    @property
-    def draft(self) -> CostCurve:
-        """Of a sequence alone."""
-        return self.drafts.of(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +84,13 @@ class DraftValue:
         key = (kind_of(seq), source)
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = SourceRecord()
+            record = self._records[key] = self._new_record(source)
         return record
+
+    def _new_record(self, source: str) -> SourceRecord:
+        """A source of a name drafts much alike for sequences of all kinds: a kind begins with what is known of it."""
+        known = [record for (_, other), record in self._records.items() if source and other == source]
+        return deepcopy(known[-1]) if known else SourceRecord()
 
     def token_seconds(self, num_seqs: int) -> float:
         """What a token takes in a batch of this size: less than in a plain step where drafts are accepted."""
@@ -169,8 +107,9 @@ class DraftValue:
         if tree.confidence is None:
             return _survival_by_depth(record.rates, tree)
         survival: list[float] = []
-        for confidence, parent in zip(tree.confidence, tree.parents):
-            survival.append((1.0 if parent == ROOT else survival[parent]) * record.table.rate(confidence))
+        for node, (confidence, parent) in enumerate(zip(tree.confidence, tree.parents)):
+            rate = record.table_of(tree, node).rate(confidence)
+            survival.append((1.0 if parent == ROOT else survival[parent]) * rate)
         return survival
 
     # --- before the pass ----------------------------------------------------------------------------------------------
@@ -229,35 +168,19 @@ class DraftValue:
         record, num_seqs = self.record(seqs[0], source), len(seqs)
         costs = self.costs.of(num_seqs)
         added = (costs.pass_of(num_seqs * (1 + MANY)) - costs.pass_of(num_seqs)) / MANY
-        seconds = _seconds_each(record.drafts.of(num_seqs)) * num_seqs or _seconds_each(self.costs.draft)
+        seconds = seconds_each(record.drafts.of(num_seqs)) * num_seqs or seconds_each(self.costs.draft)
         worth, record.stops_itself = self.token_seconds(num_seqs), True
-        return ChainLimits((seconds + added) / worth, tuple(map(record.table.rate, CENTRES)))
+        rates, leaf_rates = (tuple(map(table.rate, CENTRES)) for table in (record.table, record.leaf_table))
+        leaves = LeafLimits(max(LEAST_LEAF, added / worth), leaf_rates) if num_seqs == 1 else None
+        return ChainLimits((seconds + added) / worth, rates, leaves)
 
     def useful_length(self, seq: Sequence, limit: int, source: str = "") -> int:
-        """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain.
-
-        That fewer take less time must have been seen: a block takes one pass whatever its length.
-        """
-        record = self.record(seq, source)
-        longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
-        if longest < 2 or record.stops_itself:
-            return limit
-        each = (record.draft.at(longest) - record.draft.at(1)) / (longest - 1)  # neighbours alone would be noise
-        length = record.depths.length(longest, each)
-        saved = record.draft.at(longest) - record.draft.at(length)
-        return length if saved > WORTH_SAVING * self.costs.plain_pass(1) else limit
+        """Draft tokens to ask a source for whose drafts are cut: all there is room for, unless most is in vain."""
+        return useful_length(self.record(seq, source), self.costs, limit)
 
     def best_length(self, seq: Sequence, limit: int, source: str = "") -> int:
         """Draft tokens to ask a source for that states no confidences: the most tokens a second, one at least."""
-        record, costs, tokens = self.record(seq, source), self.costs.of(1), 1.0
-        best, best_rate, survival = 1, 0.0, 1.0
-        for k, rate in enumerate(record.rates.rates(limit), start=1):
-            survival *= rate
-            tokens += survival
-            speed = tokens / max(costs.pass_of(k + 1) + record.draft.at(k), MIN_SECONDS)
-            if speed > best_rate:
-                best, best_rate = k, speed
-        return best
+        return best_length(self.record(seq, source), self.costs, limit)
 
     def cut(self, seqs: list[Sequence], trees: list[DraftTree]) -> CutDrafts:
         """The trees with only those nodes that pay. Trees that must stay whole do."""
@@ -341,22 +264,16 @@ class DraftValue:
         record, accepted, sent = self.record(seq, proposed.source), len(result.verified.accepted), result.tree
         if proposed.confidence is None:
             if sent.num_draft_tokens:
-                record.rates.observe(max(depths(sent.parents[: sent.num_draft_tokens])) + 1, accepted)
+                reach = max(depths(sent.parents[: sent.num_draft_tokens])) + 1
+                record.reached(sent.num_draft_tokens, reach)
+                record.rates.observe(reach, accepted)
             return
         table, record.states_confidence = record.table, True
         if proposed.probs is not None:
             for depth, confidence in enumerate(proposed.confidence[: min(accepted + 1, len(sent))]):
                 table.observe(confidence, depth < accepted)
             return
-        # A chosen token is accepted as often as the target draws it itself: one that was not sent teaches as well.
-        tokens, node = proposed.tokens.tolist(), ROOT
-        for token in (*result.verified.tokens, result.verified.next_token):
-            children = [child for child, parent in enumerate(proposed.parents) if parent == node]
-            if not children:
-                return
-            for child in children:
-                table.observe(proposed.confidence[child], tokens[child] == token)
-            node = next((child for child in children if tokens[child] == token), len(tokens))
+        record.compare(proposed, [*result.verified.tokens, result.verified.next_token])
 
     def stepped(self, timing: StepTiming, emitted: int, draft_seconds: float) -> None:
         """A step took about this long to draft and emitted so many tokens. Costs are the learned ones: no hiccups."""
@@ -385,12 +302,6 @@ class ChainStop:
         """What a loop over these sequences asks now and then; None: their clients asked for a number."""
         first = self.value.chain_limits(seqs, self.source)
         return None if first is None else lambda: self.value.chain_limits(seqs, self.source) or first
-
-
-def _seconds_each(drafts: CostCurve) -> float:
-    """Of one more draft token, over all numbers of them that were made; of one, before there were others."""
-    longest = drafts.largest
-    return (drafts.at(longest) - drafts.at(1)) / (longest - 1) if longest > 1 else drafts.at(1) if longest else 0.0
 
 
 def is_cuttable(seq: Sequence, tree: DraftTree) -> bool:

@@ -16,21 +16,17 @@ from torch import Tensor
 
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
+from paceline.core.looped_steps import ChainLimits, LoopedSteps, LoopInput, LoopProgress, PlainGroups
 from paceline.core.sequence import Sequence
 from paceline.core.state_view import StateView
 from paceline.core.stats import EngineStats
 from paceline.core.types import (
     Capability,
-    ChainLimits,
     DraftInput,
     DraftOutput,
     LayerKeys,
-    LoopedSteps,
-    LoopInput,
-    LoopProgress,
     ModelInfo,
     ModelOutput,
-    PlainGroups,
     Request,
     RequestOutput,
     Row,
@@ -69,7 +65,7 @@ class LoopSource(Protocol):
     read the step.
     """
 
-    sends_leaves: bool = False  # whether a second choice may stand beside the last draft token, where it drafts alone
+    leaf_limits: Tensor | None = None  # on the device: which second choices a sequence alone sends too; None: none
     sends_trees: bool = False  # whether its draft tokens are trees, the first of them trees of fewer
 
     def begin(self, inputs: list[LoopInput], num_tokens: int) -> bool:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_tree import DraftTree
-from paceline.core.draft_value import ByBatchSize, CutDrafts, DraftStats, DraftValue, is_cuttable, kind_of, new_stats
+from paceline.core.draft_value import CutDrafts, DraftValue, is_cuttable, kind_of
 from paceline.core.probing import ProbeSchedule
 from paceline.core.sequence import Sequence
+from paceline.core.source_record import ByBatchSize, DraftStats, new_stats
 from paceline.core.types import StepResult
 
 HORIZON = 64  # steps within which drafting must earn what the drafter has to read first
@@ -152,12 +153,12 @@ class SelectiveDrafts:
         """What the draft tokens were worth, and how far they were sent."""
         self.value.learn(seq, own.tree, result)
         won = own.tokens * self.value.token_seconds(num_seqs) - own.added
-        counts = (own.tree.num_draft_tokens, result.tree.num_draft_tokens)
+        counts = (own.tree.num_made, result.tree.num_made)
         self.value.record(seq, own.tree.source).depths.observe(*counts, won)
 
     def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None, num_seqs: int) -> float:
         """Returns the seconds that such a draft usually takes."""
-        record, count = self.value.record(seq, own.tree.source), own.tree.num_draft_tokens
+        record, count = self.value.record(seq, own.tree.source), own.tree.num_made
         if seconds is None:
             return record.drafts.of(num_seqs).at(count)
         curve = record.drafts.of(num_seqs)

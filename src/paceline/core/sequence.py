@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.looped_steps import LoopInput
 from paceline.core.rng import SequenceRng
 from paceline.core.sampling import SamplingParams, TokenHistory
 from paceline.core.stats import SpecStats
 from paceline.core.stopping import StopRules
-from paceline.core.types import CacheUse, LoopInput, SequenceCache, TokenLogprob
+from paceline.core.types import CacheUse, SequenceCache, TokenLogprob
 from paceline.core.verify import RULES, AcceptanceRule
 
 _seq_ids = itertools.count()

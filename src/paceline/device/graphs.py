@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from paceline.device.garbage import garbage_collection_paused
 from paceline.device.properties import supports_graphs
 
 Key = TypeVar("Key")
@@ -55,36 +56,6 @@ def needed(sizes: tuple[int, ...], largest: int) -> list[int]:
     return [size for size, smaller in zip(sizes, (0, *sizes)) if smaller < largest]
 
 
-class _GarbageCollection:
-    """Whether a block has paused it. A block within that block collects nothing: there is nothing it must not meet."""
-
-    def __init__(self) -> None:
-        self.is_paused = False
-
-
-_GARBAGE_COLLECTION = _GarbageCollection()
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Collect no garbage inside the block.
-
-    Destroying an old graph while another is being captured ends the capture and leaves its memory pool unusable. To
-    collect before would take longer than the capture, in the middle of somebody's sequence.
-    """
-    if _GARBAGE_COLLECTION.is_paused:
-        yield
-        return
-    enabled, _GARBAGE_COLLECTION.is_paused = gc.isenabled(), True
-    gc.disable()
-    try:
-        yield
-    finally:
-        _GARBAGE_COLLECTION.is_paused = False
-        if enabled:
-            gc.enable()
-
-
 def captures_in_a_row(device: torch.device | str) -> AbstractContextManager[None]:
     """Around work in which many graphs may be captured, on a device that has graphs."""
     return _captures_in_a_row() if supports_graphs(torch.device(device)) else nullcontext()
@@ -107,9 +78,13 @@ def _warmup_stream(device: int) -> torch.cuda.Stream:
 @contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool_handle: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """What is queued in the block becomes the graph. As `torch.cuda.graph`, which also gives back all free memory of
-    the process first: where many graphs are captured, each would allocate it again."""
+    the process first: where many graphs are captured, each would allocate it again.
+
+    Destroying an old graph meanwhile ends the capture and leaves its memory pool unusable, so no garbage is collected.
+    To collect before would take longer than the capture, in the middle of somebody's sequence.
+    """
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
+    with garbage_collection_paused(), torch.cuda.stream(stream):
         graph.capture_begin(pool=pool_handle)
         try:
             yield
@@ -131,7 +106,7 @@ class CudaGraph(Generic[Output]):
         torch.cuda.current_stream().wait_stream(stream)
         try:
             graph = torch.cuda.CUDAGraph()
-            with garbage_collection_paused(), _capture(graph, pool_handle, stream):
+            with _capture(graph, pool_handle, stream):
                 self._output = work()
             self._graph = graph
         except RuntimeError as error:

@@ -56,8 +56,8 @@ def supports_graphs(device: torch.device | str) -> bool:
 
 def supports_fused_kernels(device: torch.device | str, element_size: int) -> bool:
     """Whether the tiles of the Triton kernels fit this device, with numbers of so many bytes: from Ampere on, and with
-    four bytes where a block may have much shared memory."""
-    if not supports_graphs(device):
+    four bytes where a block may have much shared memory. They sum in float32, so not with more."""
+    if not supports_graphs(device) or element_size > 4:
         return False
     facts = torch.cuda.get_device_properties(device)
     shared_memory = getattr(facts, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)  # not in torch's types
@@ -68,6 +68,11 @@ def device_in_use(device: torch.device | str) -> AbstractContextManager[None]:
     """This thread captures, compiles and records events on the device that its model is on: `cuda:1`, say."""
     place = torch.device(device)
     return torch.cuda.device(place) if place.type == "cuda" and place.index is not None else nullcontext()
+
+
+def may_hold_memory() -> bool:
+    """Whether this process may have put anything into the memory of a GPU."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def supports_float64(device: torch.device | str) -> bool:

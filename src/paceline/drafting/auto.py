@@ -20,10 +20,11 @@ from typing import Any
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
+from paceline.core.looped_steps import LoopedSteps
 from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import Capability, LoopedSteps, RowOutput, StepResult, WarmupPlan
+from paceline.core.types import Capability, RowOutput, StepResult, WarmupPlan
 from paceline.device.properties import on_host
 from paceline.drafting.chooser import Chooser, OwnMeasurements, Turns
 from paceline.drafting.head_folder import optional_head_folder, shipped_head_folder
@@ -43,6 +44,7 @@ from paceline.errors import OptionError
 from paceline.heads.registry import kind_in
 
 DRAFT_MODEL = "draft_model"
+DOUBT = 0.25  # plain steps that lookups must promise to gain before a loop ends for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,35 @@ class _Choice:
     def drafter(self) -> str | None:
         """The one that drafts for all sequences; None: they differ, or lookups do."""
         return self.names[0] if len(set(self.names)) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A draft of lookups that another drafter's was preferred to, behind so many tokens of the sequence."""
+
+    tree: DraftTree
+    position: int
+    reach: int  # tokens after which all of it can be compared
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """Steps in a row for which one drafter drafts.
+
+    limits   draft tokens that each sequence may have
+    lengths  that the drafter was asked for
+    """
+
+    name: str
+    seqs: list[Sequence]
+    limits: list[int]
+    lengths: list[int]
+
+    def unfinished(self) -> _Loop:
+        """The part whose sequences are not over."""
+        places = [place for place, seq in enumerate(self.seqs) if not seq.finished]
+        parts = ([own[place] for place in places] for own in (self.limits, self.lengths))
+        return _Loop(self.name, [self.seqs[place] for place in places], *parts)
 
 
 class AutoDrafter(Drafter):
@@ -83,6 +114,7 @@ class AutoDrafter(Drafter):
         self._shared: Chooser | None = None  # where the draft-length policy measures
         self._own = OwnMeasurements(self.others)
         self._never_loops = False  # a CPU takes no steps in a row: it is asked once
+        self._unsent: dict[int, _Unsent] = {}  # of sequences in a loop
         self._choice: _Choice | None = None  # for the step that is under way, where it was made before `propose`
 
     # --- the protocol -------------------------------------------------------------------------------------------------
@@ -134,20 +166,18 @@ class AutoDrafter(Drafter):
             return None
         began, choosers = self._clock(), [self._shared] * len(seqs)
         choice = self._choose(seqs, num_draft_tokens, choosers)
-        steps, name = None, choice.drafter
-        if name is not None and self._others_can_wait(name):
-            lengths = [self._shared.length(seq, name, k) for seq, k in zip(seqs, num_draft_tokens)]
-            is_probe = self._shared.turns[name].probed is not None
-            most = min(num_steps, PROBE_STEPS) if is_probe else num_steps
-            steps = self.others[name].draft_loop(target, seqs, lengths, most)
-        if steps is None or name is None:
+        steps, loop = None, None
+        if choice.drafter is not None and self._others_can_wait(choice.drafter):
+            loop = self._loop(choice.drafter, seqs, num_draft_tokens, self._shared)
+            steps = self.others[loop.name].draft_loop(target, seqs, loop.lengths, num_steps)
+        if steps is None or loop is None:
             self._choice = choice
-            self._never_loops = name is not None and on_host(target.info.device)
+            self._never_loops = loop is not None and on_host(target.info.device)
             return None
-        turns = self._shared.turns[name]
+        turns = self._shared.turns[loop.name]
         if not any(map(turns.must_read, seqs)):
             steps = self._timed(steps, began, turns)
-        return self._looped(steps, name, seqs, num_draft_tokens)
+        return self._looped(steps, loop, self._shared)
 
     def observe(self, seqs: list[Sequence], results: list[StepResult]) -> None:
         if self._shared is None:
@@ -161,6 +191,7 @@ class AutoDrafter(Drafter):
         if self._shared is not None:
             self._shared.forget(seq)
         self._own.forget(seq)
+        self._unsent.pop(seq.seq_id, None)
         for drafter in self._drafters.values():
             drafter.end(seq)
 
@@ -187,40 +218,63 @@ class AutoDrafter(Drafter):
         except StopIteration:
             return
 
-    def _looped(
-        self, steps: LoopedSteps, name: str, seqs: list[Sequence], num_draft_tokens: list[int]
-    ) -> LoopedSteps:
-        assert self._shared is not None, "a loop is begun where the policy measures"
-        chooser, ends, num_steps = self._shared, None, 0
+    def _loop(self, name: str, seqs: list[Sequence], limits: list[int], chooser: Chooser) -> _Loop:
+        return _Loop(name, seqs, limits, [chooser.length(seq, name, k) for seq, k in zip(seqs, limits)])
+
+    def _looped(self, steps: LoopedSteps, loop: _Loop, chooser: Chooser) -> LoopedSteps:
+        ends, num_steps = None, 0
         try:
             while True:
                 group, num_steps = steps.send(ends), num_steps + 1
-                running = [place for place, seq in enumerate(seqs) if not seq.finished]
+                running = [place for place, seq in enumerate(loop.seqs) if not seq.finished]
                 counts = [len(group[place].verified.accepted) for place in running]
-                chooser.looped([seqs[place] for place in running], name, counts)
-                told = yield [replace(step, source=name) for step in group]
-                ends = told or self._lookup_is_best(seqs, num_draft_tokens, chooser, name)
+                chooser.looped([loop.seqs[place] for place in running], loop.name, counts)
+                told = yield [replace(step, source=loop.name) for step in group]
+                ends = told or self._is_over(loop.unfinished(), chooser, num_steps)
         except StopIteration:
             return
         finally:
-            chooser.loop_ended(name, num_steps)
+            chooser.loop_ended(loop.name, num_steps)
 
-    def _lookup_is_best(self, seqs: list[Sequence], limits: list[int], chooser: Chooser, name: str) -> bool:
+    def _is_over(self, loop: _Loop, chooser: Chooser, num_steps: int) -> bool:
+        """Whether it pays to end a loop. A probe first takes the steps that tell what its drafter gains: left for a
+        lookup before that, it would have to begin again. If it pays it is a loop like others from then on."""
+        if chooser.turns[loop.name].probed is not None:
+            if num_steps < PROBE_STEPS - 1:  # one more is under way
+                return False
+            again = self._loop(loop.name, loop.seqs, loop.limits, chooser)
+            if again.lengths != loop.lengths or not chooser.probe_pays(loop.seqs, loop.name):
+                return True
+        return self._lookup_is_best(loop, chooser)
+
+    def _lookup_is_best(self, loop: _Loop, chooser: Chooser) -> bool:
         """Whether it pays to end the loop for what the lookups know, over all sequences.
 
         One more step of the loop is under way, so only what lies behind its tokens counts; and the next loop starts
-        slowly.
+        slowly. What a lookup promises often comes to nothing where it would be used: a small gain is no reason.
         """
-        limits = [k for seq, k in zip(seqs, limits) if not seq.finished]
-        seqs = [seq for seq in seqs if not seq.finished]
-        size, gain = self._size(seqs), -chooser.turns[name].restart
+        name, seqs = loop.name, loop.seqs
+        size, plain = self._size(seqs), chooser.value.costs.plain_pass(len(seqs))
+        gain = -chooser.turns[name].restart - DOUBT * plain
         behind = [1 + round(chooser.value.record(seq, name).stats.of(size).tokens) for seq in seqs]
-        further = [min(k + own, seq.remaining_tokens - 1) for seq, k, own in zip(seqs, limits, behind)]
+        further = [min(k + own, seq.remaining_tokens - 1) for seq, k, own in zip(seqs, loop.limits, behind)]
         trees = self._look_up(seqs, further, [chooser] * len(seqs))
-        for seq, tree, k, own in zip(seqs, trees, limits, behind):
+        for seq, tree, k, own in zip(seqs, trees, loop.limits, behind):
+            self._learn_unsent(seq, tree, chooser)
             gain += chooser.value.gain_behind(seq, tree, own, size) if len(tree) else 0.0
             gain -= chooser.usual_gain(seq, name, chooser.promised(seq, tree, k), size)
+        chooser.turns[name].left = gain > 0
         return gain > 0
+
+    def _learn_unsent(self, seq: Sequence, tree: DraftTree, chooser: Chooser) -> None:
+        """Lookups that are not sent for long would be believed for long: what they would have drafted is compared with
+        what has come, one draft after another."""
+        unsent = self._unsent.get(seq.seq_id)
+        if unsent is not None and len(seq.ids) - unsent.position >= unsent.reach:
+            chooser.value.record(seq, unsent.tree.source).compare(unsent.tree, seq.ids[unsent.position :])
+            del self._unsent[seq.seq_id]
+        if seq.seq_id not in self._unsent and len(tree):
+            self._unsent[seq.seq_id] = _Unsent(tree, len(seq.ids), max(draft_tree.depths(tree.parents)) + 1)
 
     # --- drafting -----------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ FEW_UNREAD = 16  # tokens that a drafter reads in passing
 EARNING_DRAFTS = 6  # within which a drafter must earn what it has to read first
 PROMISES = (0.5, 2.0, 4.0, 8.0)  # tokens of lookups: what others bring beside them is learnt by these bounds
 BESIDE_WEIGHT, BESIDE_FADE = 4.0, 0.98  # steps for which nothing more than usual counts; of a step, by each further one
+PLAIN_BEGINS = 0.5  # plain steps that plain steps in a row take to begin, which they also do
 SURE = 0.85  # acceptance of a lookup's first token behind which no other lookup is asked
 
 
@@ -60,6 +61,7 @@ class Turns:
     forgone  seconds that the other one would have saved there
     restart  seconds that the first of several steps in a row takes more than the others
     row      how many steps in a row it usually has
+    left     whether the last ones ended for a lookup
     won      seconds that its own draft is expected to save there, less those it took
     """
 
@@ -73,6 +75,7 @@ class Turns:
     forgone: float = 0.0
     restart: float = 0.0
     row: float = FIRST_ROW
+    left: bool = False
     won: float = 0.0
     had_turn: bool = False  # in this step
 
@@ -80,9 +83,10 @@ class Turns:
         """Whether it has much to read before it drafts for a sequence, such as a prompt."""
         return len(seq.ids) - self.read.get(seq.seq_id, 0) > FEW_UNREAD
 
-    def cost_of_beginning(self, seq: Sequence) -> float:
-        """Seconds a step, over those that follow."""
-        return (self.reading / EARNING_DRAFTS if self.must_read(seq) else 0.0) + self.restart / self.row
+    def cost_of_beginning(self, seq: Sequence, otherwise: float = 0.0) -> float:
+        """Seconds a step, over those that follow. otherwise: seconds that other steps would take to begin."""
+        reading = self.reading / EARNING_DRAFTS if self.must_read(seq) else 0.0
+        return reading + max(0.0, self.restart - otherwise) / self.row
 
     def restarted(self, seconds: float) -> None:
         """Steps in a row have begun, the first of which took so many seconds more, with nothing to read before it. What
@@ -125,10 +129,12 @@ class Chooser:
     def choose(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> str | None:
         """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
         best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
-        promised = self.promised(seq, tree, len(tree))
+        promised, plain_begins = self.promised(seq, tree, len(tree)), 0.0
+        if gain <= 0:
+            plain_begins = PLAIN_BEGINS * self.value.costs.plain_pass(num_seqs)
         for name, turns in self.turns.items():
             own = self.usual_gain(seq, name, promised, num_seqs)
-            if own > gain and own - turns.cost_of_beginning(seq) > gain:
+            if own > gain and own - turns.cost_of_beginning(seq, plain_begins) > gain:
                 best, gain = name, own
         for name, turns in self.turns.items():
             if name != best and turns.probed is None and self._is_due(seq, name, gain, num_seqs):
@@ -197,15 +203,24 @@ class Chooser:
         self.settle(len(seqs))
         turns.probed = probed
 
+    def probe_pays(self, seqs: list[Sequence], name: str) -> bool:
+        """Whether the steps of a probe have shown that the drafter gains something; the loop is none any more then."""
+        pays = any(self.usual_gain(seq, name, 0.0, len(seqs)) > 0 for seq in seqs)
+        if pays:
+            self.turns[name].probed = None
+        return pays
+
     def loop_ended(self, name: str, num_steps: int) -> None:
-        """Of one drafter, after so many steps in a row.
+        """Of one drafter, after so many steps in a row. One that was left for a lookup says nothing: what the next
+        beginning takes was weighed then.
 
         A probe has few steps by design. Where loops were cut short only probes are left, so each of them raises the
         expected number again: it would otherwise stay low for good.
         """
         turns = self.turns[name]
         usual = max(1, num_steps) if turns.probed is None else max(turns.row, FIRST_ROW)
-        turns.row += ROW_WEIGHT * (usual - turns.row)
+        turns.row += 0.0 if turns.left else ROW_WEIGHT * (usual - turns.row)
+        turns.left = False
         turns.probed = None
 
     def settle(self, num_seqs: int) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import DraftValue
+from paceline.core.looped_steps import LoopedSteps, LoopInput
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult, WarmupPlan
+from paceline.core.types import Capability, RowOutput, StepResult, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import supports_graphs
 from paceline.drafting.block_rows import DraftRows, block_rows

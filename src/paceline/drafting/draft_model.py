@@ -21,18 +21,10 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
 from paceline.core.draft_vocabulary import WHOLE_VOCABULARY, draft_vocabulary
+from paceline.core.looped_steps import LoopedSteps, LoopInput, loop_tokens
 from paceline.core.protocols import Drafter, Preparation, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import (
-    DraftInput,
-    LoopedSteps,
-    LoopInput,
-    Row,
-    SequenceCache,
-    StepResult,
-    WarmupPlan,
-    loop_tokens,
-)
+from paceline.core.types import DraftInput, Row, SequenceCache, StepResult, WarmupPlan
 from paceline.device.argmax import argmax_rows
 from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_kv import DraftKV, step_tokens
@@ -47,7 +39,6 @@ from paceline.drafting.draft_sampling import (
 )
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded
 from paceline.errors import OutOfMemory, PairError
-from paceline.hub.vocabulary import compare
 from paceline.kv.prefix_cache import PrefixCache
 
 OWNER = "draft_model"  # in the prefix cache
@@ -254,9 +245,8 @@ def build(context: DrafterContext) -> DraftModel:
     """Raises PairError where target and draft model number their tokens differently."""
     runner = context.open_runner(context.draft_model)
     named = isinstance(context.draft_model, str | Path)  # a loaded model has no tokenizer to compare
-    tokenizer = context.open_tokenizer(context.draft_model) if named else context.tokenizer
-    comparison = compare(context.tokenizer.hf_tokenizer, tokenizer.hf_tokenizer)
-    if not comparison.same:
+    comparison = context.compare_tokenizers(context.draft_model) if named else None
+    if comparison is not None and not comparison.same:
         raise PairError(comparison.explained(context.target.info.name, runner.info.name))
     return DraftModel(runner, context.target.info.vocab_size, context.prefix_cache)
 

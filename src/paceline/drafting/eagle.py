@@ -21,9 +21,10 @@ from torch import Tensor
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import ChainStop, DraftValue
+from paceline.core.looped_steps import LoopedSteps, LoopInput
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import Capability, LoopedSteps, LoopInput, RowOutput, StepResult
+from paceline.core.types import Capability, RowOutput, StepResult
 from paceline.device.argmax import argmax_rows
 from paceline.device.properties import supports_graphs
 from paceline.drafting.draft_sampling import (

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.looped_steps import STEPS_AHEAD, LoopInput, LoopProgress
 from paceline.core.protocols import LoopSource
 from paceline.core.state_view import StateView
-from paceline.core.types import STEPS_AHEAD, DraftOutput, LoopInput, LoopProgress, RowOutput
+from paceline.core.types import DraftOutput, RowOutput
 from paceline.device.graphs import Graph
 from paceline.drafting.eagle_state import HeadState
 

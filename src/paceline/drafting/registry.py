@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # the list of methods must not load torch
 
     from paceline.core.protocols import Drafter, Runner
     from paceline.hub.tokenizer import Tokenizer
+    from paceline.hub.vocabulary import VocabularyComparison
     from paceline.kv.prefix_cache import PrefixCache
 
 LOG = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class DrafterContext:
     head_in_int8   the products of a head may be rounded to 8 bits: the target's weights are rounded too
     options        of the method, checked against its spec
     open_runner    opens the draft model; open_tokenizer opens its tokenizer
+    compare_tokenizers  of target and draft model; None: they are known to have the same vocabulary
     """
 
     target: Runner
@@ -123,6 +125,7 @@ class DrafterContext:
     prefix_cache: PrefixCache
     open_runner: Callable[[Any], Runner]
     open_tokenizer: Callable[[Any], Tokenizer]
+    compare_tokenizers: Callable[[Any], VocabularyComparison | None]
 
 
 @dataclass(frozen=True, slots=True)

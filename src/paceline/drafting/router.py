@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.draft_value import PREDICTION, DraftValue
+from paceline.core.looped_steps import LoopedSteps
 from paceline.core.protocols import Drafter, HeadUpdate, Preparation, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import LoopedSteps, RowOutput, StepResult, WarmupPlan
+from paceline.core.types import RowOutput, StepResult, WarmupPlan
 from paceline.errors import OptionError
 
 __all__ = ["PREDICTION", "DrafterRouter"]

@@ -1,8 +1,8 @@
 """What transformers made of a model's files, kept on disk: a later start reads it and does not import transformers.
 
-One file a model and kind, in the folder `resolved` of the cache. Its name is a hash of the files it was made of and of
-the versions that made it, so changed files or another transformers never meet what was kept. It appears under its name
-only when it is whole. A cache that cannot be written or read costs a start its time, no more.
+One file a model and kind, or a pair of models, in the folder `resolved` of the cache. Its name is a hash of the files
+it was made of and of the versions that made it, so changed files or another transformers never meet what was kept. It
+appears under its name only when it is whole. A cache that cannot be written or read costs a start its time, no more.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ def resolved_file(kind: str, sources: Iterable[Path]) -> Path | None:
             digest.update(repr((path.name, len(content))).encode() + content)
     except OSError:
         return None
+    return cache_folder() / FOLDER / f"{kind}-{digest.hexdigest()[:32]}.json"
+
+
+def resolved_pair(kind: str, first: Path, second: Path) -> Path:
+    """Where it is kept what was found of two models together: by where each one's own is kept."""
+    digest = hashlib.sha256(repr((LAYOUT, kind, first.name, second.name)).encode())
     return cache_folder() / FOLDER / f"{kind}-{digest.hexdigest()[:32]}.json"
 
 

@@ -65,9 +65,14 @@ class TokenizerFacts:
 
 def read_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model directory, by an earlier start's reading of the same files. Raises ModelError."""
-    kept = None if trust_remote_code else _kept_file(folder)
+    kept = kept_tokenizer(folder, trust_remote_code=trust_remote_code)
     if kept is None:
         return load_tokenizer(folder, name, trust_remote_code=trust_remote_code)
+    return read_kept_tokenizer(folder, name, kept)
+
+
+def read_kept_tokenizer(folder: Path, name: str, kept: Path) -> Any:
+    """The same, from `kept` or, once, by transformers."""
     resolved = _resolved(kept, partial(load_tokenizer, folder, name))
     if resolved is not None:
         return resolved
@@ -232,8 +237,10 @@ def _template(templates: str | Mapping[str, str] | None, tools: Any) -> str | No
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def _kept_file(folder: Path) -> Path | None:
+def kept_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Path | None:
     """Where the tokenizer of a directory is kept. Its files beside the weights decide what transformers makes of it."""
+    if trust_remote_code:
+        return None
     try:
         files = [path for path in (*folder.iterdir(), *folder.glob(TEMPLATES)) if path.is_file()]
         sources = sorted(path for path in files if path.suffix not in WEIGHT_SUFFIXES)

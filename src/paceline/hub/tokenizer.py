@@ -53,8 +53,9 @@ def load_tokenizer(folder: Path, name: str, *, trust_remote_code: bool = False) 
 class Tokenizer:
     """A Hugging Face tokenizer with the checks and conversions that decoding needs."""
 
-    def __init__(self, hf_tokenizer: Any) -> None:
-        self.hf_tokenizer = hf_tokenizer
+    def __init__(self, hf_tokenizer: Any, kept: Path | None = None) -> None:
+        """kept: where a later start finds it, which its files decide (hub/resolved.py); None: it was not read here."""
+        self.hf_tokenizer, self.kept = hf_tokenizer, kept
 
     @property
     def has_chat_template(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -17,21 +15,10 @@ from paceline.core.verify import RULES
 from paceline.device.graphs import EagerPool
 from paceline.engines.local.verifier import Verifier
 from paceline.engines.local.verifier_graphs import SEQS_AT_ONCE, GraphVerifier, can_verify_on_device
+from tests.support.counting_pool import CountingPool
 
 VOCAB, SEQS, STEPS = 23, SEQS_AT_ONCE + 3, 40  # more sequences than are verified at once
 DEVICE_RULES = sorted(name for name, rule in RULES.items() if rule.on_device is not None)
-
-
-class CountingPool(EagerPool):
-    """Counts what it captures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.captured = 0
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:  # type: ignore[override]
-        self.captured += 1
-        return work
 
 
 def sequences(rule: str) -> list[Sequence]:

@@ -60,8 +60,8 @@ class TorchGraphs(DecodeGraphs):
     What the inputs say of a sequence (its blocks, its length, its tokens) is all that it knows.
     """
 
-    def __init__(self, runner: NativeRunner) -> None:
-        super().__init__(runner.model, runner.kv, runner._rope_caches, runner.options, EagerPool())
+    def __init__(self, runner: NativeRunner, pool: EagerPool | None = None) -> None:
+        super().__init__(runner.model, runner.kv, runner._rope_caches, runner.options, pool or EagerPool())
         self._runner = runner
 
     def _forward_work(self, inputs: PassInputs) -> PassOutput:

@@ -113,6 +113,17 @@ SIZES = {
 }
 
 
+# Of a model whose pass a GPU runs as one kernel, in bfloat16.
+ONE_KERNEL_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 1003,
+}
+
+
 def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     config, model_class, differences = KINDS[kind]
     model = model_class(config(**(SIZES | differences | changes))).eval()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from paceline.core.confidence import NUM_BINS
-from paceline.core.types import ChainLimits, DraftInput, Row
+from paceline.core.looped_steps import ChainLimits
+from paceline.core.types import DraftInput, Row
 from paceline.device.tensor_maps import MatrixMap
 from paceline.runners.native import NativeRunner, pass_weights
 from paceline.runners.native.loading import load_from_model
@@ -31,22 +32,13 @@ from paceline.runners.native.persistent_pass import (
     tiles_of,
 )
 from tests.runners.native.fused import ChainReference
-from tests.runners.native.models import tiny
+from tests.runners.native.models import ONE_KERNEL_SIZES, tiny
 from tests.runners.native.part_drafts import part_drafts
 from tests.runners.native.rounding import relative_errors
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1003,
-}
-
 
 def loaded(kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
-    return load_from_model(tiny(kind, dtype, **{**SMALL, **changes}), None)
+    return load_from_model(tiny(kind, dtype, **{**ONE_KERNEL_SIZES, **changes}), None)
 
 
 # --- which models -----------------------------------------------------------------------------------------------------
@@ -133,7 +125,7 @@ def test_a_chain_is_told_how_many_rows_of_the_lm_head_it_reads() -> None:
 
 
 def gpu_model(kind: str, **changes: Any) -> Any:
-    model = tiny(kind, torch.bfloat16, **{**SMALL, **changes}).to("cuda")
+    model = tiny(kind, torch.bfloat16, **{**ONE_KERNEL_SIZES, **changes}).to("cuda")
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from paceline.core.draft_tree import DraftTree, empty
+from paceline.core.looped_steps import LoopedSteps
 from paceline.core.protocols import Drafter, HeadUpdate, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import LoopedSteps, RowOutput, StepResult
+from paceline.core.types import RowOutput, StepResult
 from paceline.errors import OutOfMemory
 
 Result = TypeVar("Result")

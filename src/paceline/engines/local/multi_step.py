@@ -15,18 +15,11 @@ import torch
 from paceline.core.cost_model import StepTiming
 from paceline.core.draft_length import DraftLengthPolicy
 from paceline.core.draft_tree import DraftTree, empty
+from paceline.core.looped_steps import LoopedStep, PlainSteps, loop_tokens
 from paceline.core.probing import PROBE_STEPS
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence, loop_input
-from paceline.core.types import (
-    Capability,
-    LoopedStep,
-    PlainSteps,
-    RowOutput,
-    StepResult,
-    VerifyResult,
-    loop_tokens,
-)
+from paceline.core.types import Capability, RowOutput, StepResult, VerifyResult
 from paceline.device.graphs import num_one_off_works
 from paceline.engines.local.prefill import step_row
 from paceline.engines.local.scheduler import Scheduler, StepBatch, StepOfBatch
@@ -82,7 +75,7 @@ class MultiStep:
                 self._settle_looped(seq, tree, steps[place].verified)
                 for seq, tree, place in zip(part.seqs, trees, part.places)
             ]
-            sizes = [tree.num_draft_tokens - steps[place].has_leaf for tree, place in zip(trees, part.places)]
+            sizes = [tree.num_made for tree in trees]
             self._pauses.end(part.seqs)
             self._draft_length.observe(part.seqs, results, loop.timing(sizes))
             yield StepOfBatch(part, results)
@@ -217,6 +210,5 @@ def is_argmax_alone(seq: Sequence) -> bool:
 
 def _looped_tree(step: LoopedStep) -> DraftTree:
     parents = step.parents or list(range(-1, len(step.draft_tokens) - 1))
-    if step.has_leaf:
-        parents[-1] -= 1
-    return DraftTree(torch.tensor(step.draft_tokens), parents, confidence=step.confidence, source=step.source)
+    tokens, leaves = torch.tensor(step.draft_tokens), step.num_leaves
+    return DraftTree(tokens, parents, confidence=step.confidence, source=step.source, leaves=leaves)

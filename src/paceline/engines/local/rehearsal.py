@@ -123,14 +123,15 @@ class Rehearsal:
 
     def preparations(self, plan: WarmupPlan) -> list[Preparation]:
         """One piece for every number of draft tokens, plain steps included, and every length of prompt; a sampled one
-        beside the greedy ones, since draws are graphs of their own. Costs are learnt from greedy steps."""
+        beside the greedy ones, since draws are graphs of their own. Costs are learnt from greedy steps after the
+        shortest prompt, which all numbers of draft tokens meet."""
         longest = min(plan.max_context, self._max_seq_len)
         pieces: list[Preparation] = []
         for k in (0, *plan.num_draft_tokens):
-            is_usual = k <= USUAL_KS or len(plan.num_draft_tokens) == 1
-            lengths = PROMPTS if is_usual else PROMPTS[:1]
+            lengths = self._lengths(k, plan)
             fitting = [length for length in lengths if length + STEPS * (k + 1) < longest]
-            pieces += [partial(self._run, k, length, STEPS if length == PROMPTS[0] else 2) for length in fitting]
+            pieces += [partial(self._run, k, length, STEPS) for length in fitting[:1]]
+            pieces += [partial(self._run, k, length, 2, measured=False) for length in fitting[1:]]
             batches = [count for count in plan.num_seqs if count > 1 and fitting and k <= USUAL_KS]
             pieces += [partial(self._run, k, PROMPTS[0], 2, count) for count in batches]
             pieces += [partial(self._run, k, length, 2, temperature=1.0) for length in fitting[:1]]
@@ -138,6 +139,18 @@ class Rehearsal:
         if len(plan.num_draft_tokens) > 1:
             pieces.append(partial(self._run, plan.num_draft_tokens[-1], PROMPTS[0], 2, whole=False))
         return pieces + self._largest_batch(plan, longest)
+
+    def _lengths(self, k: int, plan: WarmupPlan) -> tuple[int, ...]:
+        """Of the prompts that this number of draft tokens is rehearsed after. Where a pass of the draft model is one
+        kernel, a graph of it serves every length, and the target's were captured by size: the most draft tokens meet
+        all that a longer prompt loads."""
+        if len(plan.num_draft_tokens) == 1:
+            return PROMPTS
+        draft = self._engine.parts.drafter.draft_runner
+        serves_all = draft is not None and draft.info.rows_rounded_alike is not None
+        usual = [number for number in (0, *plan.num_draft_tokens) if number <= USUAL_KS]
+        ks = (0, max(usual)) if serves_all else usual
+        return PROMPTS if k in ks else PROMPTS[:1]
 
     def forks(self, plan: WarmupPlan) -> list[Preparation]:
         """Each twice after every length of prompt: the second time the target's own tokens are a branch. Once drawn."""

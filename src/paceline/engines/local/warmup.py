@@ -18,7 +18,9 @@ from paceline.device.graphs import captures_in_a_row
 from paceline.errors import OutOfMemory
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 9, 16, 24)
-EVERY_WIDTH = (*range(1, 18), 24)  # where kernels have no known grain, steps in the cost may be anywhere
+# Where passes are graphs: kernels have no known grain, so steps in the cost may be anywhere. Nothing wider is sent of
+# one sequence, and a graph would be captured for it. What a batch costs follows from the last two, so they lie apart.
+GRAPH_WIDTHS = (*range(1, 13), 16)
 CPU_GRAIN = 8  # rows that many CPU kernels take at a time: the ninth is a step up, the tenth is not
 FLAT = 0.85  # of a pass over 16 tokens that one over 9 takes at least, where kernels take eight at a time
 CONTEXT = 48  # tokens in the sequence cache while measuring, where the model reads so many
@@ -120,7 +122,7 @@ def measure_costs(target: Runner, draft: Runner | None = None, verify: CostCurve
 
     What other drafters cost is measured while they run; until then they count as free.
     """
-    widths = WIDTHS if target.info.device == "cpu" else EVERY_WIDTH
+    widths = WIDTHS if target.info.device == "cpu" else GRAPH_WIDTHS
     curve = measure_pass(target, widths) if verify is None else verify.copy()
     costs = CostModel(curve, grain=pass_grain(target.info, curve))
     if draft is not None:

@@ -15,6 +15,7 @@ import torch
 from paceline import models
 from paceline.core.types import ModelInfo
 from paceline.device.properties import default_dtype, supports_fused_kernels, supports_persistent_kernels
+from paceline.device.triton_key import compute_triton_key_beside
 from paceline.errors import CapabilityError, OutOfMemory, WeightsError
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.documents import checked_config, generation_config
@@ -46,13 +47,18 @@ def is_native(config: Any) -> bool:
 
 def can_fuse(model: DecoderModel, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether fused kernels and graphs exist on this device and take this model. dtype: of its keys and values."""
-    if not supports_fused_kernels(device, dtype.itemsize) or find_spec("triton") is None or model.quantizes_input:
+    if not may_fuse(model.config, device, dtype) or model.quantizes_input:
         return False
-    if model.config.delta_net is not None and not model.config.delta_net.fits_kernels:
+    return all(layer.can_fuse for layer in model.layers)
+
+
+def may_fuse(config: ArchConfig, device: torch.device, dtype: torch.dtype) -> bool:
+    """The same, as far as it is known before the weights are read."""
+    if not supports_fused_kernels(device, dtype.itemsize) or find_spec("triton") is None:
         return False
-    if not all(layer.can_fuse for layer in model.layers):
+    if config.delta_net is not None and not config.delta_net.fits_kernels:
         return False
-    half = model.config.head_dim // 2
+    half = config.head_dim // 2
     return MIN_HALF_HEAD <= half <= MAX_HALF_HEAD and half & (half - 1) == 0
 
 
@@ -144,7 +150,10 @@ def _load(checkpoint: ModelCheckpoint, config: Any) -> DecoderModel:
     architecture = registry.get(config.model_type)
     if reason is not None or architecture is None:
         raise CapabilityError(f"this model does not run natively: {reason}")
-    return architecture.load(checkpoint, architecture.config_from_hf(config))
+    sizes = architecture.config_from_hf(config)
+    if may_fuse(sizes, torch.device(checkpoint.device), checkpoint.dtype):
+        compute_triton_key_beside()
+    return architecture.load(checkpoint, sizes)
 
 
 def read_config(folder: Path, name: str, *, trust_remote_code: bool = False) -> Any:

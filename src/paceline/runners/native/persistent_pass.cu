@@ -951,6 +951,15 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     if (!(lane & 1)) store_tagged(args.attended + at / 2, narrow2(value, next), tag);
   };
 
+  int limits[2];  // the last position that the two rows of this thread may see
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    int row = group + i * 8, node = first_node + row / GROUP;
+    limits[i] = row < nodes_per_tile * GROUP && node < end_node ? length + depths[first_row + node] : -1;
+  }
+  const int used_rows = min(nodes_per_tile, end_node - first_node) * GROUP;
+  const bool has_high = used_rows > 8;  // rows 8 to 15 of the tile: else half of the work is not done
+
   // --- queries, a warp each
   {
     int node = first_node + warp / GROUP;
@@ -964,14 +973,16 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
   // --- new keys and values: each block that reads them stores them, so that a token is treated alike, new or old
   if (begin + SPLIT > length) {
 #pragma unroll 1
-    for (int node = WARPS - 1 - warp; node < count; node += WARPS) {  // the last warps have no query
-      int place = length + node;
+    for (int item = WARPS - 1 - warp; item < 2 * count; item += WARPS) {  // a key or a value; the last warps have no query
+      const int node = item / 2, place = length + node;
       i64 at = cache_base + (block_of(place) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_STRIDE;
       const u64* from = args.qkv + ((i64)(first_row + node) * QKV + QUERY + head * HEAD_DIM) / 2;
-      const u64* from_value = from + KV_STRIDE / 2 + lane / 2;
+      if (item % 2 == 0) {
+        rotate(from, tag, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at, memory.new_keys[node]);
+        continue;
+      }
       u64 words[HEAD_DIM / 32];
-      rotate(from, tag, (const u16*)layer[KEY_NORM], args.rope, length + depths[first_row + node], args.keys + at, memory.new_keys[node]);
-      load_words(words, from_value, tag);
+      load_words(words, from + KV_STRIDE / 2 + lane / 2, tag);
 #pragma unroll
       for (int i = 0; i < HEAD_DIM / 32; ++i) {
         const u16 value = value_of(words[i], lane);
@@ -983,12 +994,6 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
   __syncthreads();
 
   // --- scores of this warp's chunk
-  int limits[2];  // the last position that the two rows of this thread may see
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    int row = group + i * 8, node = first_node + row / GROUP;
-    limits[i] = row < nodes_per_tile * GROUP && node < end_node ? length + depths[first_row + node] : -1;
-  }
   if (warp < warps) {
     const u32 parity = args.parities[warp];
     uint4 keys[UNITS][4];
@@ -1002,7 +1007,8 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
       uint4 low = *reinterpret_cast<const uint4*>(&memory.queries[group][column_of(unit)]);
-      uint4 high = *reinterpret_cast<const uint4*>(&memory.queries[group + 8][column_of(unit)]);
+      uint4 high = make_uint4(0, 0, 0, 0);
+      if (has_high) high = *reinterpret_cast<const uint4*>(&memory.queries[group + 8][column_of(unit)]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         multiply(scores[i], low.x, high.x, low.y, high.y, keys[unit][i].x, keys[unit][i].y);
@@ -1011,32 +1017,29 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     }
     // --- probabilities
     float most[2] = {NEGATIVE, NEGATIVE}, total[2] = {0.f, 0.f};
+    auto weigh = [&](const int half) {  // the row of this thread in that half of the tile
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int token = start + i * 8 + quarter * 2 + j % 2;
-        scores[i][j] = token <= limits[j / 2] ? scores[i][j] * SCALE : NEGATIVE;
-        most[j / 2] = fmaxf(most[j / 2], scores[i][j]);
-      }
+        for (int j = 2 * half; j < 2 * half + 2; ++j) {
+          int token = start + i * 8 + quarter * 2 + j % 2;
+          scores[i][j] = token <= limits[half] ? scores[i][j] * SCALE : NEGATIVE;
+          most[half] = fmaxf(most[half], scores[i][j]);
+        }
+      most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 1));
+      most[half] = fmaxf(most[half], __shfl_xor_sync(0xffffffffu, most[half], 2));
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], 1));
-      most[i] = fmaxf(most[i], __shfl_xor_sync(0xffffffffu, most[i], 2));
-    }
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float m = most[j / 2];
-        scores[i][j] = m == NEGATIVE ? 0.f : __expf(scores[i][j] - m);
-        total[j / 2] += scores[i][j];
-      }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      total[i] += __shfl_xor_sync(0xffffffffu, total[i], 1);
-      total[i] += __shfl_xor_sync(0xffffffffu, total[i], 2);
-    }
+        for (int j = 2 * half; j < 2 * half + 2; ++j) {
+          scores[i][j] = most[half] == NEGATIVE ? 0.f : __expf(scores[i][j] - most[half]);
+          total[half] += scores[i][j];
+        }
+      total[half] += __shfl_xor_sync(0xffffffffu, total[half], 1);
+      total[half] += __shfl_xor_sync(0xffffffffu, total[half], 2);
+    };
+    weigh(0);
+    if (has_high) weigh(1);  // else its scores are zero, as its queries are
     // --- weighted values, 32 columns of the head at a time. The keys are used up: their registers take the values
     wait_for_boxes(barrier + 8, parity);
     load_rows(keys, memory.values[warp], memory.new_values);
@@ -1070,7 +1073,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       for (int j = 0; j < 4; ++j) {
         int column = column_of(unit) + j * 2;
         *reinterpret_cast<float2*>(memory.sum(warp, group, column)) = make_float2(out[j][0], out[j][1]);
-        *reinterpret_cast<float2*>(memory.sum(warp, group + 8, column)) = make_float2(out[j][2], out[j][3]);
+        if (has_high) *reinterpret_cast<float2*>(memory.sum(warp, group + 8, column)) = make_float2(out[j][2], out[j][3]);
       }
     }
     if (quarter == 0) {
@@ -1097,9 +1100,8 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
   }
   __syncthreads();
 #pragma unroll 1
-  for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
+  for (int element = threadIdx.x; element < used_rows * HEAD_DIM; element += THREADS) {
     int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-    if (node >= end_node) continue;
     float most = memory.most[row], total = 0.f, sum = 0.f;
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) {
@@ -1129,9 +1131,8 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     __syncthreads();
     if (memory.last) {
 #pragma unroll 1
-      for (int element = threadIdx.x; element < nodes_per_tile * GROUP * HEAD_DIM; element += THREADS) {
+      for (int element = threadIdx.x; element < used_rows * HEAD_DIM; element += THREADS) {
         int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-        if (node >= end_node) continue;
         float most = NEGATIVE, total = 0.f, sum = 0.f;
 #pragma unroll 1
         for (int s = 0; s < splits; ++s)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.confidence import EDGES, NUM_BINS
-from paceline.core.types import ChainLimits
+from paceline.core.looped_steps import ChainLimits
 from paceline.device.kernel_cache import CompileError
 from paceline.device.nvrtc import compiled_kernel
 from paceline.device.properties import multiprocessor_count, supports_persistent_kernels

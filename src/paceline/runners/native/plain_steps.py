@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.types import LoopInput, PlainGroups, PlainSteps, RowOutput
+from paceline.core.looped_steps import LoopInput, PlainGroups, PlainSteps
+from paceline.core.types import RowOutput
 from paceline.runners.native.decode_graphs import ForwardGraph
 from paceline.runners.native.outputs import by_sequence
 from paceline.runners.native.step_reader import StepReader, grow

@@ -12,22 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_vocabulary import MULTIPLE
+from paceline.core.looped_steps import ChainLimits, LoopedSteps, LoopInput, PlainGroups
 from paceline.core.protocols import Adapter, LoopSource, Preparation
 from paceline.core.state_view import StateView, all_layers
-from paceline.core.types import (
-    Capability,
-    ChainLimits,
-    DraftInput,
-    DraftOutput,
-    LoopedSteps,
-    LoopInput,
-    ModelInfo,
-    ModelOutput,
-    PlainGroups,
-    Row,
-    RowOutput,
-    WarmupPlan,
-)
+from paceline.core.types import Capability, DraftInput, DraftOutput, ModelInfo, ModelOutput, Row, RowOutput, WarmupPlan
 from paceline.device.graphs import GraphPool
 from paceline.device.properties import on_host, supports_graphs
 from paceline.errors import CapabilityError, OptionError, OutOfMemory

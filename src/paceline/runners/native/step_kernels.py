@@ -12,8 +12,8 @@ UNSPECIALIZED: dict[str, list[str]] = {
     "do_not_specialize": ["drafted_stride", "nodes", "k", "layer_stride", "block_size", "table_width"],
     "do_not_specialize_on_alignment": [
         *("drafted", "confidence", "second", "second_confidence", "parents", "count", "limits", "token_ids", "counts"),
-        *("depths", "tree_mask", "best", "lengths", "accepted", "grown", "last_tokens", "leaf", "order", "result"),
-        "blocks",
+        *("depths", "tree_mask", "best", "lengths", "accepted", "grown", "last_tokens", "shift", "order", "result"),
+        *("blocks", "leaf_limits"),
     ],
 }
 
@@ -28,8 +28,10 @@ def unspecialized(kernel: Any) -> Any:
 @unspecialized
 def put_drafts(
     drafted,  # [sequences, …], and how far rows of it lie apart: so do those of second and second_confidence
+    confidence,
     second,
     second_confidence,
+    leaf_limits,  # see LeafWords
     count,
     limits,
     token_ids,  # what the target reads: [sequences, nodes], as depths and tree_mask
@@ -39,14 +41,16 @@ def put_drafts(
     drafted_stride,
     nodes,
     k,
-    least,
     HAS_COUNT: tl.constexpr,
-    HAS_LEAF: tl.constexpr,
+    HAS_LEAVES: tl.constexpr,
+    MOST_LEAVES: tl.constexpr,
+    BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The draft tokens of a step into the inputs of the target.
 
-    With a leaf the last draft token has its second choice beside it, if that has at least the probability `least`.
+    With leaves the second choices that promise enough come behind the chain, the first of them if there is no room for
+    all. One promises as many tokens as it is probable that all before it are accepted and that it is.
     """
     seq = tl.program_id(0)
     place = tl.arange(0, BLOCK)
@@ -56,18 +60,30 @@ def put_drafts(
         made = tl.minimum(tl.load(limits + seq), tl.load(count).to(tl.int64))
         tokens = tl.where(place <= made, tokens, 0)  # what steps left that were not taken may be no token at all
         held = made + 1
-        if HAS_LEAF:
-            at = seq * drafted_stride + made - 1
-            is_sent = tl.where(made + 2 <= nodes, tl.load(second_confidence + at), -1.0) >= least
-            is_leaf = tl.where(is_sent, place == made + 1, place < 0)
-            tokens = tl.where(is_leaf, tl.load(second + at), tokens)
-            node = place.to(tl.int64)
-            chain = (tl.full([BLOCK], 2, tl.int64) << node) - 1
-            own = (tl.full([BLOCK], 1, tl.int64) << made) - 1 + (tl.full([BLOCK], 2, tl.int64) << made)
-            tl.store(depths + row + place, tl.where(is_leaf, made, node), mask=place < nodes)
-            tl.store(tree_mask + row + place, tl.where(is_leaf, own, chain), mask=place < nodes)
-            held += is_sent.to(tl.int64)
-            inside = inside | is_leaf
+        if HAS_LEAVES:
+            column = tl.arange(0, BINS)[None, :]
+            at = seq * drafted_stride + place - 1
+            beside = (place > 0) & (place <= made)  # the node of a draft token that a second choice would stand beside
+            edges = tl.load(leaf_limits + column)
+            stated = tl.load(confidence + at - 1, mask=beside & (place > 1), other=0.0)  # of the draft token before it
+            bins = tl.sum((stated[:, None] >= edges).to(tl.int32), axis=1)
+            rates = tl.load(leaf_limits + BINS + bins, mask=beside & (place > 1), other=1.0)
+            stated = tl.load(second_confidence + at, mask=beside, other=0.0)
+            bins = tl.sum((stated[:, None] >= edges).to(tl.int32), axis=1)
+            promised = tl.cumprod(rates, axis=0) * tl.load(leaf_limits + 2 * BINS + bins)
+            is_sent = beside & (promised >= tl.load(leaf_limits + 3 * BINS))
+            rank = tl.cumsum(is_sent.to(tl.int64), axis=0)
+            is_sent = is_sent & (rank <= MOST_LEAVES) & (made + rank < nodes)
+            leaf, end = made + rank, made + tl.sum(is_sent.to(tl.int64), axis=0)
+            tl.store(token_ids + row + leaf, tl.load(second + at, mask=is_sent, other=0), mask=is_sent)
+            own = (tl.full([BLOCK], 1, tl.int64) << place.to(tl.int64)) - 1 + (tl.full([BLOCK], 1, tl.int64) << leaf)
+            tl.store(depths + row + leaf, place, mask=is_sent)
+            tl.store(tree_mask + row + leaf, own, mask=is_sent)
+            no_leaf = (place < nodes) & ((place <= made) | (place > end))
+            tl.store(depths + row + place, place, mask=no_leaf)
+            chain = (tl.full([BLOCK], 2, tl.int64) << place.to(tl.int64)) - 1
+            tl.store(tree_mask + row + place, chain, mask=no_leaf)
+            held, inside = end + 1, inside & no_leaf
         tl.store(counts + seq, held)
     tl.store(token_ids + row + place, tokens, mask=inside)
 
@@ -76,30 +92,32 @@ def put_drafts(
 def settle(
     drafted,
     confidence,
-    second,
     second_confidence,
     count,
     limits,
     best,  # of the target, [sequences · nodes]
     token_ids,
     counts,
+    depths,
     lengths,
-    accepted,  # outputs: draft tokens of the chain, …
-    grown,  # … tokens that the sequence grows by, its last two, whether the leaf was accepted, and a row for the host
+    accepted,  # outputs: draft tokens of the chain, tokens that the sequence grows by, its last two, …
+    grown,
     last_tokens,
-    leaf,
+    shift,  # … places that an accepted leaf lies behind its own (0: there is none), and a row for the host
     result,
     drafted_stride,
     nodes,
     k,
     HAS_COUNT: tl.constexpr,
-    HAS_LEAF: tl.constexpr,
+    HAS_LEAVES: tl.constexpr,
+    MOST_LEAVES: tl.constexpr,
     HAS_CONFIDENCE: tl.constexpr,
     UNIT: tl.constexpr,
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Accept draft tokens up to the first that is not the target's argmax, and let the target's inputs go on."""
+    """Accept draft tokens up to the first that is not the target's argmax, then the leaf beside that one if it is, and
+    let the target's inputs go on."""
     seq = tl.program_id(0)
     place = tl.arange(0, BLOCK)
     own = tl.load(best + seq * nodes + place, mask=place < nodes, other=-2)
@@ -113,31 +131,34 @@ def settle(
     next_token = tl.sum(tl.where(place == chain, own, 0), axis=0)
     before = tl.sum(tl.where(place == chain - 1, tokens, 0), axis=0)
     before = tl.where(chain > 0, before, tl.load(token_ids + seq * nodes))
-    total, is_sent, is_right, other, other_sure = chain, chain * 0, chain * 0, chain * 0, chain * 0
-    if HAS_LEAF:
-        at = seq * drafted_stride + made - 1
-        other, other_sure = tl.load(second + at), (tl.load(second_confidence + at) * UNIT).to(tl.int64)
-        is_sent = (held > made + 1).to(tl.int64)
-        is_right = is_sent * (chain == made - 1).to(tl.int64) * (other == next_token).to(tl.int64)
-        before = tl.where(is_right != 0, other, before)
-        after_leaf = tl.sum(tl.where(place == made + 1, own, 0), axis=0)
-        next_token = tl.where(is_right != 0, after_leaf, next_token)
-        total = chain + is_right
-        tl.store(leaf + seq, is_right)
+    total, leaf = chain, chain * 0
+    row = result + seq * (FIELDS + 2 * k + 3 * MOST_LEAVES)
+    if HAS_LEAVES:
+        is_leaf = (place > made) & (place < held)
+        others = tl.load(token_ids + seq * nodes + place, mask=is_leaf, other=-1)
+        depth = tl.load(depths + seq * nodes + place, mask=is_leaf, other=1)
+        is_right = is_leaf & (depth == chain + 1) & (others == next_token)
+        leaf = tl.sum(tl.where(is_right, place, 0), axis=0).to(tl.int64)
+        total = chain + (leaf > 0).to(tl.int64)
+        before = tl.where(leaf > 0, next_token, before)
+        next_token = tl.where(leaf > 0, tl.sum(tl.where(place == leaf, own, 0), axis=0), next_token)
+        tl.store(shift + seq, tl.where(leaf > 0, leaf - total, 0))
+        sure = tl.load(second_confidence + seq * drafted_stride + depth - 1, mask=is_leaf, other=0.0)
+        leaves = row + FIELDS + 2 * k + place - made - 1
+        tl.store(leaves, others, mask=is_leaf)
+        tl.store(leaves + MOST_LEAVES, depth, mask=is_leaf)
+        tl.store(leaves + 2 * MOST_LEAVES, (sure * UNIT).to(tl.int64), mask=is_leaf)
     tl.store(token_ids + seq * nodes, next_token)
     tl.store(lengths + seq, tl.load(lengths + seq) + total + 1)
     tl.store(accepted + seq, chain)
     tl.store(grown + seq, total + 1)
     tl.store(last_tokens + seq * 2, before)
     tl.store(last_tokens + seq * 2 + 1, next_token)
-    row = result + seq * (FIELDS + 2 * k)
     tl.store(row, chain)
     tl.store(row + 1, next_token)
     tl.store(row + 2, made)
-    tl.store(row + 3, is_sent)
-    tl.store(row + 4, is_right)
-    tl.store(row + 5, other)
-    tl.store(row + 6, other_sure)
+    tl.store(row + 3, held - made - 1)
+    tl.store(row + 4, leaf)
     tl.store(row + FIELDS + place, tokens, mask=place < k)
     stated = tl.full([BLOCK], -1, tl.int64)
     if HAS_CONFIDENCE:
@@ -151,19 +172,20 @@ def move_leaf(
     values,
     blocks,
     lengths,
-    leaf,
+    shift,
     layer_stride,
     block_size,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys and values of an accepted leaf to where those of the last draft token were, of the first sequence."""
-    if tl.load(leaf) != 0:
+    """Keys and values of an accepted leaf to where those of the draft token beside it were, of the first sequence."""
+    distance = tl.load(shift)
+    if distance != 0:
         at = tl.program_id(0).to(tl.int64) * layer_stride
-        end = tl.load(lengths)
-        source = at + (tl.load(blocks + end // block_size) * block_size + end % block_size) * SIZE
-        end -= 1
+        end = tl.load(lengths) - 1
         target = at + (tl.load(blocks + end // block_size) * block_size + end % block_size) * SIZE
+        end += distance
+        source = at + (tl.load(blocks + end // block_size) * block_size + end % block_size) * SIZE
         column = tl.arange(0, BLOCK)
         inside = column < SIZE
         tl.store(keys + target + column, tl.load(keys + source + column, mask=inside), mask=inside)

@@ -2,7 +2,8 @@
 
 With draft tokens a step is
     draft     what the source of draft tokens queues: the drafting graph of a draft model, the block of a head
-    verify    the forward graph of the target over the last token and the draft tokens
+    verify    the forward graph of the target over the last token, the draft tokens and, where they promise enough,
+              second choices for them: leaves, of which at most one is accepted
     settle    draft tokens that are the target's argmax, and the argmax after them: on the device
     go on     the inputs of target and source grow by what was accepted
 and without them a pass over the last token, of which a few are read together.
@@ -13,30 +14,31 @@ the device's time. A step past the end of a sequence is computed in vain, and dr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.core.confidence import EDGES
+from paceline.core.draft_tree import ROOT
 from paceline.core.draft_vocabulary import draft_vocabulary
-from paceline.core.protocols import LoopSource
-from paceline.core.types import (
+from paceline.core.looped_steps import (
+    MOST_LEAVES,
     STEPS_AHEAD,
     ChainLimits,
-    DraftInput,
-    DraftOutput,
+    LeafLimits,
     LoopedStep,
     LoopedSteps,
     LoopInput,
     LoopProgress,
     PlainGroups,
-    Row,
-    RowOutput,
-    SequenceCache,
-    VerifyResult,
+    leaf_places,
     loop_tokens,
 )
+from paceline.core.protocols import LoopSource
+from paceline.core.types import DraftInput, DraftOutput, Row, RowOutput, SequenceCache, VerifyResult
 from paceline.errors import OutOfMemory
 from paceline.runners.native.decode_graphs import MAX_ROWS, DecodeGraphs, DraftGraph, ForwardGraph, PassOutput
 from paceline.runners.native.kv_cache import KVCache
@@ -50,8 +52,8 @@ from paceline.runners.native.tree_steps import TreeSteps
 CatchUp = Callable[[list[DraftInput]], None]  # reads what a draft model lacks of sequences
 CONFIDENCE_UNIT = 1 << 20  # parts of one that a confidence is sent to the host in
 BLOCK = MAX_NODES + 1  # one size for all graphs, so that none has to compile
-FIELDS = 7  # of the row that the device leaves of a step, before its draft tokens and their confidences
-LEAST_LEAF = 0.1  # a second choice for the last draft token is sent if it is as likely
+FIELDS = 5  # of the row that the device leaves of a step, before its draft tokens, their confidences, and leaves
+BINS = 16  # of confidence, filled up to a power of two
 SET_EVERY = 8  # steps after which a draft model is told again how far its chains go
 
 
@@ -78,13 +80,14 @@ class StepLoops:
 
     def drafted(self, source: LoopSource, inputs: list[LoopInput], num_steps: int) -> LoopedSteps | None:
         """The same with draft tokens; fewer steps where sequences would grow past the longest."""
-        has_leaf = source.sends_leaves and len(inputs) == 1
+        has_leaves = source.leaf_limits is not None and len(inputs) == 1
+        places = leaf_places(inputs)
         nodes = max(loop.num_draft_tokens for loop in inputs) + 1
         longest = max(len(loop.ids) for loop in inputs)
-        room = min(loop_tokens(inputs, num_steps), self._max_seq_len - longest - nodes)
+        room = min(loop_tokens(inputs, num_steps) - places, self._max_seq_len - longest - nodes - places)
         if room < STEPS_AHEAD * nodes:
             return None
-        graph = self._graph(inputs, room, trees=source.sends_trees or has_leaf)
+        graph = self._graph(inputs, room, trees=source.sends_trees or has_leaves)
         if graph is None:
             return None
         if not source.begin(inputs, room):
@@ -96,7 +99,7 @@ class StepLoops:
             ks = [loop.num_draft_tokens for loop in inputs]
             steps = TreeSteps(graph, source, self._kv, torch.tensor(ks, device=self._kv.device), max(ks))
         else:
-            steps = DraftedSteps.of(graph, source, self._kv, inputs, leaf=has_leaf)
+            steps = DraftedSteps.of(graph, source, self._kv, inputs, leaves=has_leaves)
         return _steps(steps, StepReader(len(inputs), steps.width, self._kv.device), inputs, num_steps, room)
 
     @torch.inference_mode()
@@ -111,7 +114,7 @@ class StepLoops:
             return None
         rows = list(map(_row, inputs))
         try:
-            self._kv.reserve_rows(rows, 2 + num_tokens - nodes)  # one more than nodes: the place of a leaf
+            self._kv.reserve_rows(rows, 1 + num_tokens - nodes + leaf_places(inputs))
             return self._passes.prepared(rows, size)
         except (OutOfMemory, torch.OutOfMemoryError):  # of blocks, or of a capture: step by step there is another way
             for row in rows:
@@ -141,12 +144,45 @@ class _Settled:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _SecondChoices:
+    """For draft tokens, and how likely they are; any tensors where they are not read."""
+
+    tokens: Tensor
+    stated: Tensor
+
+
+class LeafWords:
+    """Which second choices are sent, in the memory of the device.
+
+    words  float32: edges of the bins of confidence, how often draft tokens are accepted by bin, the same of second
+           choices, and the least that one must promise
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = torch.zeros(3 * BINS + 1, device=device)
+        self._set: ChainLimits | None = None
+
+    @torch.inference_mode()
+    def set(self, limits: ChainLimits) -> None:
+        if self._set == limits:
+            return
+        self._set = limits
+        leaves = limits.leaves or LeafLimits(math.inf, limits.rates)
+        edges, rates, leaf_rates = (_filled_up(part) for part in (EDGES, limits.rates, leaves.rates))
+        self.words.copy_(torch.tensor([*edges, *rates, *leaf_rates, leaves.least]), non_blocking=True)
+
+
+def _filled_up(values: tuple[float, ...]) -> list[float]:
+    return [*values, *[math.inf] * (BINS - len(values))]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DraftedSteps:
     """Queues steps.
 
     limits  draft tokens of each sequence in a step, on the device
     k       the most of them
-    leaf    whether the leaf of the last step was accepted, where a step may have one
+    shift   places that the accepted leaf of the last step lay behind its own; None: steps have no leaves
     """
 
     graph: ForwardGraph
@@ -154,16 +190,16 @@ class DraftedSteps:
     kv: KVCache
     limits: Tensor
     k: int
-    leaf: Tensor | None
+    shift: Tensor | None
 
     @classmethod
     def of(
-        cls, graph: ForwardGraph, source: LoopSource, kv: KVCache, inputs: list[LoopInput], *, leaf: bool
+        cls, graph: ForwardGraph, source: LoopSource, kv: KVCache, inputs: list[LoopInput], *, leaves: bool
     ) -> DraftedSteps:
-        """leaf: a step may have one."""
+        """leaves: steps may have some."""
         ks = [loop.num_draft_tokens for loop in inputs]
-        accepted = torch.zeros(1, dtype=torch.int64, device=kv.device) if leaf else None
-        return cls(graph, source, kv, torch.tensor(ks, device=kv.device), max(ks), accepted)
+        shift = torch.zeros(1, dtype=torch.int64, device=kv.device) if leaves else None
+        return cls(graph, source, kv, torch.tensor(ks, device=kv.device), max(ks), shift)
 
     @property
     def num_seqs(self) -> int:
@@ -172,7 +208,11 @@ class DraftedSteps:
     @property
     def width(self) -> int:
         """Numbers of the row of a sequence."""
-        return FIELDS + 2 * self.k
+        return FIELDS + 2 * self.k + 3 * self.most_leaves
+
+    @property
+    def most_leaves(self) -> int:
+        return 0 if self.shift is None else MOST_LEAVES
 
     @torch.inference_mode()
     def queue(self, step: int) -> Tensor:
@@ -182,33 +222,39 @@ class DraftedSteps:
         self._put(draft)
         output = self.graph.run()
         settled = self._settle(draft, output)
-        if self.leaf is not None:
-            self._move_leaf(self.leaf)
+        if self.shift is not None:
+            self._move_leaf(self.shift)
         self.source.go_on(step, settled.progress, self._states(output))
         return settled.rows
 
     def looped_step(self, row: list[int]) -> LoopedStep:
         """The row that the device has left of a step (step_kernels.settle)."""
-        accepted, next_token, made, has_leaf, leaf_accepted, leaf, leaf_stated = row[:FIELDS]
-        drafted, stated = row[FIELDS : FIELDS + made], row[FIELDS + self.k : FIELDS + self.k + made]
-        nodes, tokens = list(range(accepted)), drafted[:accepted]
-        if has_leaf:
-            drafted, stated = [*drafted, leaf], [*stated, leaf_stated]
-        if leaf_accepted:
-            nodes, tokens = [*nodes, made], [*tokens, leaf]
+        accepted, next_token, made, num_leaves, accepted_leaf = row[:FIELDS]
+        drafted, stated = (row[start : start + made] for start in (FIELDS, FIELDS + self.k))
+        nodes, parents = list(range(accepted)), list(range(ROOT, made - 1))
+        if num_leaves:
+            first = FIELDS + 2 * self.k
+            leaves, depths, leaf_stated = (row[first + part * MOST_LEAVES :][:num_leaves] for part in range(3))
+            drafted, stated = drafted + leaves, stated + leaf_stated
+            parents += [depth - 2 for depth in depths]  # a node's depth is one more than its number in the chain
+        if accepted_leaf:
+            nodes.append(accepted_leaf - 1)
         confidence = [part / CONFIDENCE_UNIT for part in stated] if stated and stated[0] >= 0 else None
-        verified = VerifyResult(nodes, next_token, tokens)
-        return LoopedStep(drafted, verified, confidence=confidence, has_leaf=bool(has_leaf))
+        verified = VerifyResult(nodes, next_token, [drafted[node] for node in nodes])
+        return LoopedStep(drafted, verified, confidence=confidence, num_leaves=num_leaves, parents=parents)
 
     def _put(self, draft: DraftOutput) -> None:
         inputs, nodes = self.graph.buffers, self.graph.key.size.nodes
-        batch, second, stated = inputs.batch, *self._second(draft)
+        batch, second, leaf_limits = inputs.batch, self._second(draft), self.source.leaf_limits
         put_drafts[(self.num_seqs,)](
-            *(draft.tokens, second, stated, self._count(draft), self.limits),
+            *(draft.tokens, self._stated(draft), second.tokens, second.stated),
+            *(draft.tokens if leaf_limits is None else leaf_limits, self._count(draft), self.limits),
             *(inputs.token_ids, batch.counts, batch.depths, batch.tree_mask),
-            *(draft.tokens.stride(0), nodes, self.k, LEAST_LEAF),
+            *(draft.tokens.stride(0), nodes, self.k),
             HAS_COUNT=draft.count is not None,
-            HAS_LEAF=self._has_leaf(draft),
+            HAS_LEAVES=self._has_leaves(draft),
+            MOST_LEAVES=self.most_leaves,
+            BINS=BINS,
             BLOCK=BLOCK,
             num_warps=1,
         )
@@ -218,15 +264,14 @@ class DraftedSteps:
         accepted, grown = torch.empty(2, self.num_seqs, dtype=torch.int64, device=device)
         last_tokens = torch.empty(self.num_seqs, 2, dtype=torch.int64, device=device)
         rows = torch.empty(self.num_seqs, self.width, dtype=torch.int64, device=device)
-        second, second_stated = self._second(draft)
-        stated = second_stated if draft.confidence is None else draft.confidence
         settle[(self.num_seqs,)](
-            *(draft.tokens, stated, second, second_stated, self._count(draft), self.limits),
-            *(output.best, inputs.token_ids, inputs.batch.counts, inputs.batch.lengths),
-            *(accepted, grown, last_tokens, accepted if self.leaf is None else self.leaf, rows),
+            *(draft.tokens, self._stated(draft), self._second(draft).stated, self._count(draft), self.limits),
+            *(output.best, inputs.token_ids, inputs.batch.counts, inputs.batch.depths, inputs.batch.lengths),
+            *(accepted, grown, last_tokens, accepted if self.shift is None else self.shift, rows),
             *(draft.tokens.stride(0), nodes, self.k),
             HAS_COUNT=draft.count is not None,
-            HAS_LEAF=self._has_leaf(draft),
+            HAS_LEAVES=self._has_leaves(draft),
+            MOST_LEAVES=self.most_leaves,
             HAS_CONFIDENCE=draft.confidence is not None,
             UNIT=CONFIDENCE_UNIT,
             FIELDS=FIELDS,
@@ -235,23 +280,26 @@ class DraftedSteps:
         )
         return _Settled(rows, LoopProgress(accepted, self._by_sequence(output.best), grown, last_tokens))
 
-    def _move_leaf(self, leaf: Tensor) -> None:
+    def _move_leaf(self, shift: Tensor) -> None:
         keys, batch = self.kv.keys, self.graph.buffers.batch
         size = keys[0, 0].numel()
         move_leaf[(keys.shape[0],)](
-            *(keys, self.kv.values, batch.blocks, batch.lengths, leaf, keys.stride(0), self.kv.block_size),
+            *(keys, self.kv.values, batch.blocks, batch.lengths, shift, keys.stride(0), self.kv.block_size),
             SIZE=size,
             BLOCK=1 << (size - 1).bit_length(),
         )
 
-    def _has_leaf(self, draft: DraftOutput) -> bool:
-        return self.leaf is not None and draft.second is not None
+    def _has_leaves(self, draft: DraftOutput) -> bool:
+        return self.shift is not None and draft.second is not None and draft.confidence is not None
 
-    def _second(self, draft: DraftOutput) -> tuple[Tensor, Tensor]:
-        """Second choices and how likely they are; any tensors where they are not read."""
+    def _second(self, draft: DraftOutput) -> _SecondChoices:
         if draft.second is None or draft.second_confidence is None:
-            return draft.tokens, draft.tokens
-        return draft.second, draft.second_confidence
+            return _SecondChoices(draft.tokens, draft.tokens)
+        return _SecondChoices(draft.second, draft.second_confidence)
+
+    def _stated(self, draft: DraftOutput) -> Tensor:
+        """Confidences; any tensor where they are not read."""
+        return draft.tokens if draft.confidence is None else draft.confidence
 
     def _count(self, draft: DraftOutput) -> Tensor:
         return self.limits if draft.count is None else draft.count
@@ -303,7 +351,8 @@ class DraftModelSource(LoopSource):
         """limits: where chains end earlier, if the device can tell."""
         self._passes, self._kv, self._max_seq_len, self._vocab_size = passes, kv, max_seq_len, vocab_size
         self._catch_up, self._limits = catch_up, limits
-        self.sends_leaves = limits is not None
+        self._leaves = None if limits is None else LeafWords(kv.device)
+        self.leaf_limits = None if self._leaves is None else self._leaves.words
         self._inputs: list[LoopInput] = []
         self._graph: DraftGraph | None = None
 
@@ -327,6 +376,8 @@ class DraftModelSource(LoopSource):
     def _set_chain(self, graph: DraftGraph) -> None:
         """How far chains go, and the part of the vocabulary that they are chosen from, as it seems now."""
         limits, k = None if self._limits is None else self._limits(), max(map(_k, self._inputs))
+        if self._leaves is not None and limits is not None:
+            self._leaves.set(limits)
         graph.buffers.chain.set(k, limits, draft_vocabulary(self._vocab_size, [loop.ids for loop in self._inputs]))
 
     def _made_ready(self, drafts: list[DraftInput], num_tokens: int) -> bool:

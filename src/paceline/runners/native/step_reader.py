@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.core.types import STEPS_AHEAD, LoopInput
+from paceline.core.looped_steps import STEPS_AHEAD, LoopInput
 from paceline.device.memory import host_buffer
 from paceline.runners.native.kv_cache import own
 

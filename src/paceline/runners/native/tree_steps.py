@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_tree import ROOT
+from paceline.core.looped_steps import LoopedStep, LoopProgress
 from paceline.core.protocols import LoopSource
-from paceline.core.types import DraftOutput, LoopedStep, LoopProgress, RowOutput, VerifyResult
+from paceline.core.types import DraftOutput, RowOutput, VerifyResult
 from paceline.runners.native.decode_graphs import ForwardGraph, PassOutput
 from paceline.runners.native.kv_cache import KVCache
 from paceline.runners.native.outputs import by_sequence

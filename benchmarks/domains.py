@@ -3,11 +3,14 @@
     python benchmarks/domains.py --dtype int4,int8                         the default model, about 12 minutes
     python benchmarks/domains.py --dtype bf16 --device cuda --model BIG --draft SMALL --rows plain,draft:auto,auto
 
-Every row is a fresh process that meets all prompts for the first time, as in fresh.py, whose rows it takes. All rows
-run once and then once more in the other order (--repeats), so that a machine that gets slower slows all of them. Each
-cell is tokens per second over the prompts of a domain, prefill included; the last line is `auto` over the best of the
-others. The text that is edited is the prediction, for the rows `auto` and `prediction`. Texts that differ from plain
-decoding's are counted, and make the exit status 1.
+Every row is a fresh process that meets all prompts for the first time, as in fresh.py, whose rows it takes. The
+processes of all rows take turns: each meets the first prompt, each the second, and so on, so that a machine that gets
+slower slows all of them alike. All of it runs --repeats times. --apart runs one process after another instead, where
+the models do not fit side by side.
+
+Each cell is tokens per second over the prompts of a domain, prefill included; the last line is `auto` over the best of
+the others. The text that is edited is the prediction, for the rows `auto` and `prediction`. Texts that differ from
+plain decoding's are counted, and make the exit status 1.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, it knows only its own folder
 from benchmarks.fresh import row_options
-from benchmarks.fresh_process import AUTO, PLAIN, FreshResult, Job, in_fresh_process
+from benchmarks.fresh_process import AUTO, PLAIN, FreshResult, Job, in_fresh_process, in_turns
 
 PREDICTION, EDITS = "prediction", "edits"
 DOMAINS = ("code", "chat", "maths", "summarising")
@@ -122,15 +125,17 @@ def job_of(name: str, dtype: str, args: argparse.Namespace, prompts: list[Domain
 
 
 def measured_rows(dtype: str, args: argparse.Namespace, prompts: list[DomainPrompt]) -> list[DomainRow]:
-    """Every row, in both orders in turns."""
-    rows = {name: DomainRow(name) for name in dict.fromkeys((PLAIN, *args.rows.split(",")))}
+    """Every row, in both orders."""
+    rows = [DomainRow(name) for name in dict.fromkeys((PLAIN, *args.rows.split(",")))]
     expected: list[Any] = []
     for repeat in range(args.repeats):
-        for row in list(rows.values())[:: -1 if repeat % 2 else 1]:
-            result = in_fresh_process(job_of(row.name, dtype, args, prompts))
-            expected = expected or result.first.outputs  # plain is first
+        ordered = rows[:: -1 if repeat % 2 else 1]
+        jobs = [job_of(row.name, dtype, args, prompts) for row in ordered]
+        results = [in_fresh_process(job) for job in jobs] if args.apart else in_turns(jobs)
+        expected = expected or results[0].first.outputs  # plain is first
+        for row, result in zip(ordered, results):
             row.add(result, prompts, expected)
-    return list(rows.values())
+    return rows
 
 
 def table(dtype: str, rows: list[DomainRow]) -> list[list[str]]:
@@ -161,6 +166,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-prompts", type=int, default=4, metavar="N", help="of each domain (4)")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="processes of each row (2)")
+    parser.add_argument("--apart", action="store_true", help="one process after another, not all in turns")
     parser.add_argument("--json", metavar="OUT", help="write everything measured to this file")
     return parser.parse_args(argv)
 

@@ -1,10 +1,14 @@
 """One row of benchmarks/fresh.py: a process that loads a model and meets all prompts twice.
 
     python benchmarks/fresh_process.py JOB.json OUT.json     as fresh.py starts it
+
+Rows of benchmarks/domains.py take turns: all processes are there at once, and each meets the same prompt before any
+meets the next one, so that a machine that gets slower slows all of them alike.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,12 +18,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 PLAIN, DRAFT, AUTO = "plain", "draft", "auto"
 LOCAL = "local"
+READY, DONE = "ready", "done"  # what a process that takes turns says
 HF, LLAMA_CPP = "hf", "llama_cpp"
 HF_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -45,6 +50,7 @@ class Job:
     python: str | None = None
     predictions: list[str | None] | None = None  # of each prompt: the output that the client expects
     once: bool = False  # no second time
+    in_turns: bool = False  # each prompt waits until its turn comes
     engine_options: dict[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
     row_seconds: float | None = None
@@ -91,6 +97,8 @@ def run_job(job: Job, started: float) -> FreshResult:
     """In the fresh process: load, then all prompts twice. started: when the process was started."""
     generate = {"paceline": open_paceline, HF: open_hf, LLAMA_CPP: open_llama_cpp}[job.kind](job)
     ready = time.time() - started
+    if job.in_turns:
+        tell(READY)
     return FreshResult(job, measured(job, generate), Pass() if job.once else measured(job, generate), ready)
 
 
@@ -99,11 +107,20 @@ def measured(job: Job, generate: GenerateBatch) -> Pass:
     begins, as in a server."""
     result, together = Pass(), 1 if job.batch == 1 else max(1, len(job.prompts))
     for start in range(0, len(job.prompts), together):
+        if job.in_turns and sys.stdin.readline() == "":
+            raise RuntimeError("the benchmark has ended")
         began = time.perf_counter()
         generate(job.prompts[start : start + together], result)
         result.each.append(time.perf_counter() - began)
         result.seconds += result.each[-1]
+        if job.in_turns:
+            tell(DONE)
     return result
+
+
+def tell(word: str) -> None:
+    """The process that started this one."""
+    print(word, flush=True)
 
 
 def open_paceline(job: Job) -> GenerateBatch:
@@ -212,21 +229,97 @@ def in_fresh_process(job: Job) -> FreshResult:
     """Run one job in a process of its own; a failure becomes a row that says so."""
     print(f"{job.name}, batch {job.batch} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        job_file, out = Path(folder) / "job.json", Path(folder) / "out.json"
-        job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
-        command = [job.python or sys.executable, __file__, str(job_file), str(out)]
+        files = JobFiles(Path(folder))
         try:
-            done = run_whole(command, job.row_seconds)
+            done = run_whole(files.command(job), job.row_seconds)
         except subprocess.TimeoutExpired:
             return FreshResult(job, error=f"not finished after {job.row_seconds:g} s")
-        if done.returncode or not out.exists():
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return FreshResult(job, error=lines[-1] if lines else f"exit status {done.returncode}")
-        document = json.loads(out.read_text())
-    result = FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
-    # Said at once: whatever ends a long run later does not take this figure with it.
-    print(f"  first {result.first.rate:.1f}, warm {result.warm.rate:.1f} tokens/s", file=sys.stderr, flush=True)
-    return result
+        return files.result(job, done.returncode, done.stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class JobFiles:
+    """What is handed to a process, and what it hands back."""
+
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out.json"
+
+    def command(self, job: Job) -> list[str]:
+        job_file = self.folder / "job.json"
+        job_file.write_text(json.dumps({"job": asdict(job), "started": time.time()}))
+        return [job.python or sys.executable, __file__, str(job_file), str(self.out)]
+
+    def result(self, job: Job, status: int, errors: str) -> FreshResult:
+        if status or not self.out.exists():
+            lines = [line for line in errors.splitlines() if line.strip()]
+            return FreshResult(job, error=lines[-1] if lines else f"exit status {status}")
+        document = json.loads(self.out.read_text())
+        result = FreshResult(job, Pass(**document["first"]), Pass(**document["warm"]), document["ready"])
+        # Said at once: whatever ends a long run later does not take this figure with it.
+        print(f"  first {result.first.rate:.1f}, warm {result.warm.rate:.1f} tokens/s", file=sys.stderr, flush=True)
+        return result
+
+
+class Player:
+    """A process that takes turns. Its model is loaded when it has been made, or it has failed."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        print(f"{job.name} …", file=sys.stderr, flush=True)
+        self.job, self.files, self._errors = job, JobFiles(folder), (folder / "errors").open("w+")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
+        self.process = subprocess.Popen(self.files.command(job), **pipes, start_new_session=True)
+        self.has_failed = not self._hears(READY)
+
+    def take_turn(self) -> None:
+        if self.has_failed:
+            return
+        assert self.process.stdin is not None
+        try:
+            print(file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            self.has_failed = True
+            return
+        self.has_failed = not self._hears(DONE)
+
+    def result(self) -> FreshResult:
+        status = self.process.wait()
+        self._errors.seek(0)
+        return self.files.result(self.job, status, self._errors.read())
+
+    def end(self) -> None:
+        """Harmless for one that has ended."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for stream in (self.process.stdin, self.process.stdout, self._errors):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+    def _hears(self, word: str) -> bool:
+        """Whether the process says this before it ends. Libraries may print other lines."""
+        assert self.process.stdout is not None
+        return any(line.strip() == word for line in iter(self.process.stdout.readline, ""))
+
+
+def in_turns(jobs: list[Job]) -> list[FreshResult]:
+    """All jobs at once, each in a fresh process. They load one after another; then each meets the first prompt, each
+    the second, and so on, now in one order and now in the other."""
+    players: list[Player] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for number, job in enumerate(jobs):
+                own = Path(folder) / str(number)
+                own.mkdir()
+                players.append(Player(replace(job, in_turns=True), own))
+            for turn in range(len(jobs[0].prompts)):
+                for player in players[:: -1 if turn % 2 else 1]:
+                    player.take_turn()
+            return [player.result() for player in players]
+        finally:
+            for player in players:
+                player.end()
 
 
 def run_whole(command: list[str], seconds: float | None) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.domains import DOMAINS, EDITS, DomainRow, auto_over_best, domain_prompts, job_of, main, parse, table
-from benchmarks.fresh_process import FreshResult, Job, Pass
+from benchmarks.fresh_process import FreshResult, Job, Pass, in_turns
 
 
 def row(name: str, rate: float, different: int = 0) -> DomainRow:
@@ -45,13 +46,26 @@ def test_only_rows_that_use_predictions_get_them() -> None:
 
 
 @pytest.mark.slow
-def test_one_command_prints_the_table(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("order", [[], ["--apart"]])
+def test_one_command_prints_the_table(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], order: list[str]
+) -> None:
     out = tmp_path / "out.json"
     limits = ["--limit-prompts", "1", "--max-new-tokens", "4", "--repeats", "1", "--rows", "plain,auto"]
-    arguments = ["--model", str(tiny_folder), "--dtype", "fp32", "--device", "cpu", *limits]
+    arguments = ["--model", str(tiny_folder), "--dtype", "fp32", "--device", "cpu", *limits, *order]
     assert main([*arguments, "--json", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("| fp32 | code | chat | maths | summarising | edits |")
     assert lines[-1].startswith("| auto / best single | ")
     [plain, auto] = json.loads(out.read_text())["fp32"]
     assert plain["tokens"] == auto["tokens"] == dict.fromkeys((*DOMAINS, EDITS), 4)
+
+
+@pytest.mark.slow
+def test_processes_that_take_turns_are_measured_and_one_that_fails_says_why(tiny_folder: Path) -> None:
+    fine = Job("plain", 1, ["a", "b"], str(tiny_folder), dtype="fp32", device="cpu", max_new_tokens=4, once=True)
+    missing = replace(fine, name="missing", model=str(tiny_folder / "nothing"))
+    first, failed, second = in_turns([fine, missing, fine])
+    assert first.error is None and first.first.tokens == 8 and len(first.first.each) == 2
+    assert first.first.outputs == second.first.outputs
+    assert failed.error is not None and "nothing" in failed.error

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.confidence import ConfidenceTable
 from paceline.core.cost_model import CostCurve, CostModel, StepTiming
-from paceline.core.draft_tree import DraftTree, chain, select
+from paceline.core.draft_tree import DraftTree, chain, empty, select, with_source
 from paceline.core.draft_value import DraftValue
 from paceline.core.sequence import Sequence
 from paceline.core.types import RowOutput, StepResult, VerifyResult
@@ -94,8 +94,30 @@ def test_where_drafts_are_accepted_a_token_is_worth_less_time() -> None:
     value = value_of(0.1)
     assert value.token_seconds(1) == 1.0
     for _ in range(200):
-        value.stepped(StepTiming(0.0, 1.3, 4, 3, 1), emitted=4, draft_seconds=0.0)
+        value.stepped(StepTiming(0.0, 1.3, 4, 3, 1), [step_of("", 3)], draft_seconds=0.0)
     assert value.token_seconds(1) == pytest.approx(1.3 / 4, rel=0.02)
+
+
+def step_of(source: str, num_accepted: int) -> StepResult:
+    """A step whose draft tokens were all accepted."""
+    tokens = [5] * num_accepted
+    tree = with_source(chain(tokens) if tokens else empty(), source)
+    return StepResult(tree, VerifyResult(list(range(num_accepted)), 6, tokens), NO_OUTPUT, [*tokens, 6])
+
+
+def test_where_lookups_know_nothing_a_token_is_worth_what_it_takes_there() -> None:
+    """Half of the steps are looked up and bring eight tokens, the others are plain: a head would save plain steps."""
+    value = value_of(0.0)
+    value.worth.draft_beside_lookups(["head"])
+    plain, drafted = StepTiming(0.0, 1.0, 1, 0, 1, 0), StepTiming(0.5, 1.0, 2, 1, 1)
+    for _ in range(200):
+        value.stepped(StepTiming(0.0, 1.0, 8, 7, 1), [step_of("lookup", 7)], draft_seconds=0.0)
+        value.stepped(plain, [step_of("", 0)], draft_seconds=0.0)
+    assert value.token_seconds(1) == value.worth.of("lookup", 1) == pytest.approx(2 / 9, rel=0.03)
+    assert value.worth.of("head", 1) == pytest.approx(1.0, rel=0.02)
+    for _ in range(200):
+        value.stepped(drafted, [step_of("head", 1)], draft_seconds=0.5)
+    assert value.worth.of("head", 1) == pytest.approx(1.5 / 2, rel=0.02), "and once it drafts, what it takes itself"
 
 
 def test_a_source_without_confidences_has_a_best_length_by_depth() -> None:

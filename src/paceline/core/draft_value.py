@@ -22,12 +22,11 @@ from paceline.core.draft_tree import ROOT, DraftTree, depths, select
 from paceline.core.looped_steps import ChainLimits, LeafLimits
 from paceline.core.sequence import Sequence
 from paceline.core.source_record import ByBatchSize, DraftStats, SourceRecord, seconds_each
+from paceline.core.token_worth import TokenWorth
 from paceline.core.types import StepResult
 
 PREDICTION = "prediction"
-FADE = 0.98  # of what earlier steps gained, by each further step
 AHEAD = (1, 2, 4, 8)  # draft tokens over which a step in the cost of a pass is spread
-MAX_SPEEDUP = 32.0
 MANY = 4  # draft tokens of a sequence over which what one adds to a pass is measured
 LEAST_LEAF = 0.03  # tokens: what a second choice must promise, however cheap the curve says that it is
 LEAST_SURVIVAL = 0.02  # a draft token that is nearly never accepted is not sent, however cheap the curve says it is
@@ -74,9 +73,8 @@ class DraftValue:
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._records: dict[tuple[str, str], SourceRecord] = {}
-        self._tokens = self._seconds = 1.0  # of recent steps, of one sequence; the seconds in plain steps
+        self.worth = TokenWorth(costs)
         self._weighed: _Weighed | None = None  # the last draft of this step whose gain was asked for
-        self._token_seconds: dict[int, float] = {}  # by size of batch, in this step
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
@@ -93,13 +91,8 @@ class DraftValue:
         return deepcopy(known[-1]) if known else SourceRecord()
 
     def token_seconds(self, num_seqs: int) -> float:
-        """What a token takes in a batch of this size: less than in a plain step where drafts are accepted."""
-        seconds = self._token_seconds.get(num_seqs)
-        if seconds is None:
-            speedup = min(max(1.0, self._tokens / self._seconds), MAX_SPEEDUP)
-            plain = self.costs.plain_pass(num_seqs) or 1.0  # by a clock that stands still
-            seconds = self._token_seconds[num_seqs] = plain / (num_seqs * speedup)
-        return seconds
+        """What a token takes lately in a batch of this size."""
+        return self.worth.of_any(num_seqs)
 
     def survival(self, seq: Sequence, tree: DraftTree) -> list[float]:
         """Of every node: the probability that it and all before it are accepted."""
@@ -127,7 +120,7 @@ class DraftValue:
             return self._gain_among(seq, tree, num_seqs)
         drafts = self.cut([seq], [tree])
         self._weighed = _Weighed(seq, tree, drafts)
-        return drafts.tokens[0] * self.token_seconds(1) - drafts.added[0]
+        return drafts.tokens[0] * self.worth.of(tree.source, 1) - drafts.added[0]
 
     def _gain_among(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> float:
         survival, nodes, costs = self.survival(seq, tree), list(range(len(tree))), self.costs.of(num_seqs)
@@ -135,7 +128,7 @@ class DraftValue:
             nodes = [candidate.node for candidate in self._sent(num_seqs, [survival], num_seqs)]
         tokens = sum([survival[node] for node in nodes if node < len(survival)])
         added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
-        return tokens * self.token_seconds(num_seqs) - added
+        return tokens * self.worth.of(tree.source, num_seqs) - added
 
     def gain_behind(self, seq: Sequence, tree: DraftTree, num_tokens: int, num_seqs: int) -> float:
         """Seconds that the nodes of a draft behind its first so many tokens will save, if these come true."""
@@ -145,10 +138,11 @@ class DraftValue:
         added = costs.pass_of(num_seqs + len(nodes)) - costs.pass_of(num_seqs)
         return sum(nodes) * self.token_seconds(num_seqs) - added
 
-    def usual_gain(self, stats: ByBatchSize[DraftStats], num_seqs: int = 1) -> float:
-        """Seconds that such drafts save lately, less those of making them. 0 before the first one."""
+    def usual_gain(self, stats: ByBatchSize[DraftStats], num_seqs: int = 1, source: str = "") -> float:
+        """Seconds that such drafts save lately, less those of making them. 0 before the first one. source: of tokens
+        that are worth more than usual here."""
         usual = stats.of(num_seqs)
-        return usual.tokens * self.token_seconds(num_seqs) - usual.cost
+        return usual.tokens * self.worth.of(source, num_seqs) - usual.cost
 
     def goes_on(self, seq: Sequence, confidences: list[float], source: str = "") -> bool:
         """Whether a draft token after these, about as sure as the last, is worth making and sending."""
@@ -158,7 +152,7 @@ class DraftValue:
         for confidence in (*confidences, confidences[-1]):
             survival *= record.table.rate(confidence)
         making = max(0.0, record.draft.at(count + 1) - record.draft.at(count))
-        return _pays(self.costs.pass_alone, count + 1, survival * self.token_seconds(1) - making)
+        return _pays(self.costs.pass_alone, count + 1, survival * self.worth.of(source, 1) - making)
 
     def chain_limits(self, seqs: list[Sequence], source: str = "") -> ChainLimits | None:
         """The same for a loop on a device, which decides by itself: one more draft token of all sequences is worth
@@ -211,15 +205,15 @@ class DraftValue:
             return CutDrafts([tree], [0.0], [0.0])
         survival, nodes = self.survival(seq, tree), list(range(len(tree)))
         if is_cuttable(seq, tree):
-            nodes = self._sent_alone(survival)
+            nodes = self._sent_alone(survival, self.worth.of(tree.source, 1))
         tokens = sum([survival[node] for node in nodes if node < len(survival)])
         added = self.costs.pass_alone(1 + len(nodes)) - self.costs.pass_alone(1)
         return CutDrafts([select(tree, nodes)], [tokens], [added])
 
-    def _sent_alone(self, survival: list[float]) -> list[int]:
+    def _sent_alone(self, survival: list[float], worth: float) -> list[int]:
         """As `_sent`, the nodes of one sequence in their order."""
         order = sorted(range(len(survival)), key=survival.__getitem__, reverse=True)
-        pass_of, worth, tokens = self.costs.pass_alone, self.token_seconds(1), 1.0
+        pass_of, tokens = self.costs.pass_alone, 1.0
         for count, node in enumerate(order):
             worth = min(worth, pass_of(1 + count) / tokens)
             if survival[node] < LEAST_SURVIVAL or not _pays(pass_of, 1 + count, survival[node] * worth):
@@ -275,17 +269,10 @@ class DraftValue:
             return
         record.compare(proposed, [*result.verified.tokens, result.verified.next_token])
 
-    def stepped(self, timing: StepTiming, emitted: int, draft_seconds: float) -> None:
-        """A step took about this long to draft and emitted so many tokens. Costs are the learned ones: no hiccups."""
+    def stepped(self, timing: StepTiming, results: list[StepResult], draft_seconds: float) -> None:
+        """A step took about this long to draft. Costs are the learned ones: no hiccups."""
         self._weighed = None
-        self._token_seconds.clear()
-        plain = self.costs.plain_pass(timing.num_seqs)
-        if plain > 0:
-            alone = timing.num_seqs == 1
-            costs = self.costs.pass_alone if alone else self.costs.of(timing.num_seqs).pass_of
-            seconds = costs(timing.nodes) + draft_seconds
-            self._tokens = FADE * self._tokens + emitted / timing.num_seqs
-            self._seconds = FADE * self._seconds + seconds / plain
+        self.worth.stepped(timing, results, draft_seconds)
 
 
 @dataclass(frozen=True, slots=True)

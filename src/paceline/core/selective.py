@@ -145,8 +145,8 @@ class SelectiveDrafts:
                 drafting += self._observe_draft(seq, own, known, timing.num_seqs)
         self._asked.clear()
         if asked or self._kinds:
-            emitted = sum(len(result.emitted) for result in results)
-            self._observe_step(seqs, asked, timing, emitted, drafting, self.value.costs.catching_up(caught_up))
+            self.value.stepped(timing, results, drafting)
+            self._observe_step(seqs, asked, timing, self.value.costs.catching_up(caught_up))
         return len(asked)
 
     def _learn(self, seq: Sequence, own: _Asked, result: StepResult, num_seqs: int) -> None:
@@ -166,7 +166,7 @@ class SelectiveDrafts:
         making = curve.at(count)
         saved = own.tokens * self.value.token_seconds(num_seqs)
         cost = min(own.added + making, saved + MAX_LOSS * self.value.costs.plain_pass(1))
-        record.stats.of(num_seqs).add(own.tokens, cost)
+        record.stats.of(num_seqs).add(own.tokens, cost, self.value.worth.num_steps)
         if saved < cost and own.tree.source:
             return making  # a drafter that chooses among several has tried one that loses; it sees to that itself
         kind = self._kinds[kind_of(seq)]
@@ -174,18 +174,9 @@ class SelectiveDrafts:
         kind.totals.of(num_seqs).add(own.tokens, cost)
         return making
 
-    def _observe_step(
-        self,
-        seqs: list[Sequence],
-        asked: list[Sequence],
-        timing: StepTiming,
-        emitted: int,
-        drafting: float,
-        reading: float,
-    ) -> None:
+    def _observe_step(self, seqs: list[Sequence], asked: list[Sequence], timing: StepTiming, reading: float) -> None:
         plain = self.value.costs.plain_pass(timing.num_seqs)
         self._wide_steps = self._wide_steps + 1 if timing.nodes > timing.num_seqs else 0
-        self.value.stepped(timing, emitted, drafting)
         asked_kinds = {kind_of(seq) for seq in asked}
         for name in {kind_of(seq) for seq in seqs} & self._kinds.keys():
             kind = self._kinds[name]

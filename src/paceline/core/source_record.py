@@ -16,6 +16,7 @@ Kept = TypeVar("Kept")
 DEPTH_WEIGHT = 0.3  # of one draft in how deep nodes reach: high, since a drafter makes trees or it does not
 LEAST_CHAIN_SHARE = 0.9  # depths a draft token adds at least where drafts are chains, some of them with a leaf
 DRAFT_WEIGHT = 0.06  # of one draft in what drafts bring and cost
+STALE = 64  # steps without a draft after which what is known counts half: another sequence has begun
 
 
 @dataclass(slots=True)
@@ -25,13 +26,16 @@ class DraftStats:
     tokens: float = 0.0
     cost: float = 0.0
     num_drafts: int = 0
+    last_step: int = 0
 
-    def add(self, tokens: float, cost: float) -> None:
-        """One more draft, and what is to be expected of it. The first few count alike, later ones fade."""
+    def add(self, tokens: float, cost: float, step: int = 0) -> None:
+        """One more draft, and what is to be expected of it. The first few count alike, later ones fade; the longer
+        there was none, the more the next one counts. step: its number, where steps are counted."""
         if self.num_drafts == 1 and HiccupFilter.OUTLIER * cost < self.cost:
             self.num_drafts = 0  # the very first one was held up
         self.num_drafts += 1
-        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts)
+        idle_steps, self.last_step = max(0, step - self.last_step - 1), step
+        weight = max(DRAFT_WEIGHT, 1.0 / self.num_drafts, idle_steps / (idle_steps + STALE))
         self.tokens += weight * (tokens - self.tokens)
         self.cost += weight * (cost - self.cost)
 

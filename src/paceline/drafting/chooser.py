@@ -111,6 +111,7 @@ class Chooser:
         """names: of the drafters that take time."""
         self.value = value
         self.turns = {name: Turns() for name in names}
+        value.worth.draft_beside_lookups(self.turns)
         self._promised: dict[int, float] = {}  # by the lookups before the last step; of each sequence
         self._has_looped = False
 
@@ -130,10 +131,11 @@ class Chooser:
         """The drafter that drafts for a sequence instead of the lookups; None: their tree is best."""
         best, gain = None, self.value.gain(seq, tree, num_seqs) if len(tree) and self.turns else 0.0
         promised, plain_begins = self.promised(seq, tree, len(tree)), 0.0
-        if gain <= 0:
+        nothing_else = gain <= 0
+        if nothing_else:
             plain_begins = PLAIN_BEGINS * self.value.costs.plain_pass(num_seqs)
         for name, turns in self.turns.items():
-            own = self.usual_gain(seq, name, promised, num_seqs)
+            own = self.usual_gain(seq, name, promised, num_seqs, nothing_else=nothing_else)
             if own > gain and own - turns.cost_of_beginning(seq, plain_begins) > gain:
                 best, gain = name, own
         for name, turns in self.turns.items():
@@ -151,9 +153,13 @@ class Chooser:
             self._promised[seq.seq_id] = promised
         return promised
 
-    def usual_gain(self, seq: Sequence, name: str, promised: float, num_seqs: int) -> float:
-        """Seconds that a drafter gains lately where lookups promise so many tokens."""
-        usual = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs)
+    def usual_gain(
+        self, seq: Sequence, name: str, promised: float, num_seqs: int, *, nothing_else: bool = False
+    ) -> float:
+        """Seconds that a drafter gains lately where lookups promise so many tokens. nothing_else: the step would be a
+        plain one without it."""
+        source = name if nothing_else else ""
+        usual = self.value.usual_gain(self.value.record(seq, name).stats, num_seqs, source)
         if not promised:
             return usual
         return usual + self.turns[name].beside.more(promised) * self.value.token_seconds(num_seqs)

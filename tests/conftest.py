@@ -95,6 +95,16 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture
+def collector_as_before() -> Iterator[None]:
+    """For tests that freeze or unfreeze: afterwards all is frozen again, or every later collection, one for each model
+    that is loaded, would take a second."""
+    enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    yield
+    (gc.freeze if had_frozen else gc.unfreeze)()
+    (gc.enable if enabled else gc.disable)()
+
+
 @pytest.fixture(autouse=True)
 def loggers_as_before() -> Iterator[None]:
     """A command or a benchmark run in this process may set levels and handlers: the next test meets none of that."""

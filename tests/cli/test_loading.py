@@ -102,6 +102,7 @@ def test_a_command_that_fails_leaves_garbage_collection_on(run_command: Any, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("collector_as_before")
 def test_what_was_imported_is_set_aside_once_so_that_a_closed_model_is_collected() -> None:
     class Model:
         def __init__(self) -> None:
@@ -119,6 +120,7 @@ def test_what_was_imported_is_set_aside_once_so_that_a_closed_model_is_collected
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("collector_as_before")
 def test_a_command_inside_another_program_sets_nothing_aside_for_good(
     run_command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

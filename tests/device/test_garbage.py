@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,12 +18,7 @@ class Node:
         self.own = self
 
 
-@pytest.fixture(autouse=True)
-def _collector_as_before() -> Iterator[None]:
-    enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
-    yield
-    (gc.freeze if had_frozen else gc.unfreeze)()  # tests/conftest.py freezes what was collected
-    (gc.enable if enabled else gc.disable)()
+pytestmark = pytest.mark.usefixtures("collector_as_before")
 
 
 @pytest.mark.parametrize("enabled", [True, False])

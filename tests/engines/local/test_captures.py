@@ -62,10 +62,10 @@ class Loaded:
     captured: list[int]  # after the plan's sizes, after the costs, after the rehearsal
 
     @classmethod
-    def of(cls, method: str, *, target_is_one_kernel: bool, draft_is_one_kernel: bool = True) -> Loaded:
+    def of(cls, method: str, *, target_is_one_kernel: bool) -> Loaded:
         pool = CountingPool()
         target = runner(pool, 0.0, one_kernel=target_is_one_kernel)
-        draft = DraftModel(runner(pool, 0.02, one_kernel=draft_is_one_kernel), target.info.vocab_size)
+        draft = DraftModel(runner(pool, 0.02, one_kernel=True), target.info.vocab_size)
         drafter: Drafter = draft if method == "draft_model" else AutoDrafter({"suffix": Suffix()}, {"draft": draft})
         _prepare(target, drafter, PLAN)
         captured = [pool.captured]
@@ -112,16 +112,17 @@ def test_measuring_costs_captures_nothing_that_no_sequence_needs(target_is_one_k
     assert measured == prepared
 
 
-def runs_of(loaded: Loaded) -> list[tuple[Any, ...]]:
-    """Numbers of draft tokens and lengths of prompts of greedy sequences."""
-    pieces = Rehearsal(loaded.engine).preparations(PLAN)
+def runs_of(*, draft_is_one_kernel: bool) -> list[tuple[Any, ...]]:
+    """Numbers of draft tokens and lengths of prompts of the greedy sequences that are rehearsed."""
+    pool = CountingPool()
+    target, draft = runner(pool, 0.0, one_kernel=False), runner(pool, 0.02, one_kernel=draft_is_one_kernel)
+    engine = toy_engine(target, DraftModel(draft, target.info.vocab_size), max_num_seqs=1)
+    pieces = Rehearsal(engine).preparations(PLAN)
     return [piece.args[:2] for piece in pieces if set(piece.keywords) <= {"measured"}]  # type: ignore[attr-defined]
 
 
 def test_long_prompts_are_rehearsed_with_the_most_draft_tokens_where_one_graph_serves_all() -> None:
-    quick, other = (
-        runs_of(Loaded.of("draft_model", target_is_one_kernel=False, draft_is_one_kernel=one)) for one in (True, False)
-    )
+    quick, other = (runs_of(draft_is_one_kernel=one) for one in (True, False))
     assert other == [(k, length) for k in (0, *FAST_KS) for length in PROMPTS]
     assert [k for k, length in quick if length == PROMPTS[0]] == [0, *FAST_KS]
     assert [(k, length) for k, length in quick if length > PROMPTS[0]] == [

@@ -14,6 +14,7 @@ import gc
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -80,6 +81,9 @@ def place_in_order(item: pytest.Item) -> int:
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
+NEXT_FREEZE = pytest.StashKey[float]()
+
+
 def pytest_collection() -> None:
     """Modules and thousands of collected tests live to the end: garbage collection would look for nothing in them."""
     gc.disable()
@@ -91,14 +95,37 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+SECONDS_BETWEEN_FREEZES = 20
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a file has imported lives to the end as well. Each model that a later test loads begins with a collection,
+    which would visit all of it: up to a second, in hundreds of tests."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze_now_and_then(item.config)
+
+
+def _freeze_now_and_then(config: pytest.Config) -> None:
+    now = time.monotonic()
+    if now > config.stash.get(NEXT_FREEZE, 0.0):
+        gc.collect()
+        gc.freeze()
+        config.stash[NEXT_FREEZE] = time.monotonic() + SECONDS_BETWEEN_FREEZES
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
 @pytest.fixture
-def collector_as_before() -> Iterator[None]:
+def collector_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For tests that freeze or unfreeze: afterwards all is frozen again, or every later collection, one for each model
     that is loaded, would take a second."""
+    from paceline.device.garbage import FrozenObjects
+
+    monkeypatch.setattr(FrozenObjects, "_program_froze", False)
     enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     yield
     (gc.freeze if had_frozen else gc.unfreeze)()

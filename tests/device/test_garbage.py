@@ -59,6 +59,22 @@ def test_what_the_program_has_frozen_stays_frozen() -> None:
     assert gc.get_freeze_count() > before // 2, "not none; other threads may drop some of them meanwhile"
 
 
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 80 ms where many are."""
+    gc.unfreeze()
+    counted: list[int] = []
+    get_freeze_count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(get_freeze_count()) or counted[-1])
+    ours = FrozenObjects()
+    FrozenObjects().release()
+    ours.release()
+    assert counted == [0] and not get_freeze_count(), "none while ours are frozen"
+    gc.freeze()
+    for _ in range(3):
+        FrozenObjects().release()
+    assert len(counted) == 2 and get_freeze_count(), "those of the program are seen once"
+
+
 def test_what_was_frozen_can_become_garbage_again() -> None:
     gc.unfreeze()
     node = Node()

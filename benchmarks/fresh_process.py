@@ -263,7 +263,7 @@ class JobFiles:
         return result
 
 
-class Player:
+class JobInTurns:
     """A process that takes turns. Its model is loaded when it has been made, or it has failed."""
 
     def __init__(self, job: Job, folder: Path) -> None:
@@ -271,7 +271,7 @@ class Player:
         self.job, self.files, self._errors = job, JobFiles(folder), (folder / "errors").open("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
         self.process = subprocess.Popen(self.files.command(job), **pipes, start_new_session=True)
-        self.has_failed = not self._hears(READY)
+        self.has_failed = not self._waits_for(READY)
 
     def take_turn(self) -> None:
         if self.has_failed:
@@ -282,7 +282,7 @@ class Player:
         except BrokenPipeError:
             self.has_failed = True
             return
-        self.has_failed = not self._hears(DONE)
+        self.has_failed = not self._waits_for(DONE)
 
     def result(self) -> FreshResult:
         status = self.process.wait()
@@ -297,7 +297,7 @@ class Player:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
 
-    def _hears(self, word: str) -> bool:
+    def _waits_for(self, word: str) -> bool:
         """Whether the process says this before it ends. Libraries may print other lines."""
         assert self.process.stdout is not None
         return any(line.strip() == word for line in iter(self.process.stdout.readline, ""))
@@ -306,20 +306,20 @@ class Player:
 def in_turns(jobs: list[Job]) -> list[FreshResult]:
     """All jobs at once, each in a fresh process. They load one after another; then each meets the first prompt, each
     the second, and so on, now in one order and now in the other."""
-    players: list[Player] = []
+    processes: list[JobInTurns] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for number, job in enumerate(jobs):
                 own = Path(folder) / str(number)
                 own.mkdir()
-                players.append(Player(replace(job, in_turns=True), own))
+                processes.append(JobInTurns(replace(job, in_turns=True), own))
             for turn in range(len(jobs[0].prompts)):
-                for player in players[:: -1 if turn % 2 else 1]:
-                    player.take_turn()
-            return [player.result() for player in players]
+                for process in processes[:: -1 if turn % 2 else 1]:
+                    process.take_turn()
+            return [process.result() for process in processes]
         finally:
-            for player in players:
-                player.end()
+            for process in processes:
+                process.end()
 
 
 def run_whole(command: list[str], seconds: float | None) -> subprocess.CompletedProcess[str]:

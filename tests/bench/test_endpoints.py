@@ -42,6 +42,8 @@ def server(
     """A server that answers so, and with `greedy` at temperature 0."""
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
+
         def log_message(self, *args: Any) -> None:
             pass
 

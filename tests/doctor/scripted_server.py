@@ -18,6 +18,7 @@ def scripted_server(reply: Reply, owner: str = "someone") -> Iterator[str]:
     """Chat completions only, whole and streamed."""
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
         protocol_version = "HTTP/1.1"
         num_requests = 0  # on this connection
 

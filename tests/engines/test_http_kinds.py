@@ -83,6 +83,8 @@ def scripted(script: Script) -> Iterator[str]:
     """A server on a socket that plays a script."""
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
+
         def log_message(self, *args: Any) -> None:
             pass
 

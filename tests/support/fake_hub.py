@@ -83,6 +83,7 @@ def fake_hub() -> Iterator[FakeHub]:
     hub = FakeHub()
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *arguments: Any) -> None:

@@ -112,7 +112,7 @@ static void run_block_layer(const Block *block, int index, BlockWork *work, floa
     meet(barrier, threads);
     place_heads(model, layer, offset, rows, &work->work, thread, threads);
     meet(barrier, threads);
-    attend(model, offset, rows, &work->work, thread, threads);
+    attend(model, offset, rows, &work->work, barrier, thread, threads);
     meet(barrier, threads);
     round_groups(work->work.attended, work->work.wide, share_of(rows * query_size / GROUP, thread, threads));
     meet(barrier, threads);

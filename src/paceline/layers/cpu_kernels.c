@@ -25,7 +25,8 @@
 #include <string.h>
 
 enum { GROUP = 32, BLOCK_ROWS = 8, CHUNK = 64, SCALE_BYTES = 2 * BLOCK_ROWS };
-enum { NODE_TILE = 4, KEY_STEP = 64 }; /* of attention; a step of keys fits the first cache */
+/* Of attention: a step of keys fits the first cache; passes of few nodes read it as threads share it out. */
+enum { NODE_TILE = 4, KEY_STEP = 64, FEW_NODES = 16 };
 
 /* How a weight is stored: a matrix of floats, or blocks of eight rows, group after group of 32 columns. */
 enum Kind { FLOAT32, INT4, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K };

@@ -156,14 +156,15 @@ typedef struct {
     int32_t keys, padded;
 } Attending;
 
-INLINE Share keys_in(const Attending *one, int64_t start) {
-    return (Share){start, one->keys - start < KEY_STEP ? one->keys : start + KEY_STEP};
+/* The next keys up to `end`, of those that there are. */
+INLINE Share keys_of(const Attending *one, int64_t start, int64_t end) {
+    const int64_t last = end - start < KEY_STEP ? end : start + KEY_STEP;
+    return (Share){start, one->keys < last ? one->keys : last};
 }
 
-NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
+NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t stride, Share keys, int group,
                            int size) {
     const float scale = 1.0f / sqrtf((float)size);
-    const Share keys = keys_in(one, start);
     for (int64_t key = keys.start; key < keys.end; key += 8) {
         const float *eight[8];
         for (int i = 0; i < 8; i++) {
@@ -174,13 +175,14 @@ NOT_INLINE void score_step(const Attending *one, const float *cached, int64_t st
     }
 }
 
-NOT_INLINE void mix_step(const Attending *one, const float *cached, int64_t stride, int64_t start, int group,
-                         int size) {
-    const Share keys = keys_in(one, start);
-    int column = 0;
-    for (; column + 64 <= size; column += 64)
+NOT_INLINE void mix_step(const Attending *one, const float *cached, int64_t stride, Share keys, Share columns,
+                         int group, int size) {
+    int64_t column = columns.start;
+    for (; column + 64 <= columns.end; column += 64)
         mix_group(cached + column, stride, one->node, keys, one->scores, one->padded, group, 64, one->out + column, size);
-    for (; column < size; column += 16)
+    for (; column + 32 <= columns.end; column += 32)
+        mix_group(cached + column, stride, one->node, keys, one->scores, one->padded, group, 32, one->out + column, size);
+    for (; column < columns.end; column += 16)
         mix_group(cached + column, stride, one->node, keys, one->scores, one->padded, group, 16, one->out + column, size);
 }
 
@@ -203,10 +205,13 @@ static void attend_nodes(const Model *model, int64_t offset, Attending *nodes, i
     int64_t longest = 0;
     for (int i = 0; i < count; i++) longest = nodes[i].keys > longest ? nodes[i].keys : longest;
     for (int64_t start = 0; start < longest; start += KEY_STEP)
-        for (int i = 0; i < count; i++) score_step(nodes + i, model->keys + place, stride, start, group, size);
+        for (int i = 0; i < count; i++)
+            score_step(nodes + i, model->keys + place, stride, keys_of(nodes + i, start, longest), group, size);
     for (int i = 0; i < count; i++) weigh(nodes + i, group, size);
     for (int64_t start = 0; start < longest; start += KEY_STEP)
-        for (int i = 0; i < count; i++) mix_step(nodes + i, model->values + place, stride, start, group, size);
+        for (int i = 0; i < count; i++)
+            mix_step(nodes + i, model->values + place, stride, keys_of(nodes + i, start, longest), (Share){0, size},
+                     group, size);
 }
 
 /* --- layers ----------------------------------------------------------------------------------------------------- */
@@ -219,6 +224,7 @@ typedef struct {
     uint8_t *blocks;
     Input x, wide;
     int64_t score_room, block_room; /* of a thread */
+    int64_t node_scores;            /* of a node, where there are few */
 } Work;
 
 typedef struct {
@@ -295,7 +301,9 @@ static int reserve_work(const Model *model, const Batch *batch, int needs, Work 
     const int64_t nodes = batch->num_nodes, query_size = (int64_t)model->num_heads * model->head_dim;
     const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
     const int64_t inner = query_size > model->intermediate_size ? query_size : model->intermediate_size;
-    work->score_room = (room.keys + 7) / 8 * 8 * (model->num_heads / model->num_kv_heads) * NODE_TILE + 16;
+    const int64_t padded = (room.keys + 7) / 8 * 8, few = nodes <= FEW_NODES ? nodes * model->num_heads * padded : 0;
+    work->node_scores = model->num_heads * padded;
+    work->score_room = padded * (model->num_heads / model->num_kv_heads) * NODE_TILE + 16;
     work->nodes = malloc(nodes * sizeof(Node));
     work->row = malloc(room.row * sizeof(Node));
     work->slots = malloc(room.slots * sizeof(int32_t));
@@ -303,7 +311,7 @@ static int reserve_work(const Model *model, const Batch *batch, int needs, Work 
     work->qkv = malloc(nodes * heads * model->head_dim * sizeof(float));
     work->attended = malloc(nodes * query_size * sizeof(float));
     work->both = malloc(nodes * 2 * model->intermediate_size * sizeof(float));
-    work->scores = malloc(work->score_room * model->num_threads * sizeof(float));
+    work->scores = malloc((few ? few : work->score_room * model->num_threads) * sizeof(float));
     work->block_room = widened_bytes(inner > model->hidden_size ? inner : model->hidden_size);
     work->blocks = malloc(work->block_room * model->num_threads);
     const int x_fits = reserve_input(&work->x, nodes, model->hidden_size, needs);
@@ -349,11 +357,80 @@ static Dealing dealing_of(int64_t nodes, int kv_heads, int group, int threads) {
     return (Dealing){NODE_TILE, group};
 }
 
+/* A node and query heads from `head` on. */
+INLINE Attending attending(const Model *model, const Work *work, int64_t index, int head, float *scores) {
+    const Node *node = work->nodes + index;
+    const int keys = node->seen + node->tail_count, size = model->head_dim;
+    const int64_t heads = model->num_heads + 2 * model->num_kv_heads;
+    return (Attending){node, work->qkv + (index * heads + head) * size, scores,
+                       work->attended + (index * model->num_heads + head) * size, keys, (keys + 7) / 8 * 8};
+}
+
+/* The same in a pass of few nodes, whose scores all have their place. */
+INLINE Attending few_attending(const Model *model, const Work *work, int64_t index, int head) {
+    Attending one = attending(model, work, index, head, work->scores + index * work->node_scores);
+    one.scores += (int64_t)head * one.padded;
+    return one;
+}
+
+/* Some keys of a key head against all nodes, in steps that stay near for the next node. */
+static void score_keys(const Model *model, int64_t offset, int64_t nodes, const Work *work, int kv_head, Share keys) {
+    const int group = model->num_heads / model->num_kv_heads;
+    const float *cached = model->keys + offset + kv_head * model->head_stride;
+    for (int64_t start = keys.start; start < keys.end; start += KEY_STEP)
+        for (int64_t index = 0; index < nodes; index++) {
+            const Attending one = few_attending(model, work, index, kv_head * group);
+            score_step(&one, cached, model->slot_stride, keys_of(&one, start, keys.end), group, model->head_dim);
+        }
+}
+
+static void mix_values(const Model *model, int64_t offset, int64_t nodes, const Work *work, int kv_head, int64_t longest,
+                       Share columns) {
+    const int group = model->num_heads / model->num_kv_heads;
+    const float *cached = model->values + offset + kv_head * model->head_stride;
+    for (int64_t start = 0; start < longest; start += KEY_STEP)
+        for (int64_t index = 0; index < nodes; index++) {
+            const Attending one = few_attending(model, work, index, kv_head * group);
+            mix_step(&one, cached, model->slot_stride, keys_of(&one, start, longest), columns, group, model->head_dim);
+        }
+}
+
+/* Attention of few nodes. Threads share out keys, then heads, then columns of values: each reads a part of the cache
+ * that no other reads, once for all nodes and heads, whatever the number of key heads is. */
+static void attend_few(const Model *model, int64_t offset, int64_t nodes, const Work *work, Barrier *barrier, int thread,
+                       int threads) {
+    const int kv_heads = model->num_kv_heads, parts = model->head_dim / 16;
+    int64_t eights = 0;
+    for (int64_t index = 0; index < nodes; index++) {
+        const int64_t own = few_attending(model, work, index, 0).padded / 8;
+        eights = own > eights ? own : eights;
+    }
+    const Share scored = share_of(kv_heads * eights, thread, threads);
+    for (int64_t at = scored.start, end; at < scored.end; at = end) {
+        const int64_t before = at / eights * eights;
+        end = before + eights < scored.end ? before + eights : scored.end;
+        score_keys(model, offset, nodes, work, at / eights, (Share){8 * (at - before), 8 * (end - before)});
+    }
+    meet(barrier, threads);
+    const Share weighed = share_of(nodes * model->num_heads, thread, threads);
+    for (int64_t at = weighed.start; at < weighed.end; at++) {
+        const Attending one = few_attending(model, work, at / model->num_heads, at % model->num_heads);
+        weigh(&one, 1, model->head_dim);
+    }
+    meet(barrier, threads);
+    const Share mixed = share_of(kv_heads * parts, thread, threads);
+    for (int64_t at = mixed.start, end; at < mixed.end; at = end) {
+        const int64_t before = at / parts * parts;
+        end = before + parts < mixed.end ? before + parts : mixed.end;
+        mix_values(model, offset, nodes, work, at / parts, 8 * eights, (Share){16 * (at - before), 16 * (end - before)});
+    }
+}
+
 /* Every thread takes nodes from the whole pass: later nodes of a prompt have more keys. */
-static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
-    const int size = model->head_dim, kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
+static void attend_many(const Model *model, int64_t offset, int64_t nodes, const Work *work, int thread, int threads) {
+    const int kv_heads = model->num_kv_heads, group = model->num_heads / kv_heads;
     const Dealing dealing = dealing_of(nodes, kv_heads, group, threads);
-    const int64_t heads = model->num_heads + 2 * kv_heads, tiles = (nodes + dealing.nodes - 1) / dealing.nodes;
+    const int64_t tiles = (nodes + dealing.nodes - 1) / dealing.nodes;
     const int parts = dealing.parts, together = group / parts;
     const int64_t items = tiles * kv_heads * parts, step = parts > 1 ? 1 : threads;
     const Share share = parts > 1 ? share_of(items, thread, threads) : (Share){thread, items};
@@ -363,15 +440,17 @@ static void attend(const Model *model, int64_t offset, int64_t nodes, const Work
         float *scores = work->scores + work->score_room * thread;
         Attending tile[NODE_TILE];
         for (int i = 0; i < count; i++) {
-            const Node *node = work->nodes + first + i;
-            const int keys = node->seen + node->tail_count, padded = (keys + 7) / 8 * 8;
-            const float *queries = work->qkv + ((first + i) * heads + head) * size;
-            float *out = work->attended + ((first + i) * model->num_heads + head) * size;
-            tile[i] = (Attending){node, queries, scores, out, keys, padded};
-            scores += (int64_t)padded * together;
+            tile[i] = attending(model, work, first + i, head, scores);
+            scores += (int64_t)tile[i].padded * together;
         }
         attend_nodes(model, offset, tile, count, head / group, together);
     }
+}
+
+static void attend(const Model *model, int64_t offset, int64_t nodes, const Work *work, Barrier *barrier, int thread,
+                   int threads) {
+    if (nodes > FEW_NODES) return attend_many(model, offset, nodes, work, thread, threads);
+    attend_few(model, offset, nodes, work, barrier, thread, threads);
 }
 
 static void run_layer(const Model *model, int index, int64_t nodes, const Work *work, float *hidden,
@@ -388,7 +467,7 @@ static void run_layer(const Model *model, int index, int64_t nodes, const Work *
     meet(barrier, threads);
     place_heads(model, layer, offset, nodes, work, thread, threads);
     meet(barrier, threads);
-    attend(model, offset, nodes, work, thread, threads);
+    attend(model, offset, nodes, work, barrier, thread, threads);
     meet(barrier, threads);
     round_groups(work->attended, work->wide, query_groups);
     meet(barrier, threads);

@@ -137,9 +137,9 @@ def test_every_form_of_attention_gives_the_same_bits(form: str, monkeypatch: pyt
         assert torch.equal(*outputs), f"{group} query heads share a key head"
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 9, 16, 17])
 def test_attention_is_the_same_bits_however_it_is_dealt_out(nodes: int) -> None:
-    """Three key heads do not divide evenly among two threads: tiles of nodes or query heads are divided instead."""
+    """Three key heads do not divide evenly among two threads: keys and columns are divided, or tiles of nodes."""
     runner = runner_of("qwen3", num_attention_heads=9, num_key_value_heads=3, head_dim=32)
     seq_cache, threads, outputs = runner.new_cache(), torch.get_num_threads(), []
     runner.forward([Row.chain(seq_cache, list(range(70)))], last_only=True)

@@ -99,7 +99,10 @@ def run_job(job: Job, started: float) -> FreshResult:
     ready = time.time() - started
     if job.in_turns:
         tell(READY)
-    return FreshResult(job, measured(job, generate), Pass() if job.once else measured(job, generate), ready)
+    result = FreshResult(job, measured(job, generate), Pass() if job.once else measured(job, generate), ready)
+    if job.in_turns:
+        sys.stdin.readline()  # ending is work too: not while another one measures
+    return result
 
 
 def measured(job: Job, generate: GenerateBatch) -> Pass:
@@ -285,6 +288,10 @@ class JobInTurns:
         self.has_failed = not self._waits_for(DONE)
 
     def result(self) -> FreshResult:
+        """Lets the process end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         status = self.process.wait()
         self._errors.seek(0)
         return self.files.result(self.job, status, self._errors.read())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.domains import DOMAINS, EDITS, DomainRow, auto_over_best, domain_prompts, job_of, main, parse, table
-from benchmarks.fresh_process import FreshResult, Job, Pass, in_turns
+from benchmarks.fresh_process import FreshResult, Job, JobInTurns, Pass, in_turns
 
 
 def row(name: str, rate: float, different: int = 0) -> DomainRow:
@@ -69,3 +70,16 @@ def test_processes_that_take_turns_are_measured_and_one_that_fails_says_why(tiny
     assert first.error is None and first.first.tokens == 8 and len(first.first.each) == 2
     assert first.first.outputs == second.first.outputs
     assert failed.error is not None and "nothing" in failed.error
+
+
+@pytest.mark.slow
+def test_a_process_that_is_done_stays_until_all_are(tiny_folder: Path, tmp_path: Path) -> None:
+    job = Job("plain", 1, ["a"], str(tiny_folder), dtype="fp32", device="cpu", max_new_tokens=4, once=True)
+    process = JobInTurns(replace(job, in_turns=True), tmp_path)
+    try:
+        process.take_turn()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.process.wait(timeout=3)
+        assert process.result().first.tokens == 4
+    finally:
+        process.end()

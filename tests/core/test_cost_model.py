@@ -98,6 +98,17 @@ def test_more_tokens_never_cost_a_batch_less() -> None:
     assert costs.of(7).pass_of(8) == 80.0
 
 
+def test_fewer_tokens_never_cost_more_than_was_sampled_of_more() -> None:
+    """Plain passes were measured at a busy moment: draft tokens must not seem free until the next plain one."""
+    curve = CostCurve({1: 11.0, 4: 12.0, 8: 13.0})
+    for _ in range(30):
+        curve.add(4, 5.0)
+    assert curve.at(1) <= curve.at(4) == pytest.approx(5.0, rel=0.02)
+    for _ in range(10):
+        curve.add(1, 6.0)
+    assert curve.at(1) == pytest.approx(6.0, rel=0.1), "what was sampled lately is what it was sampled to be"
+
+
 def test_with_a_grain_only_whole_grains_differ_in_cost() -> None:
     costs = CostModel(CostCurve({1: 10.0, 8: 12.0, 16: 20.0, 24: 28.0}), grain=8)
     assert [costs.width(nodes) for nodes in (1, 8, 9, 15, 16, 17, 30)] == [10.0, 12.0, 20.0, 20.0, 20.0, 28.0, 36.0]

@@ -106,8 +106,10 @@ class CostCurve:
         self._seconds[size], self._samples[size] = value, _Sample(value, self._count, self._drift)
         if self._mixed and size:
             self._limit_larger(size)
-        elif self._given.get(size):
-            self._shift_others(value / self._given[size])
+        elif not self._mixed:
+            self._limit_smaller(size)
+            if self._given.get(size):
+                self._shift_others(value / self._given[size])
         if before is None:
             self._sizes = sorted(self._seconds)
         self._interpolated.clear()
@@ -129,6 +131,13 @@ class CostCurve:
         for larger, sample in self._samples.items():
             if larger > size and self._count - sample.at > self.MIXED_MEMORY:
                 self._seconds[larger] = min(self._seconds[larger], each * larger)
+
+    def _limit_smaller(self, size: int) -> None:
+        """Fewer tokens never cost more: a smaller size that seems to was measured at a busy moment, or long ago."""
+        seconds = self._seconds[size]
+        for smaller, sample in self._samples.items():
+            if smaller < size and self._count - sample.at > self.MIXED_MEMORY:
+                self._seconds[smaller] = min(self._seconds[smaller], seconds)
 
     def _confirm(self, size: int, seconds: float) -> None:
         """The very first sample is kept unless the next one shows that it was held up."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from paceline.errors import ModelNotFound, OptionError, WeightsError
 from paceline.heads import registry
-from paceline.heads.checkpoint import Checkpoint
+from paceline.heads.checkpoint import Checkpoint, WithoutRandomWeights
 from paceline.heads.eagle import EagleHead
 from paceline.heads.eagle1 import Eagle1Head
 from paceline.heads.eagle3 import Eagle3Head
@@ -264,3 +264,11 @@ def test_a_kind_is_added_at_run_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
         save_head(Toy(), tmp_path, layout="tree")
     with pytest.raises(OptionError, match="no head of kind 'nothing'"):
         registry.spec("nothing")
+
+
+def test_weights_that_are_loaded_right_after_are_not_filled_first() -> None:
+    """Filling them took most of the time of loading a head. Nothing drawn: the state of the dice is what it was."""
+    before = torch.get_rng_state()
+    with WithoutRandomWeights():
+        nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelNotFound, WeightsError
 
@@ -21,6 +22,7 @@ SAFE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")
 INDEX = "model.safetensors.index.json"
 SHOWN = 3  # names listed in an error
+FILLS = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, Tensor.uniform_, Tensor.normal_})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +175,15 @@ def number(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class WithoutRandomWeights(TorchFunctionMode):
+    """Modules are made without filling their weights, which are loaded right after: filling took most of the time."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in FILLS:
+            return function(*args, **(kwargs or {}))
+        return args[0] if args else kwargs["tensor"]
 
 
 def install(module: nn.Module, checkpoint: Checkpoint, *, assign: bool = False) -> None:

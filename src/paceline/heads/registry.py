@@ -20,6 +20,7 @@ from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import (
     Checkpoint,
     Provenance,
+    WithoutRandomWeights,
     declared_kind,
     gguf_file,
     plain_name,
@@ -119,10 +120,16 @@ def load_head(
 ) -> Head:
     """The head in a directory. Raises ModelNotFound or WeightsError, also where it is not of the class expected."""
     checkpoint = _stored_head(folder)
-    head = spec_of(checkpoint).load(checkpoint)
+    head = loaded(checkpoint)
     if not isinstance(head, expected):
         raise WeightsError(f"{folder} holds {type(head).__name__}, and {expected.__name__} is needed")
     return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
+
+
+def loaded(checkpoint: Checkpoint) -> nn.Module:
+    """The head of a checkpoint that was read. Raises WeightsError or OptionError."""
+    with WithoutRandomWeights():
+        return spec_of(checkpoint).load(checkpoint)
 
 
 def _stored_head(folder: str | Path) -> Checkpoint:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
-from paceline.heads.registry import spec_of
+from paceline.heads.registry import loaded, spec_of
 from paceline.lint.comparison import STATISTICS, Acceptance, accepts_more, error_probability, most_gained, paired
 from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
@@ -29,7 +27,6 @@ MOST_CHANGES = 4
 BETTER, LOST = 4.0, 2.33  # deviates
 SHARES = (0.15, 0.5)
 TIED = 4.0  # standard errors within which nothing is gained
-FILLS = (torch.Tensor.uniform_, torch.Tensor.normal_)
 FEWEST_ANCHORS, BEGINNING_ANCHORS = 160, 64  # of a share; most wrong readings are told by the first few lines
 
 
@@ -161,8 +158,7 @@ def acceptance(checkpoint: Checkpoint, text: StatedText, k: int = POSITIONS) -> 
 
 def loaded_head(checkpoint: Checkpoint) -> nn.Module:
     """The head of a checkpoint, which keeps its tensors. Raises WeightsError or OptionError."""
-    with _WithoutRandomWeights():
-        return spec_of(checkpoint).load(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval()
+    return loaded(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval()
 
 
 @torch.no_grad()
@@ -171,13 +167,6 @@ def head_acceptance(kind: str, head: nn.Module, text: StatedText, k: int = POSIT
     anchors = text.anchors(k)
     drafts = lint_of(kind).draft(head.to(text.tokens.device), text, anchors, k)
     return Acceptance.of(drafts, text.labels(anchors, k))
-
-
-class _WithoutRandomWeights(TorchFunctionMode):
-    """Modules are made without filling their weights, which are loaded right after and took most of the time."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function in FILLS else function(*args, **(kwargs or {}))
 
 
 class _Trial:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from paceline.bench.endpoints import Endpoint, EndpointPair, EndpointPlan, compa
 from paceline.bench.outcome import Outcome
 from paceline.cli import main
 from paceline.errors import EngineClosed, OptionError
+from tests.support.scripted_http import ScriptedHandler
 
 Answer = Callable[[dict[str, Any]], str]  # request -> output
 DICE = [0.5, 0.3, 0.2]
@@ -41,12 +42,7 @@ def server(
 ) -> Iterator[str]:
     """A server that answers so, and with `greedy` at temperature 0."""
 
-    class Handler(BaseHTTPRequestHandler):
-        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
+    class Handler(ScriptedHandler):
         def do_GET(self) -> None:
             self._reply({"data": [{"id": "dice"}]})
 

@@ -6,8 +6,10 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.support.scripted_http import ScriptedHandler
 
 Json = dict[str, Any]
 Reply = Callable[[Json], Json | None]  # request body -> choice; None: the request is refused
@@ -17,13 +19,9 @@ Reply = Callable[[Json], Json | None]  # request body -> choice; None: the reque
 def scripted_server(reply: Reply, owner: str = "someone") -> Iterator[str]:
     """Chat completions only, whole and streamed."""
 
-    class Handler(BaseHTTPRequestHandler):
-        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
+    class Handler(ScriptedHandler):
         protocol_version = "HTTP/1.1"
         num_requests = 0  # on this connection
-
-        def log_message(self, *args: Any) -> None:
-            pass
 
         def do_GET(self) -> None:
             entry = {"id": "scripted", "owned_by": owner, "max_model_len": 4096}

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ import pytest
 from paceline import SpeculativeDecoder
 from paceline.cli import main
 from paceline.errors import EngineFailed, OptionError, StepFailed
+from tests.support.scripted_http import ScriptedHandler
 from tests.support.tiny import byte_tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -82,12 +83,7 @@ class Script:
 def scripted(script: Script) -> Iterator[str]:
     """A server on a socket that plays a script."""
 
-    class Handler(BaseHTTPRequestHandler):
-        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
+    class Handler(ScriptedHandler):
         def answer(self, text: str, status: int = 200) -> None:
             self.send_response(status)
             self.end_headers()

@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.support.scripted_http import ScriptedHandler
 
 COMMIT = "c0ffee" + "0" * 34
 LARGE = (".safetensors", ".gguf", ".bin")  # what the Hub keeps in large-file storage
@@ -82,12 +84,8 @@ def _entry(name: str, data: bytes) -> dict[str, Any]:
 def fake_hub() -> Iterator[FakeHub]:
     hub = FakeHub()
 
-    class Handler(BaseHTTPRequestHandler):
-        disable_nagle_algorithm = True  # or every answer, sent in two pieces, waits for the first one's receipt
+    class Handler(ScriptedHandler):
         protocol_version = "HTTP/1.1"
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
 
         def do_HEAD(self) -> None:
             self.do_GET()

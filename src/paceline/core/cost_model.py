@@ -75,6 +75,7 @@ class CostCurve:
 
     WEIGHT = 0.2  # of a sample that follows another one
     MEMORY = 32  # samples of other sizes after which an old value counts half
+    STALE = 16  # samples of other sizes after which what a size costs is limited by theirs
     MIXED_MEMORY = 16  # samples within which a second outlier shows that what is measured is mixed
     MIXED_OUTLIER = 2.0
     DRIFT_WEIGHT, MAX_DRIFT, SHIFT_EVERY = 0.03, 1.5, 8
@@ -129,14 +130,14 @@ class CostCurve:
         """Twice the draft tokens cost at most twice as much: a larger size that seems to cost more was held up."""
         each = self._seconds[size] / size
         for larger, sample in self._samples.items():
-            if larger > size and self._count - sample.at > self.MIXED_MEMORY:
+            if larger > size and self._count - sample.at > self.STALE:
                 self._seconds[larger] = min(self._seconds[larger], each * larger)
 
     def _limit_smaller(self, size: int) -> None:
         """Fewer tokens never cost more: a smaller size that seems to was measured at a busy moment, or long ago."""
         seconds = self._seconds[size]
         for smaller, sample in self._samples.items():
-            if smaller < size and self._count - sample.at > self.MIXED_MEMORY:
+            if smaller < size and self._count - sample.at > self.STALE:
                 self._seconds[smaller] = min(self._seconds[smaller], seconds)
 
     def _confirm(self, size: int, seconds: float) -> None:

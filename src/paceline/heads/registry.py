@@ -120,13 +120,13 @@ def load_head(
 ) -> Head:
     """The head in a directory. Raises ModelNotFound or WeightsError, also where it is not of the class expected."""
     checkpoint = _stored_head(folder)
-    head = loaded(checkpoint)
+    head = head_from(checkpoint)
     if not isinstance(head, expected):
         raise WeightsError(f"{folder} holds {type(head).__name__}, and {expected.__name__} is needed")
     return head.eval().to(device=device, dtype=dtype).requires_grad_(False)
 
 
-def loaded(checkpoint: Checkpoint) -> nn.Module:
+def head_from(checkpoint: Checkpoint) -> nn.Module:
     """The head of a checkpoint that was read. Raises WeightsError or OptionError."""
     with WithoutRandomWeights():
         return spec_of(checkpoint).load(checkpoint)

@@ -347,8 +347,8 @@ typedef struct {
     int32_t nodes, parts;
 } Dealing;
 
-/* Nodes that share what they read of the cache go together, and query heads that share a key head. Where that leaves a
- * thread without work, as 3 key heads do 2, tiles have fewer nodes, or heads go alone. */
+/* Nodes that share what they read of the cache go together, and query heads that share a key head. Where that leaves
+ * threads without work, as few key heads leave some of many, tiles have fewer nodes, or heads go alone. */
 static Dealing dealing_of(int64_t nodes, int kv_heads, int group, int threads) {
     for (int tile = NODE_TILE; tile > 0; tile--) {
         const int64_t items = (nodes + tile - 1) / tile * kv_heads;

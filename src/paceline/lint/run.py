@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import OptionError, WeightsError
 from paceline.heads.checkpoint import Checkpoint
-from paceline.heads.registry import loaded, spec_of
+from paceline.heads.registry import head_from, spec_of
 from paceline.lint.comparison import STATISTICS, Acceptance, accepts_more, error_probability, most_gained, paired
 from paceline.lint.reading import HeadReading
 from paceline.lint.registry import lint_of
@@ -158,7 +158,7 @@ def acceptance(checkpoint: Checkpoint, text: StatedText, k: int = POSITIONS) -> 
 
 def loaded_head(checkpoint: Checkpoint) -> nn.Module:
     """The head of a checkpoint, which keeps its tensors. Raises WeightsError or OptionError."""
-    return loaded(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval()
+    return head_from(replace(checkpoint, tensors=dict(checkpoint.tensors))).eval()
 
 
 @torch.no_grad()

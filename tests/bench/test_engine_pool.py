@@ -44,12 +44,14 @@ def test_an_engine_configured_at_start_is_opened_for_each_setting_and_recorded_l
     document = json.loads(printed.out.splitlines()[-1])
     assert [setting["name"] for setting in document["settings"]] == ["plain", "ngram k=3"]
     plain, drafted = document["settings"]
-    assert drafted["lossless"] and drafted["speedup"] > 0 and drafted["tokens_per_step"] >= 1
+    assert drafted["lossless"] and drafted["tokens_per_step"] >= 1
     assert plain["tokens_per_second"] > 0
     assert "not measured: ngram k=auto (the engine foreign needs a number of draft tokens)" in printed.out
     results = json.loads(Path("results.json").read_text())
     jsonschema.validate(results, json.loads(SCHEMA.read_text()))
     assert results["runs"][0]["engine"] == "foreign"
+    is_noise = results["runs"][0]["settings"][1]["noise"] is not None  # of a tiny model on a busy machine
+    assert (drafted["speedup"] is None) if is_noise else drafted["speedup"] > 0
     assert "<svg" in Path("report.html").read_text()
     assert [config.speculative.method for config in OPENED] == ["none", "ngram"]
     assert all(config.cache.prefix_cache_tokens == 0 for config in OPENED)

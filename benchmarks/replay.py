@@ -44,7 +44,7 @@ from paceline.drafting.prediction import Prediction
 from paceline.drafting.suffix import Suffix
 
 LOOKUPS: dict[str, Callable[[], Drafter]] = {"ngram": Ngram, "suffix": Suffix, "prediction": Prediction}
-LENGTHS = (1, 4, 15)  # draft tokens whose time is measured
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 11, 15)  # draft tokens whose time is measured
 TIMED_PLACES = 40  # of the first prompt
 LOOKUP_SECONDS = 0.06e-3
 NO_OUTPUT = RowOutput(torch.empty(0, 0))

@@ -133,7 +133,7 @@ def asked(value: DraftValue, seq: Sequence, sent: int, slope: float, rounds: int
     for _ in range(rounds):
         length = value.useful_length(seq, 15)
         record.draft.add(length, 0.3 + slope * length)
-        record.depths.observe(length, min(length, sent), 0.5 * min(length, sent))
+        record.depths.observe(length, [0.5] * min(length, sent))
     return value.useful_length(seq, 15)
 
 
@@ -152,7 +152,7 @@ def test_a_source_that_makes_fewer_than_there_is_room_for_is_asked_for_what_is_s
         lengths.append(value.useful_length(seq, 16))
         made = min(lengths[-1], 15)
         record.draft.add(made, 0.3 + 0.05 * made)
-        record.depths.observe(made, min(made, 3), 0.5 * min(made, 3))
+        record.depths.observe(made, [0.5] * min(made, 3))
     assert lengths[0] == 16 and lengths[-1] in (3, 4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,7 +116,16 @@ needs_x86 = pytest.mark.skipif(MACHINES.get(platform.machine()) is not X86, reas
 FORMS = {  # the compiler's flags of CPUs with less than this one may have
     "256 bits": Machine("x86", (*X86.options, "-DPACELINE_256_BITS")),
     "AVX2": Machine("x86", (*X86.options, "-march=haswell")),
+    "AVX-512 without VNNI": Machine("x86", (*X86.options, "-march=skylake-avx512")),
 }
+
+
+AVX512_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+
+
+def cpu_flags() -> list[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split() for line in lines if line.startswith("flags")), [])
 
 
 def every_kind(rows: int, columns: int) -> dict[str, WeightBlocks]:
@@ -132,8 +142,6 @@ def all_products(kinds: dict[str, WeightBlocks], x: Tensor) -> dict[str, Tensor]
     return {name: blocks_product(x, joined([blocks]), None) for name, blocks in kinds.items()}
 
 
-@needs_x86
-@pytest.mark.slow  # compiles all kernels
 def test_the_first_rows_of_a_weight_are_read_alone_and_give_the_same_bits() -> None:
     x = torch.randn(3, 256)
     for name, blocks in every_kind(64, 256).items():
@@ -145,9 +153,12 @@ def test_the_first_rows_of_a_weight_are_read_alone_and_give_the_same_bits() -> N
     assert BlockedLinear((blocks, blocks)).first_rows(24) is None
 
 
-@pytest.mark.slow
+@needs_x86
+@pytest.mark.slow  # compiles all kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "AVX-512" in form and not set(AVX512_FLAGS) <= set(cpu_flags()):
+        pytest.skip("needs a CPU with AVX-512")
     kinds = every_kind(37, 512)
     assert len(kinds) == len(GGUF_KINDS) + 3
     x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1))

@@ -18,8 +18,7 @@ def useful_length(record: SourceRecord, costs: CostModel, limit: int) -> int:
     longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
     if longest < 2 or record.stops_itself:
         return limit
-    each = (record.draft.at(longest) - record.draft.at(1)) / (longest - 1)  # neighbours alone would be noise
-    length = record.depths.length(longest, each)
+    length = record.depths.length(longest, record.draft.at)
     saved = record.draft.at(longest) - record.draft.at(length)
     return length if saved > WORTH_SAVING * costs.plain_pass(1) else limit
 

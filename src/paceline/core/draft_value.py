@@ -48,10 +48,10 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class CutDrafts:
-    """The trees of a batch as they are sent, the tokens that each is expected to bring, and its seconds in the pass."""
+    """The trees of a batch as they are sent, the survival of their nodes, and what each adds to the pass in seconds."""
 
     trees: list[DraftTree]
-    tokens: list[float]
+    survival: list[list[float]]
     added: list[float]
 
 
@@ -120,7 +120,7 @@ class DraftValue:
             return self._gain_among(seq, tree, num_seqs)
         drafts = self.cut([seq], [tree])
         self._weighed = _Weighed(seq, tree, drafts)
-        return drafts.tokens[0] * self.worth.of(tree.source, 1) - drafts.added[0]
+        return sum(drafts.survival[0]) * self.worth.of(tree.source, 1) - drafts.added[0]
 
     def _gain_among(self, seq: Sequence, tree: DraftTree, num_seqs: int) -> float:
         survival, nodes, costs = self.survival(seq, tree), list(range(len(tree))), self.costs.of(num_seqs)
@@ -189,26 +189,26 @@ class DraftValue:
         nodes = [list(range(len(tree))) if stays else [] for tree, stays in zip(trees, whole)]
         for candidate in sent:
             nodes[candidate.index].append(candidate.node)
-        kept = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
-        tokens = [sum(own[node] for node in sent_nodes if node < len(own)) for own, sent_nodes in zip(weights, nodes)]
-        return CutDrafts(kept, tokens, self._added([len(own) for own in nodes]))
+        trees = [select(tree, sorted(own)) for tree, own in zip(trees, nodes)]
+        survival = [[own[node] for node in sorted(kept) if node < len(own)] for own, kept in zip(weights, nodes)]
+        return CutDrafts(trees, survival, self._added([len(own) for own in nodes]))
 
     def whole(self, seqs: list[Sequence], trees: list[DraftTree]) -> CutDrafts:
         """The trees as they are. What a step in a row adds was measured by the length of its chain."""
-        tokens = [sum(self.survival(seq, tree)) if len(tree) else 0.0 for seq, tree in zip(seqs, trees)]
+        survival = [self.survival(seq, tree) if len(tree) else [] for seq, tree in zip(seqs, trees)]
         lengths = [len(tree) if tree.is_chain else max(depths(tree.parents)) + 1 for tree in trees]
-        return CutDrafts(trees, tokens, self._added(lengths))
+        return CutDrafts(trees, survival, self._added(lengths))
 
     def _cut_alone(self, seq: Sequence, tree: DraftTree) -> CutDrafts:
         """The same for one sequence, for which several drafts may be weighed in a step: it is quick."""
         if not len(tree):
-            return CutDrafts([tree], [0.0], [0.0])
+            return CutDrafts([tree], [[]], [0.0])
         survival, nodes = self.survival(seq, tree), list(range(len(tree)))
         if is_cuttable(seq, tree):
             nodes = self._sent_alone(survival, self.worth.of(tree.source, 1))
-        tokens = sum([survival[node] for node in nodes if node < len(survival)])
+        sent = [survival[node] for node in nodes if node < len(survival)]
         added = self.costs.pass_alone(1 + len(nodes)) - self.costs.pass_alone(1)
-        return CutDrafts([select(tree, nodes)], [tokens], [added])
+        return CutDrafts([select(tree, nodes)], [sent], [added])
 
     def _sent_alone(self, survival: list[float], worth: float) -> list[int]:
         """As `_sent`, the nodes of one sequence in their order."""

@@ -3,7 +3,7 @@ after it was made.
 
 So the drafter is asked for as much as may pay, since a block takes one pass whatever its length and a lookup takes
 none, and what does not pay stays out of the target's pass. Where longer drafts take longer, as on a CPU, it is asked
-for as many as are sent often enough to earn their making (sent_depths.py). Whether to ask at all follows from what
+for as many as win more than their making takes (depth_gains.py). Whether to ask at all follows from what
 asking has gained lately, less the time that making drafts took. Where it loses, probes within a small share of the
 time go on.
 """
@@ -50,8 +50,13 @@ class _Asked:
     """A draft that was made in this step; empty where the drafter had none."""
 
     tree: DraftTree
-    tokens: float  # that it is expected to bring
+    survival: list[float]  # of every node that is sent: the probability that it and all before it are accepted
     added: float  # seconds, to the pass
+
+    @property
+    def tokens(self) -> float:
+        """That it is expected to bring."""
+        return sum(self.survival)
 
 
 class SelectiveDrafts:
@@ -125,7 +130,7 @@ class SelectiveDrafts:
 
     def _note(self, seqs: list[Sequence], trees: list[DraftTree], asked: list[int], drafts: CutDrafts) -> None:
         for index in asked:
-            self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.tokens[index], drafts.added[index])
+            self._asked[seqs[index].seq_id] = _Asked(trees[index], drafts.survival[index], drafts.added[index])
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
@@ -150,11 +155,12 @@ class SelectiveDrafts:
         return len(asked)
 
     def _learn(self, seq: Sequence, own: _Asked, result: StepResult, num_seqs: int) -> None:
-        """What the draft tokens were worth, and how far they were sent."""
+        """How often the draft tokens are accepted, and what those that were sent win."""
         self.value.learn(seq, own.tree, result)
-        won = own.tokens * self.value.token_seconds(num_seqs) - own.added
-        counts = (own.tree.num_made, result.tree.num_made)
-        self.value.record(seq, own.tree.source).depths.observe(*counts, won)
+        worth, sent = self.value.worth.of(own.tree.source, num_seqs), own.survival[: result.tree.num_made]
+        added = own.added / max(1, len(own.survival))
+        won = [max(0.0, survival * worth - added) for survival in sent]
+        self.value.record(seq, own.tree.source).depths.observe(own.tree.num_made, won)
 
     def _observe_draft(self, seq: Sequence, own: _Asked, seconds: float | None, num_seqs: int) -> float:
         """Returns the seconds that such a draft usually takes."""

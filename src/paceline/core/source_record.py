@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from paceline.core.acceptance import PositionRates
 from paceline.core.confidence import ConfidenceTable
 from paceline.core.cost_model import CostCurve, HiccupFilter, draft_curve
+from paceline.core.depth_gains import DepthGains
 from paceline.core.draft_tree import ROOT, DraftTree
-from paceline.core.sent_depths import SentDepths
 
 Kept = TypeVar("Kept")
 DEPTH_WEIGHT = 0.3  # of one draft in how deep nodes reach: high, since a drafter makes trees or it does not
@@ -71,7 +71,7 @@ class SourceRecord:
     drafts  seconds of making a draft, by its draft tokens: a sequence's share of them in a batch
     stats  what they brought and took
     states_confidence  its drafts do
-    depths  how many of its draft tokens are worth making
+    depths  what its draft tokens win, by depth
     stops_itself  the device makes no draft token that is not worth it
     depth_share  depths that a draft token adds: 1 for a chain, less for a tree
     """
@@ -82,7 +82,7 @@ class SourceRecord:
     drafts: ByBatchSize[CostCurve] = field(default_factory=lambda: ByBatchSize(draft_curve))
     stats: ByBatchSize[DraftStats] = field(default_factory=new_stats)
     states_confidence: bool = False
-    depths: SentDepths = field(default_factory=SentDepths)
+    depths: DepthGains = field(default_factory=DepthGains)
     stops_itself: bool = False
     depth_share: float = 1.0
 

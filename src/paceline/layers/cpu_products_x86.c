@@ -43,6 +43,10 @@ INLINE void store_bytes(uint8_t *place, Bytes bytes) { _mm256_storeu_si256((__m2
 INLINE void store_reals(float *place, Reals x) { _mm512_storeu_ps(place, x); }
 INLINE Reals load_reals(const float *place) { return _mm512_loadu_ps(place); }
 INLINE Reals as_reals(Bytes bits) { return _mm512_castsi512_ps(bits); }
+/* Inputs with the sign of weights. */
+INLINE Bytes with_sign(Bytes inputs, Bytes weights) {
+    return _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(weights), _mm512_setzero_si512(), inputs);
+}
 
 #else
 
@@ -75,6 +79,7 @@ INLINE void store_bytes(uint8_t *place, Bytes bytes) { _mm256_storeu_si256((__m2
 INLINE void store_reals(float *place, Reals x) { _mm256_storeu_ps(place, x); }
 INLINE Reals load_reals(const float *place) { return _mm256_loadu_ps(place); }
 INLINE Reals as_reals(Bytes bits) { return _mm256_castsi256_ps(bits); }
+INLINE Bytes with_sign(Bytes inputs, Bytes weights) { return _mm256_sign_epi8(inputs, weights); }
 
 #endif
 
@@ -160,6 +165,9 @@ static int widens_above(int values) { return values == EIGHT || values == FOUR ?
 
 #else
 
+/* A sum stays in its register: compilers would add in another order, for which there are too few. */
+#define KEEP(sum) __asm__("" : "+v"(sum))
+
 /* Bytes of which two products may not fit a word are multiplied by their magnitude, with their sign at the inputs. */
 INLINE int is_signed(int values) { return values == EIGHT || values == TABLE; }
 
@@ -171,14 +179,16 @@ INLINE void dot(Sums *sums, int values, Bytes weights, const int8_t *four, int c
     const int place = count % words_hold(values);
     Bytes inputs = four_inputs(four);
     if (is_signed(values)) {
-        weights = turned(weights, _mm256_set1_epi8((char)0x80));
-        inputs = _mm256_sign_epi8(inputs, weights);
-        weights = _mm256_abs_epi8(weights);
+        weights = turned(weights, EACH(set1_epi8)((char)0x80));
+        inputs = with_sign(inputs, weights);
+        weights = EACH(abs_epi8)(weights);
     }
-    const Bytes words = _mm256_maddubs_epi16(weights, inputs);
-    sums->words = place ? _mm256_add_epi16(sums->words, words) : words;
+    const Bytes words = EACH(maddubs_epi16)(weights, inputs);
+    sums->words = place ? EACH(add_epi16)(sums->words, words) : words;
+    KEEP(sums->words);
     if (place + 1 < words_hold(values)) return;
-    sums->dots = _mm256_add_epi32(sums->dots, _mm256_madd_epi16(sums->words, _mm256_set1_epi16(1)));
+    sums->dots = EACH(add_epi32)(sums->dots, EACH(madd_epi16)(sums->words, EACH(set1_epi16)(1)));
+    KEEP(sums->dots);
 }
 
 /* Unpacking costs less here than bytes of eight bits do. */
@@ -337,12 +347,13 @@ INLINE void tile_product(const Rows *rows, int header, int values, int64_t token
 }
 
 /* A tile costs little more than a smaller one where memory sets the pace, and each size is as much code again: so there
- * are few sizes, and tokens behind the last one are multiplied and not stored. */
+ * are few sizes, and tokens behind the last one are multiplied and not stored. Where products of words set the pace, a
+ * tile is that of four with one or two tokens more. */
 INLINE void tile_products(const Rows *rows, int header, int values) {
     int64_t token = rows->tokens.start;
     while (token < rows->tokens.end) {
         const int64_t left = rows->tokens.end - token;
-        if (left > TILE / 2) {
+        if (left > LEAST_TILED) {
             tile_product(rows, header, values, token, TILE, left);
             token += TILE;
         } else if (TILE > 4 && left > 2) {

@@ -2,11 +2,10 @@
  * it, as one source with it; cpu_vectors_neon.c has the same names for ARM. Sums, products and quotients of vectors are
  * written with C's own operators.
  *
- * Products have three forms, of which the compiler's flags for this CPU choose one:
- *   BLOCK_PAIRS   AVX-512 with VNNI: dot products of bytes over 16 rows, two blocks side by side
- *   BYTE_DOTS     AVX-VNNI, or AVX-512 kept to 256 bits: the same over the eight rows of a block
- *   neither       AVX2: products of bytes added up as words
- * PACELINE_256_BITS, if defined, keeps AVX-512 to the second form, so that tests run it where there is no AVX-VNNI.
+ * Products have four forms, of which the compiler's flags for this CPU choose one:
+ *   BLOCK_PAIRS   AVX-512: over 16 rows, two blocks side by side; without it over the eight rows of a block
+ *   BYTE_DOTS     VNNI or AVX-VNNI: dot products of bytes; without it products of bytes are added up as words
+ * PACELINE_256_BITS, if defined, keeps AVX-512 to eight rows, so that tests run that where there is no AVX-VNNI.
  */
 
 #include <immintrin.h>
@@ -17,12 +16,10 @@
 #error "this CPU has no AVX2, FMA and F16C instructions"
 #endif
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#define BYTE_DOTS 1
-#ifndef PACELINE_256_BITS
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && !defined(PACELINE_256_BITS)
 #define BLOCK_PAIRS 1
 #endif
-#elif defined(__AVXVNNI__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512VL__)) || defined(__AVXVNNI__)
 #define BYTE_DOTS 1
 #endif
 
@@ -44,6 +41,12 @@ enum { WIDTH = 8, SPINS = 100, LINE = 64 };
 enum { TILE = 8, PLAIN_TILE = 4, SIDE_BLOCKS = 2, KEEPS_GROUPS = 1, MORE_TOKENS = 3 };
 #else
 enum { TILE = 4, PLAIN_TILE = 2, SIDE_BLOCKS = 1, KEEPS_GROUPS = 1, MORE_TOKENS = 1 };
+#endif
+/* Tokens above which a tile is multiplied although it is not full. */
+#if defined(BLOCK_PAIRS) && !defined(BYTE_DOTS)
+enum { LEAST_TILED = 6 };
+#else
+enum { LEAST_TILED = TILE / 2 };
 #endif
 
 INLINE void relax(void) { _mm_pause(); }

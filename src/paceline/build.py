@@ -17,6 +17,7 @@ from paceline.core.cost_model import CostCurve, CostModel
 from paceline.core.draft_length import AdaptiveDraftLength, DraftLengthPolicy, FixedDraftLength
 from paceline.core.protocols import Drafter, Engine, Runner
 from paceline.core.types import Capability, ModelInfo, WarmupPlan
+from paceline.device.attention_plans import without_plans
 from paceline.device.garbage import MODEL_LOADS
 from paceline.device.graphs import NUM_SEQS, needed
 from paceline.device.load_thread import run_beside, run_in_load_thread
@@ -93,10 +94,11 @@ def build_engine(config: EngineConfig, opened: OpenModel | None = None) -> Local
     config, times = _with_cache_size(config), LoadTimes()
     _check_method(config)
     if opened is None:
-        with device_in_use(chosen_device(config.model.device)):
+        device = chosen_device(config.model.device)
+        with device_in_use(device), without_plans(device):
             opened = open_model(config)
     times.took("target")
-    with device_in_use(opened.target.info.device):
+    with device_in_use(opened.target.info.device), without_plans(opened.target.info.device):
         return _engine_over(config, opened, times)
 
 

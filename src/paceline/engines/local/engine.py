@@ -30,6 +30,7 @@ from paceline.core.types import (
     StepResult,
     VerifyResult,
 )
+from paceline.device.attention_plans import without_plans
 from paceline.device.properties import device_in_use
 from paceline.engines.local.embedding import Embedder
 from paceline.engines.local.guarded_drafter import GuardedDrafter
@@ -160,6 +161,10 @@ class LocalEngine:
 
         A pass that raises costs the sequences of that pass; all others go on.
         """
+        with without_plans(self.info.device):
+            return self._step()
+
+    def _step(self) -> list[RequestState]:
         started = time.perf_counter()
         self._scheduler.admit()
         self._prefill()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.core.protocols import Preparation
 from paceline.core.types import ModelOutput, Row, SequenceCache
+from paceline.device.attention_plans import with_plans
 from paceline.device.graphs import Graph, GraphCache, GraphPool, needed, rounded_up
 from paceline.layers.attention import AttentionSpans, EagerBatch, SequenceSpan
 from paceline.layers.ops import EagerOps
@@ -179,6 +180,10 @@ class PrefillGraphs:
     # --- what is captured ---------------------------------------------------------------------------------------------
 
     def _work(self, inputs: PrefillInputs) -> PrefillOutput:
+        with with_plans(inputs.tokens.shape[0]):
+            return self._pass(inputs)
+
+    def _pass(self, inputs: PrefillInputs) -> PrefillOutput:
         model, options = self._model, self._options
         batch = self._later_batch(inputs) if inputs.context else self._first_batch(inputs)
         states = model.run_layers(

@@ -56,6 +56,11 @@ class ConfidenceTable:
             return self._shrunk(index, self.prior.rate(confidence))
         return self._latest()[index]
 
+    def rates(self, confidences: list[float]) -> list[float]:
+        """The same of some draft tokens. Of a table without a prior."""
+        latest = self._latest()
+        return [latest[bin_of(confidence)] for confidence in confidences]
+
     def least_confidence(self, rate: float) -> float:
         """The lowest confidence, by the edges of bins, whose draft tokens are accepted at least so often. Of a table
         without a prior."""

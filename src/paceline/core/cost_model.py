@@ -95,6 +95,7 @@ class CostCurve:
         self._given, self._drift = dict(self._seconds), 1.0  # of the given values, by those that were sampled since
         self._sizes: list[int] = list(self._seconds)
         self._interpolated: dict[int, float] = {}  # looked up many times between two samples
+        self.derived: dict[int, float] = {}  # what is computed of it, until the next sample
 
     def add(self, size: int, seconds: float) -> None:
         self._confirm(size, seconds)
@@ -113,7 +114,12 @@ class CostCurve:
                 self._shift_others(value / self._given[size])
         if before is None:
             self._sizes = sorted(self._seconds)
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was computed before a sample."""
         self._interpolated.clear()
+        self.derived.clear()
 
     def _shift_others(self, ratio: float) -> None:
         """What was measured before the first sequence was warm, and alone, or long ago behind a shorter context: where
@@ -146,7 +152,7 @@ class CostCurve:
         if first is not None and self._seconds[first] > HiccupFilter.OUTLIER * seconds * max(1.0, first / max(1, size)):
             del self._seconds[first], self._samples[first]
             self._sizes = sorted(self._seconds)
-            self._interpolated.clear()
+            self._forget()
 
     def _smoothed(self, size: int, before: float, seconds: float) -> float:
         if not self._mixed and HiccupFilter.OUTLIER * seconds < before:
@@ -339,8 +345,12 @@ class CostModel:
         return self.draft.at(num_draft_tokens) * (1.0 + self.share * (num_drafting - 1))
 
     def pass_alone(self, nodes: int) -> float:
-        """`of(1).pass_of`, for the sums of one sequence in every step."""
-        return max(self.width(1), self.width(nodes))
+        """`of(1).pass_of`, for the sums of one sequence in every step: looked up many times."""
+        seconds = self.verify.derived.get(nodes)
+        if seconds is None:
+            plain = self.pass_alone(1) if nodes > 1 else 0.0
+            seconds = self.verify.derived[nodes] = max(plain, self.width(nodes))
+        return seconds
 
     def width(self, nodes: int) -> float:
         """A pass over this many tokens of one sequence."""

@@ -26,18 +26,15 @@ class DepthGains:
         while len(self._gains) < made:
             self._gains.append(0.0)
             self._counts.append(0)
-        for depth in range(made):
-            self._counts[depth] += 1
-            own = won[depth] if depth < len(won) else 0.0
-            self._move(depth, own, max(WEIGHT, 1.0 / self._counts[depth]))
-        self._num_whole = self._num_whole + 1 if len(won) == made else 0
+        gains, counts, unsent = self._gains, self._counts, [0.0] * (made - len(won))
+        for depth, seconds in enumerate([*won, *unsent]):
+            counts[depth] += 1
+            gains[depth] += max(WEIGHT, 1.0 / counts[depth]) * (seconds - gains[depth])
+        self._num_whole = self._num_whole + 1 if not unsent else 0
         weight = min(1.0, BOUND_WEIGHT + WHOLE_WEIGHT * self._num_whole)
-        for depth in range(max(1, made), len(self._gains)):
-            self._move(depth, max(BOUND * self._gains[depth - 1], self._gains[depth]), weight)
+        for depth in range(max(1, made), len(gains)):
+            gains[depth] += weight * max(0.0, BOUND * gains[depth - 1] - gains[depth])
         self._is_sent |= bool(won)
-
-    def _move(self, depth: int, towards: float, weight: float) -> None:
-        self._gains[depth] += weight * (towards - self._gains[depth])
 
     def length(self, limit: int, making: Callable[[int], float]) -> int:
         """Draft tokens that win most. making: the seconds that so many take. One at least, `limit` at most.

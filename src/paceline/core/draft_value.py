@@ -99,10 +99,12 @@ class DraftValue:
         record = self.record(seq, tree.source)
         if tree.confidence is None:
             return _survival_by_depth(record.rates, tree)
-        survival: list[float] = []
-        for node, (confidence, parent) in enumerate(zip(tree.confidence, tree.parents)):
-            rate = record.table_of(tree, node).rate(confidence)
-            survival.append((1.0 if parent == ROOT else survival[parent]) * rate)
+        first_leaf, survival = len(tree) - tree.leaves, list[float]()
+        rates = record.table.rates(tree.confidence[:first_leaf])
+        if tree.leaves:
+            rates += record.leaf_table.rates(tree.confidence[first_leaf:])
+        for rate, parent in zip(rates, tree.parents):
+            survival.append(rate if parent == ROOT else survival[parent] * rate)
         return survival
 
     # --- before the pass ----------------------------------------------------------------------------------------------

@@ -133,6 +133,7 @@ def asked(value: DraftValue, seq: Sequence, sent: int, slope: float, rounds: int
     for _ in range(rounds):
         length = value.useful_length(seq, 15)
         record.draft.add(length, 0.3 + slope * length)
+        record.stats.of(1).add(1.0, 0.1)
         record.depths.observe(length, [0.5] * min(length, sent))
     return value.useful_length(seq, 15)
 
@@ -144,6 +145,13 @@ def test_a_source_is_asked_for_what_is_sent_where_length_takes_time() -> None:
     assert asked(value_of(0.1), seq, sent=15, slope=0.05) == 15, "all of it is sent"
 
 
+def test_first_drafts_show_what_a_source_is_worth_at_its_best() -> None:
+    """A short one would look poor, and the source might not be asked again for long."""
+    value, seq = value_of(0.1), sequence([1], 1000)
+    assert [asked(value, seq, sent=1, slope=0.05, rounds=1) for _ in range(3)] == [15, 15, 15]
+    assert asked(value, seq, sent=1, slope=0.05, rounds=1) < 15
+
+
 def test_a_source_that_makes_fewer_than_there_is_room_for_is_asked_for_what_is_sent_too() -> None:
     """A block of 16 rows has 15 draft tokens; a sequence has room for 16."""
     value, seq, lengths = value_of(0.1), sequence([1], 1000), []
@@ -152,6 +160,7 @@ def test_a_source_that_makes_fewer_than_there_is_room_for_is_asked_for_what_is_s
         lengths.append(value.useful_length(seq, 16))
         made = min(lengths[-1], 15)
         record.draft.add(made, 0.3 + 0.05 * made)
+        record.stats.of(1).add(1.0, 0.1)
         record.depths.observe(made, [0.5] * min(made, 3))
     assert lengths[0] == 16 and lengths[-1] in (3, 4)
 

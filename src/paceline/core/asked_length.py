@@ -7,6 +7,7 @@ from paceline.core.cost_model import CostModel
 from paceline.core.source_record import SourceRecord
 
 MIN_SECONDS = 1e-9  # no step is quicker, whatever a clock says
+FIRST_WHOLE = 4  # drafts that show what a source is worth at its best, before it is known how long they should be
 WORTH_SAVING = 0.02  # of a plain pass: a drafter that is no quicker with fewer draft tokens makes all it may
 
 
@@ -16,7 +17,7 @@ def useful_length(record: SourceRecord, costs: CostModel, limit: int) -> int:
     That fewer take less time must have been seen: a block takes one pass whatever its length.
     """
     longest = min(limit, record.draft.largest)  # a head makes no more than its block holds, whatever is asked for
-    if longest < 2 or record.stops_itself:
+    if longest < 2 or record.stops_itself or record.stats.of(1).num_drafts < FIRST_WHOLE:
         return limit
     length = record.depths.length(longest, record.draft.at)
     saved = record.draft.at(longest) - record.draft.at(length)

@@ -153,3 +153,4 @@ class Linear(Protocol):
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         """Launch this format's Triton kernel; None: it has none, and the dequantized weight is multiplied."""
+        return None

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.layers.cpu_kernels import WeightBlocks, float_blocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, SavedWeight, StoredEmbedding
+from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
 from paceline.layers.weight_pieces import PieceFormat, Pieces, WeightPiece
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UnquantizedLinear:
+class UnquantizedLinear(Linear):
     """A weight as it is stored, in floating point."""
 
     weight: Tensor  # [out_features, in_features]
@@ -34,10 +34,6 @@ class UnquantizedLinear:
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
-
-    @property
-    def kernel_rows(self) -> int:
-        return 0
 
     @property
     def matrix(self) -> Tensor | None:
@@ -62,12 +58,6 @@ class UnquantizedLinear:
 
     def first_rows(self, count: int) -> UnquantizedLinear:
         return UnquantizedLinear(self.weight[:count])
-
-    def saved(self) -> SavedWeight | None:
-        return None
-
-    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
-        return None
 
     def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
         from paceline.layers.linear_triton import launch_unquantized

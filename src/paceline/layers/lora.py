@@ -12,9 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import WeightBlocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight, StoredEmbedding
-from paceline.layers.weight_pieces import Pieces
+from paceline.layers.gemm_types import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +51,7 @@ class LoraRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoraLinear:
+class LoraLinear(Linear):
     """A linear layer, and what each adapter adds to it. Its products are eager: no kernel knows of adapters."""
 
     inner: Linear
@@ -76,22 +74,6 @@ class LoraLinear:
     def nbytes(self) -> int:
         return self.inner.nbytes + sum(delta.down.nbytes + delta.up.nbytes for delta in self.deltas.values())
 
-    @property
-    def kernel_rows(self) -> int:
-        return 0
-
-    @property
-    def matrix(self) -> Tensor | None:
-        return None
-
-    @property
-    def blocks(self) -> tuple[WeightBlocks, ...] | None:
-        return None
-
-    @property
-    def pass_pieces(self) -> Pieces | None:
-        return None
-
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         product = self.inner(x, bias)
         for span in self.rows.spans:
@@ -101,15 +83,3 @@ class LoraLinear:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.inner.dequantize(dtype)
-
-    def first_rows(self, count: int) -> Linear | None:
-        return None
-
-    def saved(self) -> SavedWeight | None:
-        return None
-
-    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
-        return None
-
-    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
-        return None

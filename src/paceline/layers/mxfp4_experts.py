@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.layers.cpu_kernels import WeightBlocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight, StoredEmbedding
-from paceline.layers.weight_pieces import Pieces
+from paceline.layers.gemm_types import Linear
 
 GROUP_SIZE = 32  # numbers that share an exponent
 EXPONENT_BIAS = 127
@@ -43,7 +41,7 @@ class Mxfp4Matrices:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mxfp4Linear:
+class Mxfp4Linear(Linear):
     """One expert's matrix. It is unpacked for every eager product: the kernels are what is quick."""
 
     codes: Tensor  # uint8 [out_features, in_features / 2]
@@ -66,39 +64,11 @@ class Mxfp4Linear:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.exponents.nbytes
 
-    @property
-    def kernel_rows(self) -> int:
-        return 0
-
-    @property
-    def matrix(self) -> Tensor | None:
-        return None
-
-    @property
-    def blocks(self) -> tuple[WeightBlocks, ...] | None:
-        return None
-
-    @property
-    def pass_pieces(self) -> Pieces | None:
-        return None
-
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, self.dequantize(x.dtype), bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return unpacked(self.codes, self.exponents, dtype)
-
-    def first_rows(self, count: int) -> Linear | None:
-        return None
-
-    def saved(self) -> SavedWeight | None:
-        return None
-
-    def as_embedding(self, dtype: torch.dtype) -> StoredEmbedding | None:
-        return None
-
-    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
-        return None
 
 
 def unpacked(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from paceline.layers.cpu_kernels import (
     pack_blocks,
     unpack_blocks,
 )
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear, SavedWeight
+from paceline.layers.gemm_types import Linear, SavedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,9 +62,6 @@ class BlockedLinear(Linear):
         if len(self.blocks) > 1 or count % BLOCK_ROWS:
             return None
         return BlockedLinear((replace(self.blocks[0], rows=count),))
-
-    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
-        return None
 
     def saved(self) -> SavedWeight | None:
         if len(self.blocks) > 1:

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError, OptionError
 from paceline.layers.cpu_kernels import fits_blocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.gemm_types import Linear
 from paceline.quantization.blocked import block
 from paceline.quantization.packed import PackedLinear, pack_weight, round_weight
 from paceline.quantization.packed_layout import STEP, Kind
@@ -75,9 +75,6 @@ class Int4Linear(Linear):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The product with the identity is the transposed weight; the kernel keeps no other form of it."""
         return self(torch.eye(self.in_features)).t().to(dtype)
-
-    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
-        return None
 
 
 def _dynamic(weight: Tensor) -> Int4Linear:

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.device.properties import on_host
 from paceline.errors import CapabilityError
 from paceline.layers.cpu_kernels import fits_blocks
-from paceline.layers.gemm_types import Epilogue, Gemm, GemmOutput, Linear
+from paceline.layers.gemm_types import Linear
 from paceline.quantization.blocked import block
 from paceline.quantization.packed import pack_weight, round_weight
 from paceline.quantization.packed_layout import Kind
@@ -93,9 +93,6 @@ class Int8Linear(Linear):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         weight = torch.ops.quantized.linear_unpack(self.packed)[0].dequantize()
         return (weight[:, : self.in_features] * self.scales[:, None]).to(dtype)
-
-    def launch(self, gemm: Gemm, x: Tensor, epilogue: Epilogue) -> GemmOutput | None:
-        return None
 
     def _product(self, rows: Tensor) -> Tensor:
         multiply = torch.ops.quantized.linear_dynamic.default

@@ -61,6 +61,54 @@ Nobody has counted the bridges, but the people of the valley say that there is o
         else:
             result.append(right.pop(0))
     return result + left + right''',
+    "Rename the method area to surface": '''class Rectangle:
+    def __init__(self, width, height):
+        self.width = width
+        self.height = height
+
+    def area(self):
+        return self.width * self.height
+
+    def scaled(self, factor):
+        return Rectangle(self.width * factor, self.height * factor)''',
+    "Change the discount from ten to twenty percent": '''def price(order):
+    total = sum(item.price * item.quantity for item in order.items)
+    if order.customer.is_member:
+        total = total * 0.9
+    if total > 100:
+        return total
+    return total + order.shipping''',
+    "Replace the name Anna by the name Maria": '''Anna opened the shop at seven, as she had done for twenty years.
+The first customer wanted bread, the second a newspaper, and the third only to talk about the weather.
+At noon Anna closed the door, counted the coins, and wrote the sum into the green book.''',
+    "Add the field email after name": '''{
+  "users": [
+    {"id": 1, "name": "Ada", "role": "admin"},
+    {"id": 2, "name": "Grace", "role": "editor"},
+    {"id": 3, "name": "Alan", "role": "reader"}
+  ]
+}''',
+    "Change the timeout to sixty seconds": '''server:
+  host: 0.0.0.0
+  port: 8443
+  timeout: 30
+database:
+  host: localhost
+  pool: 16
+logging:
+  level: info
+  file: server.log''',
+    "Correct the spelling": '''The comittee will meet on Wensday to discuss the new libary.
+Every member recieves the agenda a week before. Questions can be send to the secretary until Monday evening.''',
+    "Sort in descending order instead": '''def top_scores(scores, limit=10):
+    ranked = sorted(scores.items(), key=lambda item: item[1])
+    names = []
+    for name, score in ranked[:limit]:
+        names.append(f"{name}: {score}")
+    return names''',
+    "Use the past tense": '''The train leaves the station at six and crosses the bridge.
+The passengers look out of the windows. Nobody speaks.
+A child draws a ship on the glass, and the rain takes it away.''',
 }
 
 

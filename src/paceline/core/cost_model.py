@@ -67,6 +67,22 @@ class _Sample(NamedTuple):
     drift: float
 
 
+@dataclass(slots=True)
+class _LookedUp:
+    """What was computed of a curve since its last sample, by size: many times between two samples.
+
+    at      of the curve itself
+    passes  of the cost model that it belongs to
+    """
+
+    at: dict[int, float] = field(default_factory=dict)
+    passes: dict[int, float] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        self.at.clear()
+        self.passes.clear()
+
+
 class CostCurve:
     """Seconds by size (tokens in a pass, draft tokens in a step): straight lines between samples, smoothed over time.
 
@@ -94,8 +110,7 @@ class CostCurve:
         self._samples = {size: _Sample(value, first, 1.0) for size, value in self._seconds.items()}
         self._given, self._drift = dict(self._seconds), 1.0  # of the given values, by those that were sampled since
         self._sizes: list[int] = list(self._seconds)
-        self._interpolated: dict[int, float] = {}  # looked up many times between two samples
-        self.derived: dict[int, float] = {}  # what is computed of it, until the next sample
+        self.looked_up = _LookedUp()
 
     def add(self, size: int, seconds: float) -> None:
         self._confirm(size, seconds)
@@ -114,12 +129,7 @@ class CostCurve:
                 self._shift_others(value / self._given[size])
         if before is None:
             self._sizes = sorted(self._seconds)
-        self._forget()
-
-    def _forget(self) -> None:
-        """What was computed before a sample."""
-        self._interpolated.clear()
-        self.derived.clear()
+        self.looked_up.forget()
 
     def _shift_others(self, ratio: float) -> None:
         """What was measured before the first sequence was warm, and alone, or long ago behind a shorter context: where
@@ -152,7 +162,7 @@ class CostCurve:
         if first is not None and self._seconds[first] > HiccupFilter.OUTLIER * seconds * max(1.0, first / max(1, size)):
             del self._seconds[first], self._samples[first]
             self._sizes = sorted(self._seconds)
-            self._forget()
+            self.looked_up.forget()
 
     def _smoothed(self, size: int, before: float, seconds: float) -> float:
         if not self._mixed and HiccupFilter.OUTLIER * seconds < before:
@@ -174,9 +184,9 @@ class CostCurve:
         return self._sizes[-1] if self._sizes else 0
 
     def at(self, size: int) -> float:
-        seconds = self._interpolated.get(size)
+        seconds = self.looked_up.at.get(size)
         if seconds is None:
-            seconds = self._interpolated[size] = self._interpolate(size)
+            seconds = self.looked_up.at[size] = self._interpolate(size)
         return seconds
 
     def _interpolate(self, size: int) -> float:
@@ -346,10 +356,10 @@ class CostModel:
 
     def pass_alone(self, nodes: int) -> float:
         """`of(1).pass_of`, for the sums of one sequence in every step: looked up many times."""
-        seconds = self.verify.derived.get(nodes)
+        seconds = self.verify.looked_up.passes.get(nodes)
         if seconds is None:
             plain = self.pass_alone(1) if nodes > 1 else 0.0
-            seconds = self.verify.derived[nodes] = max(plain, self.width(nodes))
+            seconds = self.verify.looked_up.passes[nodes] = max(plain, self.width(nodes))
         return seconds
 
     def width(self, nodes: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,39 @@ def test_closing_ends_a_stream_in_progress(tiny_folder: Path) -> None:
         next(stream)
     outputs = list(stream)
     assert not outputs or outputs[-1].finish_reason in ("abort", "length")
+
+
+def test_a_stream_that_is_read_after_the_close_is_a_typed_error(tiny_folder: Path) -> None:
+    decoder = SpeculativeDecoder(tiny_folder)
+    stream = decoder.stream("x")
+    decoder.close()
+    with pytest.raises(EngineClosed):
+        next(stream)
+
+
+def test_no_thread_waits_for_a_decoder_that_another_one_closes(tiny_folder: Path) -> None:
+    """A call that comes while the event loop stops would never run: a race, so it is run often."""
+    for _ in range(8):
+        decoder, reasons = SpeculativeDecoder(tiny_folder), list[str]()
+        threads = [threading.Thread(target=generate_until_closed, args=(decoder, reasons), daemon=True) for _ in "four"]
+        for thread in threads:
+            thread.start()
+        while not reasons:
+            time.sleep(0.001)
+        decoder.close()
+        for thread in threads:
+            thread.join(timeout=10)
+        assert not any(thread.is_alive() for thread in threads)
+        assert reasons.count("closed") == len(threads)
+
+
+def generate_until_closed(decoder: SpeculativeDecoder, reasons: list[str]) -> None:
+    try:
+        while True:
+            results = decoder.generate(["abc"] * 3, max_new_tokens=20, ignore_eos=True)
+            reasons.extend(result.finish_reason for result in results)
+    except EngineClosed:
+        reasons.append("closed")
 
 
 # --- text in, text out ------------------------------------------------------------------------------------------------

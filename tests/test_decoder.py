@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,6 +117,24 @@ def generate_until_closed(decoder: SpeculativeDecoder, reasons: list[str]) -> No
             reasons.extend(result.finish_reason for result in results)
     except EngineClosed:
         reasons.append("closed")
+
+
+def test_a_decoder_that_is_dropped_gives_its_model_and_its_threads_back(tiny_folder: Path) -> None:
+    num_threads = threading.active_count()
+    decoder = SpeculativeDecoder(tiny_folder, method="ngram", num_draft_tokens=3)
+    decoder.generate("abc", max_new_tokens=4)
+    engine = weakref.ref(decoder._engine)
+    del decoder
+    deadline = time.monotonic() + 10
+    while (engine() is not None or threading.active_count() > num_threads) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert engine() is None and threading.active_count() <= num_threads
+
+
+def test_a_stream_keeps_its_decoder_open(tiny_folder: Path) -> None:
+    outputs = list(SpeculativeDecoder(tiny_folder).stream("abc", max_new_tokens=40, ignore_eos=True))
+    assert outputs[-1].finish_reason == "length" and sum(len(output.token_ids) for output in outputs) == 40
 
 
 # --- text in, text out ------------------------------------------------------------------------------------------------

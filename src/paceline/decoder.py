@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
@@ -91,6 +92,8 @@ class SpeculativeDecoder:
         self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
         self._loop = _LoopThread()
+        self._abandoned = weakref.finalize(self, _close_beside, self._engine, self._loop)
+        self._abandoned.atexit = False  # where the program ends, the engine sees to its own threads
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -128,7 +131,8 @@ class SpeculativeDecoder:
         self.close()
 
     def close(self) -> None:
-        """Stop and give the memory back. Closing twice is harmless."""
+        """Stop and give the memory back. Closing twice is harmless; a decoder that is dropped is closed too."""
+        self._abandoned.detach()
         self._loop.stop(self._engine.close())
 
     # --- text in, text out --------------------------------------------------------------------------------------------
@@ -154,7 +158,12 @@ class SpeculativeDecoder:
 
     def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
         """Yield outputs as they are generated; `output.from_draft`: its tokens are accepted draft tokens."""
-        return self._loop.iterate(self._engine.generate(self._request(_without_arrays(prompt), 0, settings)))
+        outputs = self._engine.generate(self._request(_without_arrays(prompt), 0, settings))
+        return self._held_open(self._loop.iterate(outputs))
+
+    def _held_open(self, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+        """The same; who reads them may have dropped the decoder."""
+        yield from outputs
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
@@ -263,6 +272,11 @@ def _without_arrays(prompt: Any) -> Any:
     if isinstance(prompt, list | tuple):
         return [_without_arrays(part) for part in prompt]
     return prompt
+
+
+def _close_beside(engine: Engine, loop: _LoopThread) -> None:
+    """Close what no caller can close. In a thread of its own: garbage is collected in any thread, and closing waits."""
+    threading.Thread(target=lambda: loop.stop(engine.close()), name="paceline-close", daemon=True).start()
 
 
 # --- an event loop in a thread ----------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +84,57 @@ def test_closing_ends_a_stream_in_progress(tiny_folder: Path) -> None:
         next(stream)
     outputs = list(stream)
     assert not outputs or outputs[-1].finish_reason in ("abort", "length")
+
+
+def test_a_stream_that_is_read_after_the_close_is_a_typed_error(tiny_folder: Path) -> None:
+    decoder = SpeculativeDecoder(tiny_folder)
+    stream = decoder.stream("x")
+    decoder.close()
+    with pytest.raises(EngineClosed):
+        next(stream)
+
+
+def test_no_thread_waits_for_a_decoder_that_another_one_closes(tiny_folder: Path) -> None:
+    """A call that comes while the event loop stops would never run: a race, so it is run often."""
+    for _ in range(8):
+        decoder, reasons = SpeculativeDecoder(tiny_folder), list[str]()
+        threads = [threading.Thread(target=generate_until_closed, args=(decoder, reasons), daemon=True) for _ in "four"]
+        for thread in threads:
+            thread.start()
+        while not reasons:
+            time.sleep(0.001)
+        decoder.close()
+        for thread in threads:
+            thread.join(timeout=10)
+        assert not any(thread.is_alive() for thread in threads)
+        assert reasons.count("closed") == len(threads)
+
+
+def generate_until_closed(decoder: SpeculativeDecoder, reasons: list[str]) -> None:
+    try:
+        while True:
+            results = decoder.generate(["abc"] * 3, max_new_tokens=20, ignore_eos=True)
+            reasons.extend(result.finish_reason for result in results)
+    except EngineClosed:
+        reasons.append("closed")
+
+
+def test_a_decoder_that_is_dropped_gives_its_model_and_its_threads_back(tiny_folder: Path) -> None:
+    num_threads = threading.active_count()
+    decoder = SpeculativeDecoder(tiny_folder, method="ngram", num_draft_tokens=3)
+    decoder.generate("abc", max_new_tokens=4)
+    engine = weakref.ref(decoder._engine)
+    del decoder
+    deadline = time.monotonic() + 10
+    while (engine() is not None or threading.active_count() > num_threads) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert engine() is None and threading.active_count() <= num_threads
+
+
+def test_a_stream_keeps_its_decoder_open(tiny_folder: Path) -> None:
+    outputs = list(SpeculativeDecoder(tiny_folder).stream("abc", max_new_tokens=40, ignore_eos=True))
+    assert outputs[-1].finish_reason == "length" and sum(len(output.token_ids) for output in outputs) == 40
 
 
 # --- text in, text out ------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -26,6 +28,8 @@ from paceline.hub.tokenizer import Message, Tokenizer
 
 LOG = logging.getLogger("paceline")
 DEFAULT_NEW_TOKENS = 256
+CLOSED = "the decoder has been closed"
+CLOSE_SECONDS = 10.0  # that closing waits for what others of its callers do
 SAMPLING_NAMES = frozenset(SamplingParams.__dataclass_fields__)
 SAMPLING_CHOICES = SAMPLING_NAMES - {"seed", "logit_bias"} | {"do_sample"}  # a call that names one has chosen
 REQUEST_NAMES = (
@@ -88,6 +92,8 @@ class SpeculativeDecoder:
         self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
         self._loop = _LoopThread()
+        self._abandoned = weakref.finalize(self, _close_beside, self._engine, self._loop)
+        self._abandoned.atexit = False  # where the program ends, the engine sees to its own threads
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -125,10 +131,9 @@ class SpeculativeDecoder:
         self.close()
 
     def close(self) -> None:
-        """Stop and give the memory back. Closing twice is harmless."""
-        if self._loop.running:
-            self._loop.call(self._engine.close())
-            self._loop.stop()
+        """Stop and give the memory back. Closing twice is harmless; a decoder that is dropped is closed too."""
+        self._abandoned.detach()
+        self._loop.stop(self._engine.close())
 
     # --- text in, text out --------------------------------------------------------------------------------------------
 
@@ -153,7 +158,12 @@ class SpeculativeDecoder:
 
     def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
         """Yield outputs as they are generated; `output.from_draft`: its tokens are accepted draft tokens."""
-        return self._loop.iterate(self._engine.generate(self._request(_without_arrays(prompt), 0, settings)))
+        outputs = self._engine.generate(self._request(_without_arrays(prompt), 0, settings))
+        return self._held_open(self._loop.iterate(outputs))
+
+    def _held_open(self, outputs: Iterator[RequestOutput]) -> Iterator[RequestOutput]:
+        """The same; who reads them may have dropped the decoder."""
+        yield from outputs
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
@@ -264,6 +274,11 @@ def _without_arrays(prompt: Any) -> Any:
     return prompt
 
 
+def _close_beside(engine: Engine, loop: _LoopThread) -> None:
+    """Close what no caller can close. In a thread of its own: garbage is collected in any thread, and closing waits."""
+    threading.Thread(target=lambda: loop.stop(engine.close()), name="paceline-close", daemon=True).start()
+
+
 # --- an event loop in a thread ----------------------------------------------------------------------------------------
 
 
@@ -274,19 +289,17 @@ class _LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="paceline-decoder", daemon=True)
         self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        return not self._loop.is_closed()
+        self._lock = threading.Lock()  # of whether it takes work, and of what is under way
+        self._takes_work = True
+        self._under_way: set[Future[Any]] = set()
 
     def call(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run a coroutine and wait for its result. An interrupt cancels it."""
-        if not self.running:
-            work.close()
-            raise EngineClosed("the decoder has been closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._begin(work)
         try:
             return future.result()
+        except CancelledError as error:  # what was still under way when the loop was stopped
+            raise EngineClosed(CLOSED) from error
         except BaseException:
             future.cancel()
             raise
@@ -294,7 +307,8 @@ class _LoopThread:
     def iterate(self, stream: AsyncIterator[RequestOutput]) -> Iterator[RequestOutput]:
         """The items of an asynchronous iterator; leaving early closes it."""
         items: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
-        future = asyncio.run_coroutine_threadsafe(_forward(stream, items), self._loop)
+        future = self._begin(_forward(stream, items))
+        future.add_done_callback(lambda done: items.put(EngineClosed(CLOSED) if done.cancelled() else None))
         try:
             while (item := items.get()) is not None:
                 if isinstance(item, BaseException):
@@ -303,10 +317,37 @@ class _LoopThread:
         finally:
             future.cancel()
 
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def stop(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run `last`, which ends all work under way, and stop after that. Harmless when called twice."""
+        with self._lock:
+            is_first, self._takes_work = self._takes_work, False
+        if is_first:
+            try:
+                asyncio.run_coroutine_threadsafe(last, self._loop).result()
+            finally:
+                self._end_work()
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        else:
+            last.close()
         self._thread.join()
         self._loop.close()
+
+    def _begin(self, work: Coroutine[Any, Any, Value]) -> Future[Value]:
+        """Raises EngineClosed where the loop takes no more work: nothing would ever run it."""
+        with self._lock:
+            if not self._takes_work:
+                work.close()
+                raise EngineClosed(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return future
+
+    def _end_work(self) -> None:
+        """Wait for work that is coming to its end; cancel what does not."""
+        under_way = tuple(self._under_way)
+        for future in wait(under_way, CLOSE_SECONDS).not_done:
+            future.cancel()
 
 
 async def _forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.rng import SequenceRng, keyed_exponentials
-from paceline.core.sampling import BLOCK_TOKENS, SamplingParams, TokenHistory, distribution, draw, draw_keyed
+from paceline.core.sampling import (
+    BLOCK_TOKENS,
+    LARGEST_NUMBER,
+    LEAST_SCALE,
+    SamplingParams,
+    TokenHistory,
+    distribution,
+    draw,
+    draw_keyed,
+)
 from paceline.errors import OptionError
 from tests.support import chi2
 
@@ -109,6 +119,33 @@ def test_bias_and_grammar() -> None:
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(settings))):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("name", ["temperature", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias"])
+@pytest.mark.parametrize("value", [1e39, 10**400, float("inf"), float("nan")])
+def test_numbers_that_float32_does_not_hold_are_refused(name: str, value: float) -> None:
+    with pytest.raises(OptionError, match="number"):
+        SamplingParams(**({"logit_bias": {1: value}} if name == "bias" else {name: value}))
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-39}, {"temperature": 1.0, "top_p": 1e-46}])
+def test_a_setting_that_vanishes_in_float32_leaves_the_likeliest_token(settings: dict[str, float]) -> None:
+    assert distribution(torch.tensor([1.0, 7.0, 6.9]), SamplingParams(**settings)).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_row_has_no_probability_that_is_not_a_number_whatever_settings_come_together() -> None:
+    """Of the smallest temperature and the largest numbers."""
+    least, most = 1 / LARGEST_NUMBER, LARGEST_NUMBER
+    for bias, penalty, repetition in itertools.product((-most, most), (-most, most), (least, most)):
+        sampling = SamplingParams(
+            temperature=LEAST_SCALE,
+            presence_penalty=penalty,
+            frequency_penalty=penalty,
+            repetition_penalty=repetition,
+            logit_bias={1: bias},
+        )
+        probs = distribution(torch.tensor([[-50.0, 60.0, 5.0]]), sampling, [TokenHistory([0, 1], [2, 1, 1])])
+        assert bool(probs.isfinite().all()) and float(probs.sum()) == 1.0
 
 
 def test_a_bias_outside_the_vocabulary_is_refused() -> None:

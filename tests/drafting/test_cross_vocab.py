@@ -138,6 +138,17 @@ def test_shared_draft_tokens_carry_the_distribution_they_were_drawn_from() -> No
     assert bool((draft_tokens.probs[:, 3] == 0).all()), "the draft model has no token 'ab'"
 
 
+@pytest.mark.parametrize("way", [TEXT, SHARED])
+def test_a_token_that_only_the_tokenizer_of_the_draft_model_knows_is_never_asked_of_the_model(way: str) -> None:
+    """Tokens are added to tokenizers without a row in the model; both know "d" here, and the draft model does not."""
+    target = letters({"a": 0, "b": 1, "c": 2, "d": 3}, [])
+    draft = letters({"c": 0, "b": 1, "a": 2, "d": 3}, [])
+    drafter = CrossVocab(TableRunner(3, order=2, seed=9), target, draft, 4, way)
+    known, unknown = sequence([0, 1, 2], 50), sequence([0, 3, 2], 50)
+    [tree, none] = drafter.propose([known, unknown], [3, 3])
+    assert len(tree) == 3 and 3 not in tree.tokens.tolist() and not len(none)
+
+
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(OptionError, match="way of"):
         cross_vocab("telepathy")

@@ -77,6 +77,20 @@ def test_another_vocabulary_size_is_cut_or_padded(size: int) -> None:
         drafter.end(seq)
 
 
+def test_a_token_that_the_draft_model_does_not_have_costs_its_own_sequence_its_drafts_and_no_other() -> None:
+    """The draft model of a family may have fewer padded rows. Its embedding has none of them: it must not be asked."""
+    draft = NativeRunner.of_model(tiny("llama", vocab_size=32), "draft", kv_cache_tokens=512)
+    drafter = DraftModel(draft, 40)
+    seqs = [sequence([35, 1, 2], 20), sequence([1, 2, 3], 20), sequence([1, 2, 3], 20)]
+    assert [len(tree) for tree in drafter.propose(seqs, [3] * 3)] == [0, 3, 3]
+    seqs[2].ids += [7, 39, 8]
+    for _ in range(2):
+        assert [len(tree) for tree in drafter.propose(seqs, [3] * 3)] == [0, 3, 0]
+    for seq in seqs:
+        drafter.end(seq)
+    assert not drafter._num_readable
+
+
 LARGE_VOCABULARY, QUARTER = 65_536, 16_384
 FREQUENT, RARE = [7 * place % 300 for place in range(250)], [60_000 + place for place in range(250)]
 

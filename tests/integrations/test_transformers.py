@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 import paceline
 from paceline.errors import OptionError, PacelineError
@@ -163,3 +164,28 @@ def test_a_model_that_can_read_images_generates_from_tokens_alone() -> None:
     model, ids = tiny_llava(), torch.tensor([[256, 5, 7, 8, 5, 7]])
     theirs = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(generated(model, ids), theirs)
+
+
+class Interrupting(BaseStreamer):
+    """Raises at its n-th call; the prompt is the first."""
+
+    def __init__(self, last: int) -> None:
+        self.calls_left = last
+
+    def put(self, value: Tensor) -> None:
+        self.calls_left -= 1
+        if not self.calls_left:
+            raise InterruptedError("the reader has gone")
+
+    def end(self) -> None:
+        raise AssertionError("a call that was interrupted has no end")
+
+
+@pytest.mark.parametrize("last", [2, 5, 13])
+def test_what_a_streamer_raises_ends_the_call(last: int, model: Any, prompts: Tensor) -> None:
+    """At the first token, in the middle, and at the last of twelve."""
+    streamer = Interrupting(last)
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    with pytest.raises(InterruptedError, match="the reader has gone"):
+        model.generate(prompts[:1], custom_generate=paceline.hf_generate, streamer=streamer, **settings)
+    assert streamer.calls_left == 0

@@ -13,8 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline import SpeculativeDecoder
 from paceline.core.types import Capability, Row
-from paceline.errors import CapabilityError, OptionError, WeightsError
+from paceline.errors import CapabilityError, OptionError, OutOfMemory, WeightsError
+from paceline.runners import huggingface_cache, huggingface_state
 from paceline.runners.huggingface import HuggingFaceRunner
+from paceline.runners.huggingface_cache import FIRST_CAPACITY
 from paceline.runners.huggingface_probe import open_hugging_face, random_ids
 from paceline.runners.loading import DTYPES, dtype_named, load_model
 from tests.support.families import Variant, prompts_of, tiny_family
@@ -227,3 +229,51 @@ def test_a_config_may_name_several_end_tokens() -> None:
     model.config.eos_token_id, model.config.bos_token_id = [2, 5], 1
     ids = random_ids(model, 40)
     assert len(ids) == 40 and not {1, 2, 5} & set(ids)
+
+
+class NoMemory:
+    """Stands in for a function that allocates, and fails at one of its next calls."""
+
+    def __init__(self, function: Any, fails_at: int) -> None:
+        self._function, self._calls_left = function, fails_at
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._calls_left -= 1
+        if not self._calls_left:
+            raise torch.OutOfMemoryError("made up")
+        return self._function(*arguments)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_buffers_that_found_no_memory_to_grow_are_as_good_as_before(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of keys and values of three layers the first one, the second or the third was not allocated."""
+    model, ids = tiny_llama(), [7 * place % 250 for place in range(FIRST_CAPACITY + 60)]
+    runner = HuggingFaceRunner(model, "tiny")
+    cache = runner.new_cache()
+    runner.forward([Row.chain(cache, ids[:20])])
+    with monkeypatch.context() as patch, pytest.raises(OutOfMemory):
+        patch.setattr(huggingface_cache, "_enlarged", NoMemory(huggingface_cache._enlarged, fails_at))
+        runner.forward([Row.chain(cache, ids[20:])])
+    others = [runner.new_cache() for _ in range(2)]
+    runner.forward([Row.chain(other, ids[:9]) for other in others])  # more rows, and of the columns no more
+    logits = runner.forward([Row.chain(cache, ids[20:])]).logits
+    with torch.inference_mode():
+        assert torch.allclose(logits, model(torch.tensor([ids])).logits[0, 20:], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_a_prefix_that_cannot_be_copied_costs_the_prefix_and_not_the_engine(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama() if kind == "llama" else tiny_family(Variant(kind))
+    shared = [7 * place % 250 for place in range(150)]
+    prompts = [[*shared, last] for last in (1, 2, 3)]
+    expected = [text_of(model, "none", prompt) for prompt in prompts]
+    with SpeculativeDecoder(model, method="none", tokenizer=byte_tokenizer()) as decoder:
+        decoder.generate([*shared, *range(70)], max_new_tokens=9)
+        monkeypatch.setattr(huggingface_cache, "_enlarged", NoMemory(huggingface_cache._enlarged, 1))
+        monkeypatch.setattr(huggingface_state, "_twin", NoMemory(huggingface_state._twin, 1))
+        results = decoder.generate(prompts, max_new_tokens=24, ignore_eos=True)
+    assert [result.token_ids for result in results] == expected

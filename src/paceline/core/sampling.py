@@ -9,7 +9,6 @@ Order: bias and penalties on the logits, then temperature, then top-k, top-p, mi
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,10 @@ from paceline.config import as_int
 from paceline.core.rng import keyed_exponentials
 from paceline.errors import OptionError
 
+# Within these bounds logits stay finite in float32, whatever settings come together: an infinite one would make all
+# probabilities of a row NaN.
+LARGEST_NUMBER = 1e12
+LEAST_SCALE = 1e-18  # a temperature below it is 0, its limit; top_p is never below it
 BLOCK_TOKENS = 256  # of a keyed draw: about the root of a vocabulary, so that both of its races are short
 
 
@@ -51,8 +54,10 @@ class SamplingParams:
             raise OptionError(f"min_p must lie between 0 and 1, not {self.min_p}")
         if (as_int(self.top_k) or 0) < 0:
             raise OptionError(f"top_k must be 0 (all) or a positive whole number, not {self.top_k!r}")
-        if self.repetition_penalty <= 0:
-            raise OptionError(f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        if self.repetition_penalty < 1 / LARGEST_NUMBER:
+            raise OptionError(f"repetition_penalty must be above 0, and not this small: {self.repetition_penalty}")
+        object.__setattr__(self, "temperature", self.temperature if self.temperature >= LEAST_SCALE else 0.0)
+        object.__setattr__(self, "top_p", max(self.top_p, LEAST_SCALE))
         object.__setattr__(self, "top_k", _whole("top_k", self.top_k))
         object.__setattr__(self, "seed", None if self.seed is None else _whole("seed", self.seed))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -79,12 +84,12 @@ class SamplingParams:
 
 
 def _number(name: str, value: Any) -> float:
-    """A finite number of any kind, numpy's included; Python's own numbers keep their type."""
+    """A number of any kind, numpy's included; Python's own numbers keep their type."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise OptionError(f"{name} must be a number, not {value!r}")
     number = value if isinstance(value, int | float) else float(value)
-    if not math.isfinite(number):
-        raise OptionError(f"{name} must be a number, not {value!r}")
+    if not -LARGEST_NUMBER <= number <= LARGEST_NUMBER:  # NaN is not
+        raise OptionError(f"{name} must be a number, at most {LARGEST_NUMBER:g}, not {value!r}")
     return number
 
 

@@ -26,7 +26,7 @@ from paceline.core import draft_tree
 from paceline.core.draft_tree import DraftTree
 from paceline.core.protocols import Drafter, Runner
 from paceline.core.sequence import Sequence
-from paceline.core.types import Row, SequenceCache
+from paceline.core.types import ModelInfo, Row, SequenceCache
 from paceline.drafting.draft_kv import DraftKV, step_tokens
 from paceline.drafting.draft_sampling import SampledDraft, choose
 from paceline.drafting.registry import DrafterContext, DrafterSpec, WeightsNeeded, options_of
@@ -104,9 +104,13 @@ class DraftInProgress:
 class SharedVocabulary:
     """The tokens both models have, as tensors on the draft model's device."""
 
-    def __init__(self, target: Any, draft: Any, vocab_size: int, device: str) -> None:
-        shared = shared_tokens(target, draft)
-        pairs = [pair for pair in zip(shared.target_ids, shared.draft_ids) if pair[0] < vocab_size]
+    def __init__(self, target: Any, draft: Any, vocab_size: int, runner_info: ModelInfo) -> None:
+        """target, draft: tokenizers, which may know more tokens than the models. vocab_size: the target's."""
+        shared, draft_size, device = shared_tokens(target, draft), runner_info.vocab_size, runner_info.device
+        ids = zip(shared.target_ids, shared.draft_ids)
+        pairs = [
+            (target_id, draft_id) for target_id, draft_id in ids if target_id < vocab_size and draft_id < draft_size
+        ]
         self._vocab_size = vocab_size
         self._target_ids = torch.tensor([target_id for target_id, _ in pairs], dtype=torch.int64, device=device)
         self._draft_ids = torch.tensor([draft_id for _, draft_id in pairs], dtype=torch.int64, device=device)
@@ -149,7 +153,7 @@ class CrossVocab(Drafter):
         self.pairing = pairing(target, draft)
         self._way = way
         self._target, self._draft = TokenizerBridge(target), TokenizerBridge(draft)
-        self._shared = SharedVocabulary(target, draft, vocab_size, runner.info.device)
+        self._shared = SharedVocabulary(target, draft, vocab_size, runner.info)
         self._states: dict[int, DraftState] = {}
         self._kv = DraftKV(runner, OWNER, prefix_cache)
 
@@ -206,7 +210,8 @@ class CrossVocab(Drafter):
         if text.endswith(INCOMPLETE_CHARACTER):
             return None  # until the target has completed the character
         prompt = self._draft.encode(text)
-        if not prompt or len(prompt) + num_draft_tokens > self.runner.info.max_seq_len:
+        info = self.runner.info
+        if not prompt or len(prompt) + num_draft_tokens > info.max_seq_len or max(prompt) >= info.vocab_size:
             return None
         return DraftInProgress(seq, self._state(seq, prompt), prompt, self.way_of(seq), num_draft_tokens)
 

@@ -55,6 +55,7 @@ class DraftModel(Drafter):
         self._kv = DraftKV(runner, OWNER, prefix_cache)
         self._seq_caches: dict[int, SequenceCache] = {}
         self._drafted_from: dict[int, int] = {}  # the length of each sequence when its draft tokens were made
+        self._num_readable: dict[int, int] = {}  # first tokens of each sequence that this model has; see `_reads`
         self._stop: ChainStop | None = None  # asked by the host, …
         self._limits: ChainStop | None = None  # … or given to the device
         self._prepared_k: int | None = None
@@ -92,10 +93,22 @@ class DraftModel(Drafter):
 
     def _prepared(self, seq: Sequence, k: int) -> int:
         """Not more than graphs were made ready for: making one takes longer than a long draft ever wins. A number that
-        a request has chosen itself counts. Where a sequence is as long as the draft model can read, none."""
-        k = max(0, min(k, self.runner.info.max_seq_len - len(seq.ids)))
+        a request has chosen itself counts. Where a sequence is as long as the draft model can read, or holds a token
+        that it does not have, none."""
+        k = max(0, min(k, self.runner.info.max_seq_len - len(seq.ids))) if self._reads(seq) else 0
         chosen = seq.params.num_draft_tokens is not None
         return k if chosen or self._prepared_k is None else min(k, self._prepared_k)
+
+    def _reads(self, seq: Sequence) -> bool:
+        """Whether this model has all tokens of a sequence. Padded vocabularies of one family differ in size, and a
+        prompt of ids may hold any: read past the last embedding, it would raise, on a GPU for the whole process."""
+        size, ids = self.runner.info.vocab_size, seq.ids
+        if size >= self._vocab_size:
+            return True
+        known = self._num_readable.get(seq.seq_id, 0)
+        readable = next((place for place in range(known, len(ids)) if ids[place] >= size), len(ids))
+        self._num_readable[seq.seq_id] = readable
+        return readable == len(ids)
 
     def _trees(self, seqs: list[Sequence], num_draft_tokens: list[int], active: list[int]) -> list[DraftTree]:
         trees = [draft_tree.empty() for _ in seqs]
@@ -134,6 +147,7 @@ class DraftModel(Drafter):
 
     def end(self, seq: Sequence) -> None:
         self._drafted_from.pop(seq.seq_id, None)
+        self._num_readable.pop(seq.seq_id, None)
         seq_cache = self._seq_caches.pop(seq.seq_id, None)
         if seq_cache is None:
             return

@@ -21,7 +21,7 @@ class KeyBuffers:
         self._rows, self._capacity = 0, FIRST_CAPACITY
         self._free: list[int] = []
         self.version = 0  # rises whenever the buffers move
-        self._keys, self._values = self._zeros(1, head_dim), self._zeros(1, value_dim or head_dim)
+        self._keys, self._values = (self._zeros(1, FIRST_CAPACITY, dim) for dim in (head_dim, value_dim or head_dim))
 
     @property
     def device(self) -> torch.device:
@@ -88,18 +88,18 @@ class KeyBuffers:
         present, needed = self._keys.shape[0], max(self._rows, rows)
         if needed <= present and capacity <= self._capacity:
             return
+        size = max(present, 1 << (needed - 1).bit_length()), max(self._capacity, 1 << (capacity - 1).bit_length())
+        keys, values = self._enlarged(self._keys, *size), self._enlarged(self._values, *size)
+        self._keys, self._values, self._capacity = keys, values, size[1]  # all or nothing: memory may run out above
         self.version += 1
-        self._capacity = max(self._capacity, 1 << (capacity - 1).bit_length())
-        self._keys = self._enlarged(self._keys, max(present, 1 << (needed - 1).bit_length()))
-        self._values = self._enlarged(self._values, self._keys.shape[0])
 
-    def _enlarged(self, old: Tensor, rows: int) -> Tensor:
-        new = self._zeros(rows, old.shape[3])
+    def _enlarged(self, old: Tensor, rows: int, capacity: int) -> Tensor:
+        new = self._zeros(rows, capacity, old.shape[3])
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
-    def _zeros(self, rows: int, head_dim: int) -> Tensor:
-        shape = (rows, self._num_kv_heads, self._capacity, head_dim)
+    def _zeros(self, rows: int, capacity: int, head_dim: int) -> Tensor:
+        shape = (rows, self._num_kv_heads, capacity, head_dim)
         return torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
 
 

@@ -21,7 +21,7 @@ from paceline.config import EngineConfig
 from paceline.core.sequence import Sequence, SequenceParams
 from paceline.core.token_arrays import append_generated, prompts_of
 from paceline.core.types import RequestOutput
-from paceline.engines.local.request_state import OnOutput, ignore_output
+from paceline.engines.local.engine import LocalEngine
 from paceline.errors import OptionError, PacelineError
 from paceline.integrations.model_outputs import STATES, ModelOutputs, check_cache, model_outputs
 from paceline.integrations.processors import BatchRow, NodeProcessor, ScoreRecord, processing_of, stop_rules_of
@@ -104,9 +104,7 @@ def hf_generate(
     records = [ScoreRecord() for _ in prompts] if _records_scores(generation_config) else None
     params = _sequence_params(input_ids, logits_processor, stopping_criteria, generation_config, records)
     seqs = [Sequence(prompt, own) for prompt, own in zip(prompts, params)]
-    build_engine(config).run(seqs, _on_output(arguments.streamer))
-    if arguments.streamer is not None:
-        arguments.streamer.end()
+    _run(build_engine(config), seqs, arguments.streamer)
     sequences = append_generated(input_ids, [seq.generated for seq in seqs], _pad_token(generation_config))
     outputs = ModelOutputs()
     if generation_config.return_dict_in_generate or arguments.has_cache:
@@ -183,17 +181,38 @@ def _sequence_params(
     return params
 
 
-def _on_output(streamer: Any) -> OnOutput:
-    """Hands every accepted token to the streamer, one by one as `generate` does."""
+def _run(engine: LocalEngine, seqs: list[Sequence], streamer: Any) -> None:
+    """Generate all of them. What a streamer raises ends the call, as in `generate`: some programs stop one that way."""
     if streamer is None:
-        return ignore_output
+        engine.run(seqs)
+        return
+    feed = _StreamerFeed(streamer)
+    try:
+        engine.run(seqs, feed.put)
+    except PacelineError:
+        if feed.error is None:
+            raise
+    if feed.error is not None:
+        raise feed.error
+    streamer.end()
 
-    def put(output: RequestOutput | PacelineError) -> None:
-        if isinstance(output, RequestOutput):
+
+class _StreamerFeed:
+    """Hands every accepted token to a streamer, one by one as `generate` does. error: what the streamer has raised"""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self.error: Exception | None = None
+
+    def put(self, output: RequestOutput | PacelineError) -> None:
+        if self.error is not None or isinstance(output, PacelineError):
+            return
+        try:
             for token in output.token_ids:
-                streamer.put(torch.tensor([token]))
-
-    return put
+                self._streamer.put(torch.tensor([token]))
+        except Exception as error:  # a streamer is anyone's code
+            self.error = error
+            raise
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from paceline.errors import CapabilityError, OptionError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
 from paceline.runners.huggingface_cache import HuggingFaceSequenceCache, PassPlan, RowBuffers, own
 from paceline.runners.huggingface_masks import additive, attention_kinds, storing_layers, visible_keys
-from paceline.runners.huggingface_model import TransformersRunner, explained_memory
+from paceline.runners.huggingface_model import TransformersRunner, explained_copy, explained_memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,11 +93,12 @@ class HuggingFaceRunner(TransformersRunner):
         twin = self.new_cache()
         try:
             self.blocks.grow(twin, length)
+            with explained_copy(length):
+                self._buffers.reserve(self._rows.count, length)
+                self._buffers.copy_row(own(seq_cache).row, twin.row, length)
         except OutOfMemory:
             self.free(twin)
             raise
-        self._buffers.reserve(self._rows.count, length)
-        self._buffers.copy_row(own(seq_cache).row, twin.row, length)
         twin.length = length
         return twin
 

@@ -57,15 +57,12 @@ class LayerBuffers(CacheLayerMixin):
         assert plan is not None and self.keys is not None and self.values is not None
         return plan.write(self.keys, key_states), plan.write(self.values, value_states)
 
-    def grow(self) -> None:
+    def grow(self, num_rows: int, capacity: int) -> None:
+        """To at least this size: a layer that grew before another one failed may be larger."""
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
-            self.keys, self.values = self._copied(self.keys), self._copied(self.values)
-
-    def _copied(self, old: Tensor) -> Tensor:
-        new = old.new_zeros(self.buffers.num_rows, old.shape[1], self.buffers.capacity, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
+            size = max(num_rows, self.keys.shape[0]), max(capacity, self.keys.shape[2])
+            self.keys, self.values = _enlarged(self.keys, *size), _enlarged(self.values, *size)
 
     def move(self, row: int, source: Tensor, target: Tensor) -> None:
         if self.is_initialized:
@@ -84,6 +81,12 @@ class LayerBuffers(CacheLayerMixin):
 
     def get_max_cache_shape(self) -> int:
         return -1
+
+
+def _enlarged(old: Tensor, num_rows: int, capacity: int) -> Tensor:
+    new = old.new_zeros(num_rows, old.shape[1], capacity, old.shape[3])
+    new[: old.shape[0], :, : old.shape[2]] = old
+    return new
 
 
 class PassPlan:
@@ -122,13 +125,14 @@ class RowBuffers(Cache):
         super().__init__(layers=[LayerBuffers(self) for _ in range(layers)])
 
     def reserve(self, num_rows: int, capacity: int) -> None:
-        """Make room for so many sequences of so many tokens."""
+        """Make room for so many sequences of so many tokens. Where a layer finds none, the size stays what all have."""
         if num_rows <= self.num_rows and capacity <= self.capacity:
             return
-        self.num_rows = max(self.num_rows, 1 << (num_rows - 1).bit_length())
-        self.capacity = max(self.capacity, 1 << (capacity - 1).bit_length())
+        num_rows = max(self.num_rows, 1 << (num_rows - 1).bit_length())
+        capacity = max(self.capacity, 1 << (capacity - 1).bit_length())
         for layer in self.layers:
-            layer.grow()
+            layer.grow(num_rows, capacity)
+        self.num_rows, self.capacity = num_rows, capacity
 
     def stored(self, layer: int, row: int, length: int) -> LayerKeys:
         """Views of what one layer has stored for one sequence."""

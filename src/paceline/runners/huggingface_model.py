@@ -100,6 +100,15 @@ def explained_memory(rows: list[Row]) -> Iterator[None]:
         raise OutOfMemory(f"a pass over {tokens} tokens does not fit: {_advice(rows)}") from error
 
 
+@contextmanager
+def explained_copy(length: int) -> Iterator[None]:
+    """The same where what is stored for a prefix is copied."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(f"a copy of {length} cached tokens does not fit: run fewer sequences at a time") from error
+
+
 def _advice(rows: list[Row]) -> str:
     if len(rows) > 1:
         return "use fewer prompts at a time or a shorter sequence"

@@ -19,7 +19,7 @@ from paceline.core.types import ModelOutput, Row, RowOutput, SequenceCache
 from paceline.device.memory import for_sampling
 from paceline.errors import CapabilityError, OutOfMemory
 from paceline.kv.block_manager import BlockManager
-from paceline.runners.huggingface_model import TransformersRunner, explained_memory, token_inputs
+from paceline.runners.huggingface_model import TransformersRunner, explained_copy, explained_memory, token_inputs
 from paceline.runners.huggingface_state import ModelState
 
 
@@ -110,11 +110,12 @@ class HuggingFaceStateRunner(TransformersRunner):
         cache, twin = own(seq_cache), self.new_cache()
         try:
             self.blocks.grow(twin, length)
+            with explained_copy(length):
+                twin.state = cache.state.fork(length)
         except OutOfMemory:
             self.free(twin)
             raise
         twin.tokens, twin.length = cache.tokens[:length], length
-        twin.state = cache.state.fork(length)
         return twin
 
     # --- passes -------------------------------------------------------------------------------------------------------

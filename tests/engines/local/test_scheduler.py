@@ -10,6 +10,7 @@ from paceline.config import EngineConfig
 from paceline.core.draft_length import FixedDraftLength
 from paceline.core.sampling import SamplingParams
 from paceline.core.sequence import Sequence
+from paceline.core.stopping import StopRules
 from paceline.core.types import ModelOutput, Request, Row
 from paceline.engines.local.engine import LocalEngine
 from paceline.engines.local.scheduler import LOOP_STEPS
@@ -160,6 +161,22 @@ def test_a_pass_that_raises_costs_its_own_sequences_and_no_other(error: Exceptio
     assert later.tokens == plain_tokens(prompt, 10)
     stats = engine.stats()
     assert stats.blocks_used == 0 and stats.failures == 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_sequence_that_ends_in_a_step_that_raises_fails_with_it_and_is_not_generated_on(k: int) -> None:
+    """Its last tokens were never handed out: without an error its reader would miss them, and get another."""
+    engine = toy_engine(ToyRunner(), draft_length=FixedDraftLength(k))
+    ended = add(engine, sequence(random_prompts(1)[0], 5))
+    raising = add(engine, sequence(random_prompts(1)[0], 9, stopping=StopRules(9, ends=raise_after_four)))
+    finish(engine)
+    assert all(isinstance(request.errors[0].__cause__, ZeroDivisionError) for request in (ended, raising))
+    assert ended.finish_reason is None and len(ended.tokens) < 5 and ended.state.seq.num_new_tokens == 5
+    assert engine.stats().blocks_used == 0 and engine.stats().running == 0
+
+
+def raise_after_four(generated: list[int]) -> bool:
+    return 1 // (len(generated) < 5) == 0
 
 
 def test_a_prefill_that_raises_costs_its_own_sequences() -> None:

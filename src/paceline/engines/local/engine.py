@@ -173,7 +173,7 @@ class LocalEngine:
             for part, results in self._steps(batch):
                 self._scheduler.postprocess(part, results)
         except Exception as error:  # a model or a driver may raise anything at all
-            self._recover([request for request in batch.requests if not request.seq.finished], error)
+            self._recover(batch.requests, error)
             return batch.requests
         self._scheduler.add_seconds(time.perf_counter() - started)
         return batch.requests

@@ -129,14 +129,15 @@ class Scheduler:
         self.kv.clear()
 
     def fail(self, requests: list[RequestState], error: PacelineError) -> None:
-        """A pass over these requests raised: they end with the error, all others go on."""
+        """A pass over these requests raised: they end with the error, also one that ended in it and has not reported
+        that. What has reported its end is in no queue and stays as it is; all others go on."""
         self._totals.failures += 1
         for request in requests:
-            for queue in (self._prefilling, self._running):
-                if request in queue:
-                    queue.remove(request)
-            self._release(request, keep=False)
-            request.fail(error)
+            queue = next((queue for queue in (self._prefilling, self._running) if request in queue), None)
+            if queue is not None:
+                queue.remove(request)
+                self._release(request, keep=False)
+                request.fail(error)
 
     def stats(self) -> EngineStats:
         """A snapshot. Safe from any thread: the numbers are copied one by one and may be a step apart."""

@@ -75,7 +75,7 @@ def test_unpacked_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str
     blocks = repack_blocks(read, GGUF_KINDS[kind], 512)
     assert blocks is not None and torch.equal(unpack_blocks(blocks), reference(kind, read))
     whole_rows = -(-rows // 8) * 8
-    assert blocks.data.nbytes <= 1.03 * read.nbytes * whole_rows / rows, "no more than the file has"
+    assert blocks.data.nbytes <= 1.04 * read.nbytes * whole_rows / rows, "no more than the file has"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

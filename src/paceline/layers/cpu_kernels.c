@@ -124,11 +124,20 @@ static void meet(Barrier *barrier, int threads) {
 static const struct {
     uint8_t header, values;
 } KINDS[] = {
-    [INT4] = {BFLOATS, FOUR},       [INT8] = {BFLOATS, EIGHT},        [Q4_0] = {HALVES, FOUR},
-    [Q4_1] = {HALVES_MIN, FOUR},    [Q5_0] = {HALVES, FIVE},          [Q5_1] = {HALVES_MIN, FIVE},
-    [Q8_0] = {HALVES, EIGHT},       [IQ4_NL] = {HALVES, TABLE},       [Q4_K] = {SUPER_MIN, FOUR},
-    [Q5_K] = {SUPER_MIN, FIVE},     [Q6_K] = {SUPER_SIXTEENS, SIX},   [IQ4_XS] = {SUPER_SIGNED, TABLE},
-    [Q3_K] = {SUPER_SIXTEENS, THREE}, [Q2_K] = {SUPER_MIN_SIXTEENS, TWO},
+    [INT4] = {BFLOATS, FOUR},
+    [INT8] = {BFLOATS, EIGHT},
+    [Q4_0] = {HALVES, FOUR},
+    [Q4_1] = {HALVES_MIN, FOUR},
+    [Q5_0] = {HALVES, FIVE},
+    [Q5_1] = {HALVES_MIN, FIVE},
+    [Q8_0] = {HALVES, EIGHT},
+    [IQ4_NL] = {HALVES, TABLE},
+    [Q4_K] = {SUPER_MIN, FOUR},
+    [Q5_K] = {SUPER_MIN, FIVE},
+    [Q6_K] = {SUPER_SIXTEENS, SIX},
+    [IQ4_XS] = {SUPER_SIGNED, TABLE},
+    [Q3_K] = {SUPER_SIXTEENS, THREE},
+    [Q2_K] = {SUPER_MIN_SIXTEENS, TWO},
 };
 
 INLINE int header_of(int kind) { return KINDS[kind].header; }

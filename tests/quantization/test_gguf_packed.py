@@ -178,7 +178,7 @@ def test_a_layer_beside_one_in_floating_point_is_unpacked_with_it() -> None:
     assert gguf_format.load(Stored({"o": "F16"}, 8, 64), ["o"]) is None, "all in floating point: not this format's"
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0", "Q4_1", "Q5_K"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_unpacks_the_rows_asked_for(kind: str) -> None:
     embedding, tokens = PackedEmbedding(packed_of(kind, 50, 256), torch.float32), torch.tensor([[49, 0], [7, 7]])
     expected = reference(kind, stored(kind, 50, 256))[tokens]

@@ -42,7 +42,7 @@ from paceline.runners.table import TableRunner
 from tests.support.dflash import toy_head
 from tests.support.drafter_exactness import context_for
 from tests.support.families import Variant, tiny_family
-from tests.support.gguf import write_gguf
+from tests.support.gguf import mix, write_gguf
 from tests.support.mtp_heads import toy_mtp_head
 from tests.support.tiny import tiny_llama
 
@@ -66,12 +66,10 @@ def _native() -> NativeRunner:
 def _gguf_folder() -> tempfile.TemporaryDirectory[str]:
     """A file with blocks of several kinds, converted; gone when the process ends."""
     folder = tempfile.TemporaryDirectory()
-    kinds = {"attn_q": "Q4_0", "attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "IQ4_NL"}
-    path = write_gguf(
-        Path(folder.name, "tiny.gguf"),
-        tiny_llama(eos_token_id=258),
-        kinds=lambda name: next((kinds[part] for part in kinds if part in name), "Q4_1"),
-    )
+    kinds = {"attn_q": "Q4_0", "attn_k": "IQ4_XS", "attn_v": "Q8_0", "attn_output": "Q3_K", "ffn_gate": "Q2_K"}
+    kinds |= {"ffn_down": "Q5_1", "token_embd": "IQ4_NL"}
+    model = tiny_llama(eos_token_id=258, hidden_size=256)
+    path = write_gguf(Path(folder.name, "tiny.gguf"), model, kinds=mix("Q4_1", **kinds))
     files = Path(folder.name, "files")
     files.mkdir()
     convert_gguf(path, files)

@@ -79,15 +79,18 @@ def packed(
     kind: Kind, group: int, splits: int, rows: int, flags: dict[str, bool], *, minimums: bool = False
 ) -> Arguments:
     """Groups of 16 and 32 with upper bits or minimums are those of GGUF's K formats: small integers as scales."""
-    zeros, outer = kind is Kind.INT4 and group == 64, minimums or kind is Kind.INT6
+    zeros = kind is Kind.INT4 and group == 64
+    outer = minimums or kind in (Kind.INT3, Kind.INT6) or (kind, group) == (Kind.LUT4, 32)
     signature = dict.fromkeys(("x", "bias", "residual", "scales", "zeros"), HALF) | {"weight": INT, "table": FLOAT}
     signature |= {"high": "*i16" if kind is Kind.INT6 else "*u8", "minimums": "*u8"}
-    signature |= {"outer_scales": "*fp16", "outer_minimums": "*fp16"} | ({"scales": "*i8"} if outer else {})
+    signature |= {"outer_scales": "*fp16", "outer_minimums": "*fp16"}
+    signature |= {"scales": "*u8" if minimums else "*i8"} if outer else {}
+    signature |= {"weight": "*i16"} if kind.word_bits == 2 else {}
     signature |= {"partial_sums": FLOAT, "programs_done": INT} | _outputs(flags)
     signature |= dict.fromkeys(("rows", "columns", "in_features", "out_stride"), "i32")
     signature |= dict.fromkeys(("steps", "steps_per_split", "spans", "outer_spans"), "i32")
     constants = {"USE_PDL": True, "KIND": int(kind), "FAST": kind in FAST_KINDS, "ZEROS": zeros, "GROUP": group}
-    constants |= {"HIGH": kind.high_bits > 0, "MINIMUMS": minimums, "OUTER": outer}
+    constants |= {"HIGH": kind.high_bits > 0, "MINIMUMS": minimums, "NIBBLES": kind is Kind.INT2, "OUTER": outer}
     constants |= {"GROUPS": groups_of_span(group, 4096) if group else 1}
     columns = packed_tiling(4096, 32, rows, gate=flags["GATE"]).columns
     tile = {"ROWS": rows, "COLUMNS": columns, "WORDS": kind.words, "CODES": kind.codes}
@@ -99,8 +102,8 @@ def unpacking() -> Arguments:
     pointers = {"weight": INT, "high": "*i16", "scales": "*i8", "zeros": HALF, "minimums": "*u8", "table": FLOAT}
     pointers |= {"outer_scales": "*fp16", "outer_minimums": "*fp16", "order": LONG, "places": LONG, "out": HALF}
     signature = pointers | dict.fromkeys(("rows", "in_features", "steps", "spans", "outer_spans"), "i32")
-    constants = {"KIND": int(Kind.INT6), "HIGH": True, "ZEROS": False, "MINIMUMS": False, "OUTER": True, "ORDER": False}
-    constants |= {"SOME": True, "GROUP": 16, "GROUPS": 8, "ROUNDING": tl.float32}
+    constants = {"KIND": int(Kind.INT6), "HIGH": True, "ZEROS": False, "MINIMUMS": False, "ORDER": False}
+    constants |= {"NIBBLES": False, "OUTER": True, "SOME": True, "GROUP": 16, "GROUPS": 8, "ROUNDING": tl.float32}
     constants |= {"ROWS": 32, "WORDS": 16, "CODES": 8}
     return signature, constants
 
@@ -157,12 +160,13 @@ def compile_products() -> None:
 def compile_packed_products() -> None:
     for kind, group, splits, rows in (
         (Kind.INT4, 32, 1, 16), (Kind.INT4, 64, 1, 64), (Kind.INT8, 0, 2, 16), (Kind.FP8, 0, 1, 32),
-        (Kind.FP8, 128, 1, 16), (Kind.FP4, 32, 1, 16), (Kind.LUT4, 64, 1, 16),
+        (Kind.FP8, 128, 1, 16), (Kind.FP4, 32, 1, 16), (Kind.LUT4, 64, 1, 16), (Kind.LUT4, 32, 1, 16),
     ):  # fmt: skip
         compile_kernel(packed_kernel, *packed(kind, group, splits, rows, FLAGS), num_warps=4)
     for kind, group, rows, minimums, name in (
         (Kind.INT4, 32, 16, True, "GATE"), (Kind.INT4, 32, 64, True, "RESIDUAL"), (Kind.INT5, 32, 16, True, "GATE"),
         (Kind.INT5, 32, 16, False, "BIAS"), (Kind.INT6, 16, 16, False, "ARGMAX"), (Kind.INT6, 16, 64, False, "GATE"),
+        (Kind.INT2, 16, 16, True, "GATE"), (Kind.INT2, 16, 64, True, "BIAS"), (Kind.INT3, 16, 64, False, "RESIDUAL"),
     ):  # fmt: skip
         arguments = packed(kind, group, 2, rows, FLAGS | {name: True}, minimums=minimums)
         compile_kernel(packed_kernel, *arguments, num_warps=4)

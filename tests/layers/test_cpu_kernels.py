@@ -120,6 +120,7 @@ FORMS = {  # the compiler's flags of CPUs with less than this one may have
 }
 
 
+EMULATED_ARM = Machine("neon", ("-O1", f"-I{Path(__file__).with_name('neon')}"))
 AVX512_FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
 
@@ -170,6 +171,25 @@ def test_every_form_gives_the_same_bits(form: str, monkeypatch: pytest.MonkeyPat
     for width in widths:
         for name, product in all_products(kinds, x[:width]).items():
             assert torch.equal(product, own[width][name]), f"{name} of {width} tokens"
+
+
+@needs_x86
+@pytest.mark.slow  # compiles all kernels
+def test_the_form_for_arm_agrees_to_the_last_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its intrinsics in plain C (neon/arm_neon.h): the same weights, and sums of the same integers."""
+    kinds = every_kind(37, 512)
+    x = torch.randn(70, 512, generator=torch.Generator().manual_seed(1))
+    x[1, :32] = torch.tensor([127.0, -127.0]).repeat(16)  # the largest sums of a group
+    own = {name: (unpack_blocks(blocks), blocks_product(x, joined([blocks]), None)) for name, blocks in kinds.items()}
+    compiled = compile_kernels(EMULATED_ARM)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: compiled)
+    for name, blocks in every_kind(37, 512).items():
+        weight, expected = own[name]
+        assert torch.equal(unpack_blocks(blocks), weight), name
+        product = blocks_product(x, joined([blocks]), None)
+        assert ((product - expected).abs() <= 1e-6 * (x.abs() @ weight.abs().T)).all(), name
+        for width in (1, 2, 3, 5, 17, 33):
+            assert torch.equal(blocks_product(x[:width], joined([blocks]), None), product[:width]), name
 
 
 @pytest.mark.slow

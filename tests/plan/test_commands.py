@@ -115,20 +115,22 @@ def test_a_gguf_is_counted_as_it_would_be_loaded(capsys, tmp_path):
     assert run_json(capsys, plan_command, path, "--hardware", "cpu-laptop")["target"]["precision"] == "fp32"
 
 
-def test_a_gguf_of_blocks_that_stay_packed_on_a_gpu_is_counted_by_its_file(capsys, tmp_path):
+@pytest.mark.parametrize("file_type, mixture", [("Q4_K_M", "q4_k_m"), ("Q3_K_M", "q3_k_m"), ("IQ4_XS", "iq4_xs")])
+def test_a_gguf_of_blocks_that_stay_packed_on_a_gpu_is_counted_by_its_file(capsys, tmp_path, file_type, mixture):
     gguf = pytest.importorskip("gguf")
     from paceline.engines.local import SPEC
     from paceline.hub.gguf_tensors import ARCHITECTURES
     from paceline.layers.cpu_kernels import GGUF_KINDS
     from tests.runners.native.models import tiny
+    from tests.support.gguf import MIXES
     from tests.support.gguf import write_gguf as write_blocks
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 261}
-    file_type = gguf.LlamaFileType.MOSTLY_Q5_K_S
-    kinds = {"kinds": lambda name: "Q5_K", "metadata": lambda writer: writer.add_file_type(file_type)}
+    number = gguf.LlamaFileType[f"MOSTLY_{file_type}"]
+    kinds = {"kinds": MIXES[mixture], "metadata": lambda writer: writer.add_file_type(number)}
     path = str(write_blocks(tmp_path / "tiny.gguf", tiny("qwen2", **sizes), **kinds))
     document = run_json(capsys, plan_command, path, "--hardware", "h100")
-    assert (document["target"]["precision"], document["engine"]) == ("Q5_K_S", "local")
+    assert (document["target"]["precision"], document["engine"]) == (file_type, "local")
     assert run_json(capsys, plan_command, path, "--hardware", "cpu-laptop")["target"]["precision"] == "fp32"
     assert SPEC.gguf_kinds == set(GGUF_KINDS) and SPEC.gguf_types == set(ARCHITECTURES)
 

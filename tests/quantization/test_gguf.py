@@ -75,7 +75,7 @@ def test_unpacked_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str
     blocks = repack_blocks(read, GGUF_KINDS[kind], 512)
     assert blocks is not None and torch.equal(unpack_blocks(blocks), reference(kind, read))
     whole_rows = -(-rows // 8) * 8
-    assert blocks.data.nbytes <= 1.03 * read.nbytes * whole_rows / rows, "no more than the file has"
+    assert blocks.data.nbytes <= 1.04 * read.nbytes * whole_rows / rows, "no more than the file has"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -129,7 +129,7 @@ def test_layers_of_different_kinds_are_joined_and_each_stays_as_it_is() -> None:
     assert gguf_format.load(Stored({"o": "F16"}, 8, 64), ["o"]) is None, "all in floating point: not this format's"
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_unpacks_the_rows_asked_for(kind: str) -> None:
     read = stored(kind, 50, 256)
     blocks = repack_blocks(read, GGUF_KINDS[kind], 256)

@@ -41,7 +41,7 @@ from paceline.runners.native import NativeRunner, read_config
 from paceline.runners.native import loading as native_loading
 from tests.runners.native.fused import eager_graphs
 from tests.runners.native.models import tiny
-from tests.support.gguf import HALVES, random_blocks, write_gguf
+from tests.support.gguf import HALVES, MIXES, random_blocks, write_gguf
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = list(GGUF_KINDS)
@@ -75,7 +75,7 @@ def test_packed_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str) 
     assert torch.equal(linear._unpacked().dequantize(torch.float32).cpu(), expected), "by torch's own operations"
     assert torch.equal(unpack(linear, torch.float32).cpu(), expected), "by the kernel that unpacks a weight"
     whole = packed_of(kind, 32, 768)  # tiles
-    assert whole.nbytes <= 1.03 * stored(kind, 32, 768).nbytes, "no more than the file has, but for an eighth of a bit"
+    assert whole.nbytes <= 1.04 * stored(kind, 32, 768).nbytes, "no more than the file has, but for an eighth of a bit"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
@@ -162,6 +162,15 @@ def test_layers_of_different_kinds_are_joined_and_each_stays_as_it_is() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernel_of_a_whole_pass_reads_two_kinds_and_leaves_the_others_alone(kind: str) -> None:
+    """Alone and beside one that it reads; a model with any other kind runs through the packed kernel."""
+    assert (packed_of(kind, 32, 256).pass_pieces is not None) == (kind in ("Q4_K", "Q6_K"))
+    joined = gguf_format.load(Stored({"q": kind, "v": "Q6_K" if kind == "Q4_K" else "Q4_K"}, 32, 256), ["q", "v"])
+    assert joined is not None and (joined.pass_pieces is not None) == (kind in ("Q4_K", "Q6_K"))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_layer_beside_one_in_floating_point_is_unpacked_with_it() -> None:
     tensors = Stored({"q": "Q4_K", "k": "F16"}, 24, 256)
     joined = gguf_format.load(tensors, ["q", "k"])
@@ -169,7 +178,7 @@ def test_a_layer_beside_one_in_floating_point_is_unpacked_with_it() -> None:
     assert gguf_format.load(Stored({"o": "F16"}, 8, 64), ["o"]) is None, "all in floating point: not this format's"
 
 
-@pytest.mark.parametrize("kind", ["Q6_K", "Q8_0", "Q4_1", "Q5_K"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_embedding_unpacks_the_rows_asked_for(kind: str) -> None:
     embedding, tokens = PackedEmbedding(packed_of(kind, 50, 256), torch.float32), torch.tensor([[49, 0], [7, 7]])
     expected = reference(kind, stored(kind, 50, 256))[tokens]
@@ -191,12 +200,6 @@ def test_a_scale_that_is_no_number_is_refused(kind: str) -> None:
 # --- whole models -----------------------------------------------------------------------------------------------------
 
 
-def q4_k_m(name: str) -> str:
-    """As llama.cpp mixes them: values, the MLP's way down and the output in Q6_K, all else in Q4_K."""
-    is_wide = any(part in name for part in ("attn_v", "ffn_down", "token_embd")) or name == "output.weight"
-    return "Q6_K" if is_wide else "Q4_K"
-
-
 def small_mixture(name: str) -> str:
     """What it falls back to where rows are no multiple of 256."""
     kinds = {"attn_q": "Q5_0", "attn_k": "Q5_1", "attn_v": "Q8_0", "attn_output": "IQ4_NL", "ffn_up": "Q4_0"}
@@ -205,7 +208,7 @@ def small_mixture(name: str) -> str:
 
 
 MIXTURES: dict[str, tuple[dict[str, Any], Any]] = {
-    "q4_k_m": (SIZES, q4_k_m),
+    **{name: (SIZES, kinds) for name, kinds in MIXES.items()},
     "q5_k-tied": (SIZES | {"tie_word_embeddings": True}, lambda name: "Q5_K"),
     "small": (SIZES | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, small_mixture),
 }

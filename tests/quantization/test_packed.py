@@ -111,6 +111,9 @@ ADDRESSES = {
     "large groups": (Kind.FP8, 600, 256, 300, (16 * 5 + 2 * 16 + 2) * 32 + 12, 16 * 3 + 1 * 16 + 2, None),
     # step 2 of 4, feature 44: word 12; the third of eight groups of the step, in the second block of two
     "blocks": (Kind.INT6, 512, 16, 300, (16 * 4 + 2 * 16 + 2) * 16 + 12, (16 * 4 + 2 * 16 + 2) * 8 + 2, 16 * 2 + 18),
+    # step 3 of 4, feature 45: word 13; the third of eight groups of the step, in the second block of two
+    "two bits": (Kind.INT2, 512, 16, 429, (16 * 7 + 2) * 16 + 13, (16 * 7 + 2) * 8 + 2, 16 * 3 + 2),
+    "three bits": (Kind.INT3, 512, 16, 429, (16 * 7 + 2) * 16 + 13, (16 * 7 + 2) * 8 + 2, 16 * 3 + 2),
     # step 2 of 3, feature 43: word 11
     "one group": (Kind.INT8, 300, 300, 299, (16 * 3 + 2 * 16 + 2) * 32 + 11, 16 + 2, None),
 }
@@ -131,7 +134,7 @@ def test_every_number_is_where_a_kernel_that_takes_16_rows_reads_it(case: str) -
     assert linear.scales.is_contiguous() and linear.scales.flatten().nonzero().tolist() == [[scale]]
     if linear.high is not None:
         assert linear.high.flatten().nonzero().tolist() == [[word]]
-        assert linear.high.flatten()[word] == 3 << (2 * index)
+        assert linear.high.flatten()[word] == ((1 << kind.high_bits) - 1) << (kind.high_bits * index)
     if linear.block is not None and linear.block.outer_scales is not None:
         assert linear.block.outer_scales.flatten().nonzero().tolist() == [[outer]]
 

@@ -36,7 +36,22 @@ Kinds = Callable[[str], str | None]
 HALVES: dict[str, dict[int, float]] = {
     "Q4_0": {0: 0.04}, "Q4_1": {0: 0.04, 2: -0.3}, "Q5_0": {0: 0.02}, "Q5_1": {0: 0.02, 2: -0.3}, "Q8_0": {0: 0.003},
     "IQ4_NL": {0: 0.003}, "Q4_K": {0: 0.0012, 2: 0.009}, "Q5_K": {0: 0.0006, 2: 0.009}, "Q6_K": {208: 0.00015},
+    "IQ4_XS": {0: 0.0001}, "Q3_K": {108: 0.004}, "Q2_K": {80: 0.02, 82: 0.02},
 }  # fmt: skip
+
+
+def mix(default: str, **parts: str) -> Kinds:
+    """The kind of every matrix by what llama.cpp calls it: attn_v, output …; others are of the default."""
+    return lambda name: parts.get(name.split(".")[-2], default)
+
+
+# As llama.cpp mixes kinds.
+MIXES = {
+    "q4_k_m": mix("Q4_K", attn_v="Q6_K", ffn_down="Q6_K", token_embd="Q6_K", output="Q6_K"),
+    "q3_k_m": mix("Q3_K", attn_v="Q5_K", attn_output="Q4_K", ffn_down="Q4_K", output="Q6_K"),
+    "q2_k": mix("Q2_K", attn_v="Q3_K", attn_output="Q3_K", ffn_down="Q3_K", output="Q6_K"),
+    "iq4_xs": mix("IQ4_XS", attn_v="Q5_K", output="Q6_K"),
+}
 
 
 def write_gguf(

@@ -29,16 +29,17 @@ enum { GROUP = 32, BLOCK_ROWS = 8, CHUNK = 64, SCALE_BYTES = 2 * BLOCK_ROWS };
 enum { NODE_TILE = 4, KEY_STEP = 64, FEW_NODES = 16 };
 
 /* How a weight is stored: a matrix of floats, or blocks of eight rows, group after group of 32 columns. */
-enum Kind { FLOAT32, INT4, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K };
+enum Kind { FLOAT32, INT4, INT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K, Q6_K, IQ4_XS, Q3_K, Q2_K };
 
 /* What is before the weights of a group: bfloat16 or half-precision scales, with a minimum or without. SUPER ones are
- * small integers: every eight groups begin with the scales that they are multiplied by. */
-enum Header { BFLOATS, HALVES, HALVES_MIN, SUPER_MIN, SUPER_SIXTEENS };
+ * small integers: every eight groups begin with the scales that they are multiplied by. Those of SIXTEENS are for half
+ * of a group each; in SUPER_MIN_SIXTEENS a byte has a scale in its lower four bits and a minimum in its upper ones. */
+enum Header { BFLOATS, HALVES, HALVES_MIN, SUPER_MIN, SUPER_SIGNED, SUPER_SIXTEENS, SUPER_MIN_SIXTEENS };
 
 /* The weights of a group: signed integers of so many bits, or places in a table of sixteen values. */
-enum Values { FOUR, TABLE, FIVE, SIX, EIGHT };
+enum Values { TWO, THREE, FOUR, TABLE, FIVE, SIX, EIGHT };
 
-enum { SUPER_GROUPS = 8, NIBBLE_BYTES = 128 };
+enum { SUPER_GROUPS = 8, NIBBLE_BYTES = 128, TWO_BYTES = 64 };
 
 typedef struct {
     const uint8_t *blocks;
@@ -120,39 +121,46 @@ static void meet(Barrier *barrier, int threads) {
 
 /* --- kinds of weights ------------------------------------------------------------------------------------------- */
 
-INLINE int header_of(int kind) {
-    switch (kind) {
-    case INT4:
-    case INT8: return BFLOATS;
-    case Q4_1:
-    case Q5_1: return HALVES_MIN;
-    case Q4_K:
-    case Q5_K: return SUPER_MIN;
-    case Q6_K: return SUPER_SIXTEENS;
-    default: return HALVES;
-    }
-}
+static const struct {
+    uint8_t header, values;
+} KINDS[] = {
+    [INT4] = {BFLOATS, FOUR},
+    [INT8] = {BFLOATS, EIGHT},
+    [Q4_0] = {HALVES, FOUR},
+    [Q4_1] = {HALVES_MIN, FOUR},
+    [Q5_0] = {HALVES, FIVE},
+    [Q5_1] = {HALVES_MIN, FIVE},
+    [Q8_0] = {HALVES, EIGHT},
+    [IQ4_NL] = {HALVES, TABLE},
+    [Q4_K] = {SUPER_MIN, FOUR},
+    [Q5_K] = {SUPER_MIN, FIVE},
+    [Q6_K] = {SUPER_SIXTEENS, SIX},
+    [IQ4_XS] = {SUPER_SIGNED, TABLE},
+    [Q3_K] = {SUPER_SIXTEENS, THREE},
+    [Q2_K] = {SUPER_MIN_SIXTEENS, TWO},
+};
 
-INLINE int values_of(int kind) {
-    switch (kind) {
-    case INT8:
-    case Q8_0: return EIGHT;
-    case IQ4_NL: return TABLE;
-    case Q5_0:
-    case Q5_1:
-    case Q5_K: return FIVE;
-    case Q6_K: return SIX;
-    default: return FOUR;
-    }
-}
+INLINE int header_of(int kind) { return KINDS[kind].header; }
+INLINE int values_of(int kind) { return KINDS[kind].values; }
 
-INLINE int has_min(int header) { return header == HALVES_MIN || header == SUPER_MIN; }
-INLINE int is_super(int header) { return header == SUPER_MIN || header == SUPER_SIXTEENS; }
-INLINE int super_bytes(int header) { return header == SUPER_MIN ? 32 : header == SUPER_SIXTEENS ? 16 : 0; }
-INLINE int header_bytes(int header) { return header == HALVES_MIN ? 2 * SCALE_BYTES : SCALE_BYTES; }
+INLINE int has_min(int header) { return header == HALVES_MIN || header == SUPER_MIN || header == SUPER_MIN_SIXTEENS; }
+INLINE int has_sixteens(int header) { return header == SUPER_SIXTEENS || header == SUPER_MIN_SIXTEENS; }
+INLINE int is_super(int header) { return header >= SUPER_MIN; }
+INLINE int super_bytes(int header) { return !is_super(header) ? 0 : has_min(header) ? 2 * SCALE_BYTES : SCALE_BYTES; }
+
+INLINE int header_bytes(int header) {
+    return header == HALVES_MIN ? 2 * SCALE_BYTES : header == SUPER_SIGNED ? BLOCK_ROWS : SCALE_BYTES;
+}
 
 INLINE int value_bytes(int values) {
-    return values == EIGHT ? 256 : values == SIX ? 192 : values == FIVE ? 160 : NIBBLE_BYTES;
+    switch (values) {
+    case TWO: return TWO_BYTES;
+    case THREE: return TWO_BYTES + 32;
+    case FIVE: return NIBBLE_BYTES + 32;
+    case SIX: return NIBBLE_BYTES + TWO_BYTES;
+    case EIGHT: return 256;
+    default: return NIBBLE_BYTES;
+    }
 }
 
 /* Bytes of a block of eight rows. */
@@ -165,7 +173,11 @@ static size_t block_bytes(const Weight *weight) {
     return rows_bytes(header_of(weight->kind), values_of(weight->kind), weight->columns);
 }
 
-/* Values of IQ4_NL. */
+int64_t paceline_block_bytes(int32_t kind, int32_t columns) {
+    return rows_bytes(header_of(kind), values_of(kind), columns);
+}
+
+/* Values of IQ4_NL and IQ4_XS. */
 static const int8_t TABLE_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 /* --- rounding weights ------------------------------------------------------------------------------------------- */
@@ -238,29 +250,33 @@ static float bfloat(const uint8_t *place) {
 
 /* The integer of a row of a block at one of the 32 columns of a group. */
 static int value_at(int values, const uint8_t *weights, int row, int column) {
-    const int quad = column / 4, half_block = row / 4, lane = (row % 4) * 4 + column % 4;
-    if (values == EIGHT) return (int8_t)weights[(quad * 2 + half_block) * 16 + lane];
-    const int both = weights[(quad % 4 * 2 + half_block) * 16 + lane], nibble = column < 16 ? both & 15 : both >> 4;
-    const uint8_t *upper = weights + NIBBLE_BYTES + half_block * 16 + lane;
+    const int quad = column / 4, place = row / 4 * 16 + row % 4 * 4 + column % 4, second = column / 16 * 32;
+    if (values == EIGHT) return (int8_t)weights[quad * 32 + place];
+    const int two = weights[second + place] >> quad % 4 * 2 & 3;
+    if (values == TWO) return (two ^ 2) - 2;
+    if (values == THREE) return ((two | (weights[TWO_BYTES + place] >> quad & 1) << 2) ^ 4) - 4;
+    const int both = weights[quad % 4 * 32 + place], nibble = column < 16 ? both & 15 : both >> 4;
+    const uint8_t *upper = weights + NIBBLE_BYTES + place;
     if (values == TABLE) return TABLE_VALUES[nibble];
     if (values == FIVE) return ((nibble | (*upper >> quad & 1) << 4) ^ 16) - 16;
-    if (values == SIX) return ((nibble | (upper[column < 16 ? 0 : 32] >> quad % 4 * 2 & 3) << 4) ^ 32) - 32;
+    if (values == SIX) return ((nibble | (upper[second] >> quad % 4 * 2 & 3) << 4) ^ 32) - 32;
     return (nibble ^ 8) - 8;
 }
 
 /* 32 columns of a row in floating point, by the same operations as the file format defines. */
 static void unpack_group(int header, int values, const uint8_t *super, const uint8_t *group, int row, float *out) {
     const uint8_t *weights = group + header_bytes(header);
-    const int zero = !has_min(header) ? 0 : values == FOUR ? 8 : 16;
+    const int zero = !has_min(header) ? 0 : values == TWO ? 2 : values == FOUR ? 8 : 16;
     const float outer = is_super(header) ? half(super + 2 * row) : 1.0f;
+    const float outer_least = is_super(header) && has_min(header) ? half(super + SCALE_BYTES + 2 * row) : 1.0f;
     float scale = header == BFLOATS ? bfloat(group + 2 * row) : half(group + 2 * row), least = 0.0f;
     if (header == HALVES_MIN) least = half(group + SCALE_BYTES + 2 * row);
-    if (header == SUPER_MIN) {
-        scale = outer * group[row];
-        least = -(half(super + SCALE_BYTES + 2 * row) * group[BLOCK_ROWS + row]);
-    }
+    if (header == SUPER_MIN) scale = outer * group[row], least = -(outer_least * group[BLOCK_ROWS + row]);
+    if (header == SUPER_SIGNED) scale = outer * (int8_t)group[row];
     for (int column = 0; column < GROUP; column++) {
-        if (header == SUPER_SIXTEENS) scale = outer * (int8_t)group[column / 16 * BLOCK_ROWS + row];
+        const uint8_t *own = group + column / 16 * BLOCK_ROWS + row;
+        if (header == SUPER_SIXTEENS) scale = outer * (int8_t)*own;
+        if (header == SUPER_MIN_SIXTEENS) scale = outer * (*own & 15), least = -(outer_least * (*own >> 4));
         const float product = scale * (value_at(values, weights, row, column) + zero);
         out[column] = has_min(header) ? product + least : product;
     }

@@ -59,14 +59,11 @@ class WeightKind(IntEnum):
     Q4_K = 9
     Q5_K = 10
     Q6_K = 11
+    IQ4_XS = 12
+    Q3_K = 13
+    Q2_K = 14
 
 
-# Bytes of eight rows of 32 columns: as many bits a weight as in a file, and in Q4_K and Q5_K an eighth of a bit more.
-GROUP_BYTES = {
-    WeightKind.INT4: 144, WeightKind.INT8: 272, WeightKind.Q4_0: 144, WeightKind.Q4_1: 160, WeightKind.Q5_0: 176,
-    WeightKind.Q5_1: 192, WeightKind.Q8_0: 272, WeightKind.IQ4_NL: 144, WeightKind.Q4_K: 148, WeightKind.Q5_K: 180,
-    WeightKind.Q6_K: 210,
-}  # fmt: skip
 GGUF_KINDS = {kind.name: kind for kind in WeightKind if kind > WeightKind.INT8}
 
 
@@ -140,6 +137,7 @@ def compile_kernels(machine: Machine) -> ctypes.CDLL:
     source = "\n".join(Path(__file__).with_name(f"{name}.c").read_text() for name in names)
     loaded = compiled_library(source, machine.options)
     loaded.paceline_pack.restype = loaded.paceline_norm.restype = None
+    loaded.paceline_block_bytes.restype = ctypes.c_int64
     return loaded
 
 
@@ -186,12 +184,14 @@ def pack_blocks(weight: Tensor, bits: int) -> WeightBlocks:
 def repack_blocks(stored: Tensor, kind: WeightKind, columns: int) -> WeightBlocks | None:
     """Rows of a GGUF file, uint8 [rows, bytes]: their integers and scales unchanged. None: a scale is no number."""
     blocks, stored = _empty_blocks(kind, stored.shape[0], columns), stored.contiguous()
-    parts = (_address(stored), kind.value, blocks.rows, columns, _address(blocks.data), torch.get_num_threads())
-    return None if _loaded().paceline_repack(*parts) else blocks
+    source = (_address(stored), ctypes.c_int64(stored.shape[1]))
+    parts = (kind.value, blocks.rows, columns, _address(blocks.data), torch.get_num_threads())
+    return None if _loaded().paceline_repack(*source, *parts) else blocks
 
 
 def _empty_blocks(kind: WeightKind, rows: int, columns: int) -> WeightBlocks:
-    size = -(-rows // BLOCK_ROWS) * (columns // GROUP_SIZE) * GROUP_BYTES[kind]
+    """As many bits a weight as in a file, or an eighth of a bit more."""
+    size = -(-rows // BLOCK_ROWS) * _loaded().paceline_block_bytes(kind.value, columns)
     return WeightBlocks(weight_buffer(size), kind, rows, columns)
 
 

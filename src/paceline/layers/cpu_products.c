@@ -17,18 +17,24 @@ ROWS_PRODUCT(halves_min_eight, HALVES_MIN, EIGHT)
 ROWS_PRODUCT(super_min_four, SUPER_MIN, FOUR)
 ROWS_PRODUCT(super_min_five, SUPER_MIN, FIVE)
 ROWS_PRODUCT(super_min_eight, SUPER_MIN, EIGHT)
+ROWS_PRODUCT(super_signed_table, SUPER_SIGNED, TABLE)
+ROWS_PRODUCT(super_signed_eight, SUPER_SIGNED, EIGHT)
+ROWS_PRODUCT(super_sixteens_three, SUPER_SIXTEENS, THREE)
 ROWS_PRODUCT(super_sixteens_six, SUPER_SIXTEENS, SIX)
 ROWS_PRODUCT(super_sixteens_eight, SUPER_SIXTEENS, EIGHT)
+ROWS_PRODUCT(super_min_sixteens_two, SUPER_MIN_SIXTEENS, TWO)
 
 typedef void (*RowsProduct)(const Rows *);
 
-static const RowsProduct ROWS_PRODUCTS[5][5] = {
-    /* four, table, five, six, eight */
-    [BFLOATS] = {bfloats_four, 0, 0, 0, bfloats_eight},
-    [HALVES] = {halves_four, halves_table, halves_five, 0, halves_eight},
-    [HALVES_MIN] = {halves_min_four, 0, halves_min_five, 0, halves_min_eight},
-    [SUPER_MIN] = {super_min_four, 0, super_min_five, 0, super_min_eight},
-    [SUPER_SIXTEENS] = {0, 0, 0, super_sixteens_six, super_sixteens_eight},
+/* EIGHT: also of weights that are widened. */
+static const RowsProduct ROWS_PRODUCTS[][EIGHT + 1] = {
+    [BFLOATS] = {[FOUR] = bfloats_four, [EIGHT] = bfloats_eight},
+    [HALVES] = {[FOUR] = halves_four, [TABLE] = halves_table, [FIVE] = halves_five, [EIGHT] = halves_eight},
+    [HALVES_MIN] = {[FOUR] = halves_min_four, [FIVE] = halves_min_five, [EIGHT] = halves_min_eight},
+    [SUPER_MIN] = {[FOUR] = super_min_four, [FIVE] = super_min_five, [EIGHT] = super_min_eight},
+    [SUPER_SIGNED] = {[TABLE] = super_signed_table, [EIGHT] = super_signed_eight},
+    [SUPER_SIXTEENS] = {[THREE] = super_sixteens_three, [SIX] = super_sixteens_six, [EIGHT] = super_sixteens_eight},
+    [SUPER_MIN_SIXTEENS] = {[TWO] = super_min_sixteens_two},
 };
 
 /* Four rows of floats times `tokens` inputs, which is a constant wherever this is inlined. */

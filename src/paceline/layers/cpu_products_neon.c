@@ -2,22 +2,37 @@
  * with it; cpu_products_x86.c has the same for x86-64.
  */
 
-/* Weights of fewer than eight bits are multiplied as their upper bits in a byte: sixteen times themselves, or eight, or
- * four. */
-INLINE float steps_of(int values) { return values == FOUR ? 16.0f : values == FIVE ? 8.0f : values == SIX ? 4.0f : 1.0f; }
+/* Weights of fewer than eight bits are multiplied as their upper bits in a byte: sixteen times themselves where they have
+ * four, and so on. */
+INLINE float steps_of(int values) {
+    switch (values) {
+    case TWO: return 64.0f;
+    case THREE: return 32.0f;
+    case FOUR: return 16.0f;
+    case FIVE: return 8.0f;
+    case SIX: return 4.0f;
+    default: return 1.0f;
+    }
+}
 
 /* Four columns of four rows: those of columns 0 to 15, and those of columns 16 to 31. `lane` is a literal. */
 #define BOTH(lane) vld1q_s8(weights + (lane * 2 + half) * 16)
 #define UPPER(offset) vld1q_s8(weights + NIBBLE_BYTES + offset + half * 16)
+#define TWOS(offset, lane) vshlq_n_s8(vld1q_s8(weights + offset + half * 16), 6 - 2 * lane)
+#define BITS vld1q_s8(weights + TWO_BYTES + half * 16)
 #define PLACES(lane) vreinterpretq_u8_s8(BOTH(lane))
 #define FIRST(lane)                                                                                                   \
     (values == EIGHT   ? BOTH(lane)                                                                                   \
+     : values == TWO   ? vandq_s8(TWOS(0, lane), uppermost)                                                           \
+     : values == THREE ? vsriq_n_s8(vshlq_n_s8(BITS, 7 - lane), vandq_s8(TWOS(0, lane), uppermost), 1)                \
      : values == FOUR  ? vshlq_n_s8(BOTH(lane), 4)                                                                    \
      : values == TABLE ? vqtbl1q_s8(table, vandq_u8(PLACES(lane), vdupq_n_u8(15)))                                    \
      : values == FIVE  ? vsriq_n_s8(vshlq_n_s8(UPPER(0), 7 - lane), vshlq_n_s8(BOTH(lane), 4), 1)                     \
                        : vsriq_n_s8(vshlq_n_s8(UPPER(0), 6 - 2 * lane), vshlq_n_s8(BOTH(lane), 4), 2))
 #define SECOND(lane)                                                                                                  \
     (values == EIGHT   ? vld1q_s8(weights + ((lane + 4) * 2 + half) * 16)                                             \
+     : values == TWO   ? vandq_s8(TWOS(32, lane), uppermost)                                                          \
+     : values == THREE ? vsriq_n_s8(vshlq_n_s8(BITS, 3 - lane), vandq_s8(TWOS(32, lane), uppermost), 1)               \
      : values == FOUR  ? vandq_s8(BOTH(lane), upper)                                                                  \
      : values == TABLE ? vqtbl1q_s8(table, vshrq_n_u8(PLACES(lane), 4))                                               \
      : values == FIVE  ? vsriq_n_s8(vshlq_n_s8(UPPER(0), 3 - lane), vandq_s8(BOTH(lane), upper), 1)                   \
@@ -25,7 +40,7 @@ INLINE float steps_of(int values) { return values == FOUR ? 16.0f : values == FI
 
 /* A block in the layout of eight bits, for passes that multiply by it many times. Headers stay as they are. */
 INLINE void widen_rows(int header, int values, const uint8_t *block, int groups, uint8_t *out) {
-    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), table = vld1q_s8(TABLE_VALUES);
+    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), uppermost = vdupq_n_s8((int8_t)0xc0), table = vld1q_s8(TABLE_VALUES);
     for (int group = 0; group < groups; group++) {
         const int super = is_super(header) && group % SUPER_GROUPS == 0 ? super_bytes(header) : 0;
         const int before = super + header_bytes(header);
@@ -58,6 +73,8 @@ static void widen_block(int header, int values, const uint8_t *block, int groups
     WIDEN(HALVES_MIN, FIVE)
     WIDEN(SUPER_MIN, FOUR)
     WIDEN(SUPER_MIN, FIVE)
+    WIDEN(SUPER_SIGNED, TABLE)
+    WIDEN(SUPER_SIXTEENS, THREE)
     WIDEN(SUPER_SIXTEENS, SIX)
 #undef WIDEN
 }
@@ -105,7 +122,7 @@ INLINE Eight times_number(Eight a, float number) {
     return (Eight){vmulq_n_f32(a.low, number), vmulq_n_f32(a.high, number)};
 }
 
-/* scales · 128 + least: what a group adds for each unit of its input's sum. Its integers are stored less 8 or 16. */
+/* scales · 128 + least: what a group adds for each unit of its input's sum. Its integers are stored less 2, 8 or 16. */
 INLINE Eight shifted_min(Eight scales, Eight least) {
     const float32x4_t units = vdupq_n_f32(128.0f);
     return (Eight){vfmaq_f32(least.low, scales.low, units), vfmaq_f32(least.high, scales.high, units)};
@@ -120,19 +137,19 @@ INLINE Outer read_outer(int header, const uint8_t *super, float steps) {
     const Eight none = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
     if (!is_super(header)) return (Outer){none, none, none, none};
     const Eight scale = eight_halves(super);
-    if (header != SUPER_MIN) return (Outer){scale, none, none, none};
+    if (!has_min(header)) return (Outer){scale, none, none, none};
     const Eight least = times_number(eight_halves(super + SCALE_BYTES), -steps);
     return (Outer){scale, times_number(scale, -COUNT_FROM), least, times_number(least, -COUNT_FROM)};
 }
 
-/* Scales of a group, with those of its columns 16 to 31 where they have their own, and its minimums. */
+/* Scales of a group and its minimums, with those of its columns 16 to 31 where they have their own. */
 typedef struct {
-    Eight scales, second, least;
+    Eight scales, second, least, second_least;
 } Scales;
 
 INLINE Scales read_scales(int header, const Outer *outer, const uint8_t *group, float steps) {
     const Eight none = {vdupq_n_f32(0.0f), vdupq_n_f32(0.0f)};
-    Scales read = {none, none, none};
+    Scales read = {none, none, none, none};
     if (header == BFLOATS) read.scales = eight_bfloats(group);
     if (header == HALVES || header == HALVES_MIN) read.scales = eight_halves(group);
     if (header == HALVES_MIN)
@@ -142,10 +159,17 @@ INLINE Scales read_scales(int header, const Outer *outer, const uint8_t *group, 
         read.scales = bytes_times(bytes, 0, outer->scale, outer->scale_offset);
         read.least = shifted_min(read.scales, bytes_times(bytes, 8, outer->least, outer->least_offset));
     }
-    if (header == SUPER_SIXTEENS) {
+    if (header == SUPER_SIGNED || header == SUPER_SIXTEENS) {
         const int8x16_t bytes = vld1q_s8((const int8_t *)group);
         read.scales = times(outer->scale, eight_signed(bytes, 0));
-        read.second = times(outer->scale, eight_signed(bytes, 8));
+        if (header == SUPER_SIXTEENS) read.second = times(outer->scale, eight_signed(bytes, 8));
+    }
+    if (header == SUPER_MIN_SIXTEENS) {
+        const uint8x16_t bytes = vld1q_u8(group), lows = vandq_u8(bytes, vdupq_n_u8(15)), highs = vshrq_n_u8(bytes, 4);
+        read.scales = bytes_times(lows, 0, outer->scale, outer->scale_offset);
+        read.second = bytes_times(lows, 8, outer->scale, outer->scale_offset);
+        read.least = shifted_min(read.scales, bytes_times(highs, 0, outer->least, outer->least_offset));
+        read.second_least = shifted_min(read.second, bytes_times(highs, 8, outer->least, outer->least_offset));
     }
     return read;
 }
@@ -171,10 +195,16 @@ INLINE void add_dots(int32x4_t dots[TILE][2], Eight rows, const float *scales, i
     }
 }
 
+/* Minimums times the sum of their inputs. */
+INLINE void add_min(Eight least, float sum, float32x4_t out[2]) {
+    out[0] = vfmaq_n_f32(out[0], least.low, sum);
+    out[1] = vfmaq_n_f32(out[1], least.high, sum);
+}
+
 /* A block of eight rows times `tokens` inputs, which is a constant wherever this is inlined, as the kinds are. */
 INLINE void block_product(const uint8_t *block, int groups, int header, int values, float steps, Input x, int columns,
                           int tokens, float32x4_t out[TILE][2]) {
-    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), table = vld1q_s8(TABLE_VALUES);
+    const int8x16_t upper = vdupq_n_s8((int8_t)0xf0), uppermost = vdupq_n_s8((int8_t)0xc0), table = vld1q_s8(TABLE_VALUES);
     Outer outer = read_outer(header, block, steps);
     UNROLL for (int token = 0; token < tokens; token++) out[token][0] = out[token][1] = vdupq_n_f32(0.0f);
     for (int group = 0; group < groups; group++) {
@@ -210,7 +240,7 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
         DOT(second, high, lane)                                                                                       \
     }
         const float *scales = x.scales + group, *sums = x.sums + group;
-        if (header == SUPER_SIXTEENS) {
+        if (has_sixteens(header)) {
             FIRST_QUAD(0)
             FIRST_QUAD(1)
             FIRST_QUAD(2)
@@ -223,6 +253,13 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
             SECOND_QUAD(2)
             SECOND_QUAD(3)
             add_dots(dots, read.second, scales, groups, tokens, out);
+            if (has_min(header)) {
+                UNROLL for (int token = 0; token < tokens; token++) {
+                    const float scale = scales[(int64_t)token * groups];
+                    add_min(read.least, scale * vaddlvq_s8(low[token]), out[token]);
+                    add_min(read.second_least, scale * vaddlvq_s8(high[token]), out[token]);
+                }
+            }
         } else {
             QUAD(0)
             QUAD(1)
@@ -231,11 +268,8 @@ INLINE void block_product(const uint8_t *block, int groups, int header, int valu
             const Scales read = read_scales(header, &outer, block, steps);
             add_dots(dots, read.scales, scales, groups, tokens, out);
             if (has_min(header)) {
-                UNROLL for (int token = 0; token < tokens; token++) {
-                    const float sum = sums[(int64_t)token * groups];
-                    out[token][0] = vfmaq_n_f32(out[token][0], read.least.low, sum);
-                    out[token][1] = vfmaq_n_f32(out[token][1], read.least.high, sum);
-                }
+                UNROLL for (int token = 0; token < tokens; token++)
+                    add_min(read.least, sums[(int64_t)token * groups], out[token]);
             }
         }
 #undef SECOND_QUAD
@@ -290,4 +324,6 @@ INLINE void tile_products(const Rows *rows, int header, int values) {
 }
 
 /* Tokens above which a block is widened once instead of being unpacked for every tile. */
-static int widens_above(int values) { return values == EIGHT ? CHUNK : values == FOUR ? 4 * TILE : TILE; }
+static int widens_above(int values) {
+    return values == EIGHT || values == TWO ? CHUNK : values == FOUR ? 4 * TILE : TILE;
+}

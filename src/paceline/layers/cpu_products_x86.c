@@ -2,7 +2,7 @@
  * cpu_kernels.c, as one source with it; cpu_products_neon.c has the same for ARM.
  *
  * A lane of a register is a row: a block has 32 bytes for every four columns, and four inputs are in all lanes at once.
- * The instructions multiply unsigned bytes by signed ones, so weights are raised to be unsigned: by 8, 16, 32 or 128, as
+ * The instructions multiply unsigned bytes by signed ones, so weights are raised to be unsigned: by 4, 8, 16, 32 or 128, as
  * many bits as they have. A sum begins with as many times its inputs' sum below zero (`InputGroup`), and is then the sum of
  * the signed products, exactly. Weights with a minimum are unsigned in the file, and stay so.
  */
@@ -91,8 +91,10 @@ INLINE float steps_of(int values) {
     return 1.0f;
 }
 
-/* Bits of a shift that raises 8 to what makes a weight unsigned. */
-INLINE int raise_bits(int values) { return values == FOUR ? 0 : values == FIVE ? 1 : values == SIX ? 2 : 4; }
+/* Weights are raised by 8, shifted by so many bits: to the left if above zero. */
+INLINE int raise_bits(int values) {
+    return values == THREE ? -1 : values == FOUR ? 0 : values == FIVE ? 1 : values == SIX ? 2 : 4;
+}
 
 /* Bytes shifted by so many bits, to the left if above zero: within words, so only the bits that a mask takes are right. */
 INLINE Bytes moved(Bytes bytes, int bits) {
@@ -101,32 +103,38 @@ INLINE Bytes moved(Bytes bytes, int bits) {
 
 /* What a group's bytes are made of, beside its nibbles. */
 typedef struct {
-    Bytes first, second; /* upper bits of columns 0 to 15, and of columns 16 to 31 */
+    Bytes bits;          /* the uppermost one of every column */
+    Bytes first, second; /* two bits of columns 0 to 15, and of columns 16 to 31 */
     Bytes table;
 } Unpacking;
 
 INLINE Unpacking read_upper(int values, const uint8_t *const weights[SIDE_BLOCKS]) {
-    Unpacking read = {no_bytes(), no_bytes(), no_bytes()};
+    Unpacking read = {no_bytes(), no_bytes(), no_bytes(), no_bytes()};
+    const int bits = values == FIVE ? NIBBLE_BYTES : TWO_BYTES, twos = values == SIX ? NIBBLE_BYTES : 0;
+    const Bytes signs = EACH(set1_epi8)((char)0xaa);
     if (values == TABLE) read.table = turned(sixteen_values(TABLE_VALUES), EACH(set1_epi8)((char)0x80));
-    if (values == FIVE) read.first = read.second = turned(thirty_twos(weights, NIBBLE_BYTES), EACH(set1_epi8)((char)0xff));
-    if (values == SIX) {
-        read.first = turned(thirty_twos(weights, NIBBLE_BYTES), EACH(set1_epi8)((char)0xaa));
-        read.second = turned(thirty_twos(weights, NIBBLE_BYTES + 32), EACH(set1_epi8)((char)0xaa));
+    if (values == FIVE || values == THREE) read.bits = turned(thirty_twos(weights, bits), EACH(set1_epi8)((char)0xff));
+    if (values == THREE) read.first = thirty_twos(weights, twos), read.second = thirty_twos(weights, twos + 32);
+    if (values == SIX || values == TWO) {
+        read.first = turned(thirty_twos(weights, twos), signs);
+        read.second = turned(thirty_twos(weights, twos + 32), signs);
     }
     return read;
 }
 
 /* Four columns of every row, unsigned: those of columns 0 to 15 (`lane` 0 to 3), or of columns 16 to 31. */
 INLINE Bytes quad(int values, const uint8_t *const weights[SIDE_BLOCKS], const Unpacking *upper, int lane, int is_second) {
-    const Bytes low = EACH(set1_epi8)(15);
-    if (values == EIGHT)
-        return turned(thirty_twos(weights, (lane + 4 * is_second) * 32), EACH(set1_epi8)((char)0x80));
+    const Bytes low = EACH(set1_epi8)(15), twos = is_second ? upper->second : upper->first;
+    const int place = lane + 4 * is_second;
+    if (values == EIGHT) return turned(thirty_twos(weights, place * 32), EACH(set1_epi8)((char)0x80));
+    if (values == TWO) return both(moved(twos, -2 * lane), EACH(set1_epi8)(3));
+    if (values == THREE)
+        return with_part(both(moved(twos, -2 * lane), EACH(set1_epi8)(3)), moved(upper->bits, 2 - place), EACH(set1_epi8)(4));
     const Bytes nibbles = moved(thirty_twos(weights, lane * 32), is_second ? -4 : 0);
     if (values == FOUR) return turned_part(nibbles, EACH(set1_epi8)((char)0x88), low);
     if (values == TABLE) return EACH(shuffle_epi8)(upper->table, both(nibbles, low));
-    if (values == FIVE)
-        return with_part(both(nibbles, low), moved(upper->first, 4 - (lane + 4 * is_second)), EACH(set1_epi8)(0x10));
-    return with_part(both(nibbles, low), moved(is_second ? upper->second : upper->first, 4 - 2 * lane), EACH(set1_epi8)(0x30));
+    if (values == FIVE) return with_part(both(nibbles, low), moved(upper->bits, 4 - place), EACH(set1_epi8)(0x10));
+    return with_part(both(nibbles, low), moved(twos, 4 - 2 * lane), EACH(set1_epi8)(0x30));
 }
 
 /* --- dot products of four columns ------------------------------------------------------------------------------- */
@@ -161,7 +169,7 @@ INLINE void dot(Sums *sums, int values, Bytes weights, const int8_t *place, int 
 }
 
 /* Tokens above which a block is widened once instead of being unpacked for every tile. */
-static int widens_above(int values) { return values == EIGHT || values == FOUR ? CHUNK : TILE; }
+static int widens_above(int values) { return values == EIGHT || values == FOUR || values == TWO ? CHUNK : TILE; }
 
 #else
 
@@ -171,8 +179,11 @@ static int widens_above(int values) { return values == EIGHT || values == FOUR ?
 /* Bytes of which two products may not fit a word are multiplied by their magnitude, with their sign at the inputs. */
 INLINE int is_signed(int values) { return values == EIGHT || values == TABLE; }
 
-/* Products that a word holds the sum of: the largest are 2 · 15 · 127, 2 · 31 · 127, 2 · 63 · 127 and 2 · 128 · 127. */
-INLINE int words_hold(int values) { return values == FOUR ? 8 : values == FIVE ? 4 : values == SIX ? 2 : 1; }
+/* Products that a word holds the sum of: the largest are 2 · 15 · 127, 2 · 31 · 127, 2 · 63 · 127 and 2 · 128 · 127. Weights of
+ * two and three bits have scales for four quads each, which a word holds. */
+INLINE int words_hold(int values) {
+    return values == FOUR ? 8 : values == FIVE || values == THREE || values == TWO ? 4 : values == SIX ? 2 : 1;
+}
 
 /* count: quads before this one. */
 INLINE void dot(Sums *sums, int values, Bytes weights, const int8_t *four, int count) {
@@ -198,8 +209,10 @@ static int widens_above(int values) { return (void)values, CHUNK; }
 
 /* Where the sums of a token begin. */
 INLINE Sums begin_sums(int header, int values, int32_t start) {
-    const int is_zero = is_signed(values) || (has_min(header) && values != EIGHT);
-    return (Sums){is_zero ? no_bytes() : EACH(slli_epi32)(EACH(set1_epi32)(start), raise_bits(values)), no_bytes()};
+    const int is_zero = is_signed(values) || (has_min(header) && values != EIGHT), bits = raise_bits(values);
+    const Bytes starts = EACH(set1_epi32)(start);
+    if (is_zero) return (Sums){no_bytes(), no_bytes()};
+    return (Sums){bits < 0 ? EACH(srai_epi32)(starts, -bits) : EACH(slli_epi32)(starts, bits), no_bytes()};
 }
 
 /* --- scales ----------------------------------------------------------------------------------------------------- */
@@ -220,6 +233,15 @@ INLINE Reals row_signed(const uint8_t *const places[SIDE_BLOCKS], int offset) {
     return EACH(cvtepi32_ps)(EACH(cvtepi8_epi32)(eights(places, offset)));
 }
 
+/* Of bytes that have a scale in their lower four bits and a minimum in their upper ones. */
+INLINE Reals row_lows(const uint8_t *const places[SIDE_BLOCKS], int offset) {
+    return EACH(cvtepi32_ps)(both(EACH(cvtepu8_epi32)(eights(places, offset)), EACH(set1_epi32)(15)));
+}
+
+INLINE Reals row_highs(const uint8_t *const places[SIDE_BLOCKS], int offset) {
+    return EACH(cvtepi32_ps)(EACH(srli_epi32)(EACH(cvtepu8_epi32)(eights(places, offset)), 4));
+}
+
 /* What eight groups share: the factors of their scales and minimums. */
 typedef struct {
     Reals scale, least;
@@ -228,17 +250,17 @@ typedef struct {
 INLINE Outer read_outer(int header, const uint8_t *const super[SIDE_BLOCKS]) {
     const Reals none = EACH(setzero_ps)();
     if (!is_super(header)) return (Outer){none, none};
-    return (Outer){row_halves(super, 0), header == SUPER_MIN ? row_halves(super, SCALE_BYTES) : none};
+    return (Outer){row_halves(super, 0), has_min(header) ? row_halves(super, SCALE_BYTES) : none};
 }
 
-/* Scales of a group, with those of its columns 16 to 31 where they have their own, and its minimums. */
+/* Scales of a group and its minimums, with those of its columns 16 to 31 where they have their own. */
 typedef struct {
-    Reals scales, second, least;
+    Reals scales, second, least, second_least;
 } Scales;
 
 INLINE Scales read_scales(int header, const Outer *outer, const uint8_t *const group[SIDE_BLOCKS]) {
     const Reals none = EACH(setzero_ps)();
-    Scales read = {none, none, none};
+    Scales read = {none, none, none, none};
     if (header == BFLOATS) read.scales = row_bfloats(group, 0);
     if (header == HALVES || header == HALVES_MIN) read.scales = row_halves(group, 0);
     if (header == HALVES_MIN) read.least = row_halves(group, SCALE_BYTES);
@@ -246,9 +268,13 @@ INLINE Scales read_scales(int header, const Outer *outer, const uint8_t *const g
         read.scales = outer->scale * row_counts(group, 0);
         read.least = -(outer->least * row_counts(group, BLOCK_ROWS));
     }
-    if (header == SUPER_SIXTEENS) {
-        read.scales = outer->scale * row_signed(group, 0);
-        read.second = outer->scale * row_signed(group, BLOCK_ROWS);
+    if (header == SUPER_SIGNED || header == SUPER_SIXTEENS) read.scales = outer->scale * row_signed(group, 0);
+    if (header == SUPER_SIXTEENS) read.second = outer->scale * row_signed(group, BLOCK_ROWS);
+    if (header == SUPER_MIN_SIXTEENS) {
+        read.scales = outer->scale * row_lows(group, 0);
+        read.second = outer->scale * row_lows(group, BLOCK_ROWS);
+        read.least = -(outer->least * row_highs(group, 0));
+        read.second_least = -(outer->least * row_highs(group, BLOCK_ROWS));
     }
     return read;
 }
@@ -257,6 +283,11 @@ INLINE Reals fused_rows(Reals sum, Reals a, float b) { return EACH(fmadd_ps)(a, 
 
 INLINE Reals add_sums(Reals out, Bytes dots, Reals rows, float scale) {
     return EACH(fmadd_ps)(EACH(cvtepi32_ps)(dots), rows * EACH(set1_ps)(scale), out);
+}
+
+/* Minimums of half a group times its inputs' sum, which `InputGroup` holds -8 times. */
+INLINE Reals add_half_min(Reals out, Reals least, int32_t half, float scale) {
+    return add_sums(out, EACH(set1_epi32)(half), least * EACH(set1_ps)(-0.125f), scale);
 }
 
 /* --- products --------------------------------------------------------------------------------------------------- */
@@ -283,7 +314,7 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
             UNROLL for (int line = 0; line < header_bytes(header) + value_bytes(values); line += LINE)
                 expect(blocks[side] + next + line);
         Sums sums[TILE];
-        if (header == SUPER_SIXTEENS) {
+        if (has_sixteens(header)) {
             UNROLL for (int second = 0; second < 2; second++) {
                 UNROLL for (int token = 0; token < tokens; token++)
                     sums[token] = begin_sums(header, values, inputs[token * groups].halves[second]);
@@ -292,9 +323,13 @@ INLINE void block_product(const uint8_t *const places[SIDE_BLOCKS], int groups, 
                     UNROLL for (int token = 0; token < tokens; token++)
                         dot(sums + token, values, four, inputs[token * groups].values + 16 * second + 4 * lane, lane);
                 }
-                UNROLL for (int token = 0; token < tokens; token++)
-                    out[token] = add_sums(out[token], sums[token].dots, second ? read.second : read.scales,
-                                          inputs[token * groups].scale);
+                UNROLL for (int token = 0; token < tokens; token++) {
+                    const InputGroup *own = inputs + token * groups;
+                    out[token] = add_sums(out[token], sums[token].dots, second ? read.second : read.scales, own->scale);
+                    if (has_min(header))
+                        out[token] = add_half_min(out[token], second ? read.second_least : read.least,
+                                                  own->halves[second], own->scale);
+                }
             }
         } else {
             UNROLL for (int token = 0; token < tokens; token++)
@@ -372,7 +407,7 @@ INLINE void tile_products(const Rows *rows, int header, int values) {
 /* A block in the layout of eight bits, for passes that multiply by it many times. Headers stay as they are, and unsigned
  * weights unsigned. */
 INLINE void widen_rows(int header, int values, const uint8_t *block, int groups, uint8_t *out) {
-    const Bytes raised = EACH(set1_epi8)(has_min(header) ? 0 : 8 << raise_bits(values));
+    const Bytes raised = EACH(set1_epi8)(has_min(header) ? 0 : 128 >> (4 - raise_bits(values)));
     for (int group = 0; group < groups; group++) {
         const int super = is_super(header) && group % SUPER_GROUPS == 0 ? super_bytes(header) : 0;
         const int before = super + header_bytes(header);
@@ -399,6 +434,8 @@ static void widen_block(int header, int values, const uint8_t *block, int groups
     WIDEN(HALVES_MIN, FIVE)
     WIDEN(SUPER_MIN, FOUR)
     WIDEN(SUPER_MIN, FIVE)
+    WIDEN(SUPER_SIGNED, TABLE)
+    WIDEN(SUPER_SIXTEENS, THREE)
     WIDEN(SUPER_SIXTEENS, SIX)
 #undef WIDEN
 }

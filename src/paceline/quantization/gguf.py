@@ -1,5 +1,5 @@
-"""The blocks of GGUF files, kept as they are: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, Q4_K, Q5_K and Q6_K, mixed in one
-file as llama.cpp mixes them.
+"""The blocks of GGUF files, kept as they are: those of the kinds that layers/cpu_kernels.py names, mixed in one file as
+llama.cpp mixes them.
 
 On CPUs with the compiled kernels rows lie side by side in memory instead of one behind the other; on CUDA they lie as
 the packed kernel reads them. Every integer and every scale is the file's. Elsewhere, and where a dtype is named, a file

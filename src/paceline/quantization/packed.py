@@ -32,7 +32,7 @@ GROUP_SIZES = (16, 32, 64)  # beside multiples of a step; no smaller than the wo
 class PackedLinear(Linear):
     """Codes in words as quantization/packed_layout.py says, with one scale a group of columns. Inputs stay exact."""
 
-    words: Tensor  # int32 [tiles, steps, 16, words of a step]
+    words: Tensor  # int32, or int16 of 2 and 3 bits: [tiles, steps, 16, words of a step]
     scales: Tensor  # [tiles, spans, 16, groups of a span]
     kind: Kind
     group_size: int  # input features that share a scale; in_features where all of them do
@@ -172,7 +172,7 @@ def _block_format(linear: PackedLinear, block: BlockScales) -> PieceFormat | Non
     if block.outer_scales is None or linear.in_features % OUTER_GROUP:
         return None
     formats = {(Kind.INT4, True): PieceFormat.Q4_K, (Kind.INT6, False): PieceFormat.Q6_K}
-    return formats.get((linear.kind, block.minimums is not None))
+    return formats.get((linear.kind, block.has_minimums))
 
 
 def fits_kernel(weight: QuantizedWeight) -> bool:
@@ -206,7 +206,8 @@ def pack_weight(weight: QuantizedWeight) -> PackedLinear:
 def _tiled_block(block: BlockScales, width: int) -> BlockScales:
     """width: of the minimums; those of 256 input features have no neighbours."""
     parts = ((block.minimums, width), (block.outer_scales, 1), (block.outer_minimums, 1))
-    return BlockScales(*(None if part is None else tiled(part, size) for part, size in parts))
+    minimums, outer_scales, outer_minimums = (None if part is None else tiled(part, size) for part, size in parts)
+    return BlockScales(minimums, outer_scales, outer_minimums, block.nibbles)
 
 
 def round_weight(weight: Tensor, kind: Kind, group_size: int) -> QuantizedWeight:

@@ -24,11 +24,19 @@ def _int4(index: int, offset: str, high: str = "") -> str:
     )
 
 
-def _high(index: int, bits: int) -> str:
-    """Upper bits of a code, out of the low halves of $3 and $4, to the places above its four lower ones."""
-    distance, mask = 4 - bits * index, "0x00100010" if bits == 1 else "0x00300030"
+def _int2(index: int, offset: str, high: str = "") -> str:
+    """The same of words of 16 bits, in the low halves of $1 and $2."""
+    return (
+        f"{{.reg .b32 p, u; mov.b32 u, {ONE}; prmt.b32 p, $1, $2, 0x5410; shr.b32 p, p, {2 * index}; "
+        f"lop3.b32 p, p, 0x00030003, 0x43004300, 0xEA; {high} {offset}}}"
+    )
+
+
+def _high(index: int, bits: int, lower: int = 4) -> str:
+    """Upper bits of a code, out of the low halves of $3 and $4, to the places above its lower ones."""
+    distance, mask = lower - bits * index, f"{(1 << bits) - 1 << lower:04X}"
     shift = f"shl.b32 h, h, {distance};" if distance >= 0 else f"shr.b32 h, h, {-distance};"
-    return f"{{.reg .b32 h; prmt.b32 h, $3, $4, 0x5410; {shift} and.b32 h, h, {mask}; or.b32 p, p, h;}}"
+    return f"{{.reg .b32 h; prmt.b32 h, $3, $4, 0x5410; {shift} and.b32 h, h, 0x{mask}{mask}; or.b32 p, p, h;}}"
 
 
 def _minus(bits: str) -> str:
@@ -68,7 +76,11 @@ def _fp4(index: int) -> str:
     )
 
 
-MINUS_128, MINUS_136, MINUS_144, MINUS_160 = (_minus(bits) for bits in ("C300", "C308", "C310", "C320"))
+MINUS_128, MINUS_130, MINUS_132, MINUS_136 = (_minus(bits) for bits in ("C300", "C302", "C304", "C308"))
+MINUS_144, MINUS_160 = (_minus(bits) for bits in ("C310", "C320"))
+INT2_ASM = tuple(_int2(index, MINUS_130) for index in range(8))
+UINT2_ASM = tuple(_int2(index, MINUS_128) for index in range(8))
+INT3_ASM = tuple(_int2(index, MINUS_132, _high(index, 1, 2)) for index in range(8))
 INT4_ASM = tuple(_int4(index, MINUS_136) for index in range(8))
 UINT4_ASM = tuple(_int4(index, MINUS_128) for index in range(8))
 INT5_ASM = tuple(_int4(index, MINUS_144, _high(index, 1)) for index in range(8))

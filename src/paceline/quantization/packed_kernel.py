@@ -17,11 +17,14 @@ from paceline.layers.gemm_kernels import clamped_index
 from paceline.quantization.packed_asm import (
     FP4_ASM,
     FP8_ASM,
+    INT2_ASM,
+    INT3_ASM,
     INT4_ASM,
     INT4_ZERO_ASM,
     INT5_ASM,
     INT6_ASM,
     INT8_ASM,
+    UINT2_ASM,
     UINT4_ASM,
     UINT5_ASM,
 )
@@ -35,8 +38,15 @@ FP4_KIND: tl.constexpr = tl.constexpr(int(Kind.FP4))
 LUT4_KIND: tl.constexpr = tl.constexpr(int(Kind.LUT4))
 INT5_KIND: tl.constexpr = tl.constexpr(int(Kind.INT5))
 INT6_KIND: tl.constexpr = tl.constexpr(int(Kind.INT6))
+INT2_KIND: tl.constexpr = tl.constexpr(int(Kind.INT2))
+INT3_KIND: tl.constexpr = tl.constexpr(int(Kind.INT3))
+LOWER_HALF: tl.constexpr = tl.constexpr(1)  # of a byte
+UPPER_HALF: tl.constexpr = tl.constexpr(2)
 OUTER_FEATURES: tl.constexpr = tl.constexpr(OUTER_GROUP)
 TILE_COLUMNS: tl.constexpr = tl.constexpr(TILE)
+INT2_CODE: tl.constexpr = tl.constexpr(INT2_ASM)
+UINT2_CODE: tl.constexpr = tl.constexpr(UINT2_ASM)
+INT3_CODE: tl.constexpr = tl.constexpr(INT3_ASM)
 UINT4_CODE: tl.constexpr = tl.constexpr(UINT4_ASM)
 INT5_CODE: tl.constexpr = tl.constexpr(INT5_ASM)
 UINT5_CODE: tl.constexpr = tl.constexpr(UINT5_ASM)
@@ -61,6 +71,15 @@ def _decode_fast(
     elif KIND == INT6_KIND:
         return tl.inline_asm_elementwise(
             INT6_CODE[INDEX], "=r,r,r,r,r", [words, high], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == INT3_KIND:
+        return tl.inline_asm_elementwise(
+            INT3_CODE[INDEX], "=r,r,r,r,r", [words, high], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif KIND == INT2_KIND:
+        two_bits: tl.constexpr = UINT2_CODE if MINIMUMS else INT2_CODE
+        return tl.inline_asm_elementwise(
+            two_bits[INDEX], "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     elif MINIMUMS:
         return tl.inline_asm_elementwise(
@@ -96,12 +115,16 @@ def _decode(
     """Code number INDEX of every word as float32: the reference of `_decode_fast`, for any dtype and interpreter."""
     if KIND == INT8_KIND or KIND == FP8_KIND:  # noqa: SIM109 (constants of Triton are compared one by one)
         code = (words >> (8 * INDEX)) & 255
+    elif KIND == INT2_KIND or KIND == INT3_KIND:  # noqa: SIM109
+        code = (words >> (2 * INDEX)) & 3
     else:
         code = (words >> (4 * INDEX)) & 15
     if KIND == INT5_KIND:
         code |= ((high >> INDEX) & 1) << 4
     elif KIND == INT6_KIND:
         code |= ((high >> (2 * INDEX)) & 3) << 4
+    elif KIND == INT3_KIND:
+        code |= ((high >> INDEX) & 1) << 2
     if KIND == FP8_KIND:  # the exponent is 120 too small where the bits of the code are those of a float32
         return (((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     elif KIND == FP4_KIND:  # 126 too small
@@ -118,6 +141,10 @@ def _decode(
         return code.to(tl.float32) - 16.0
     elif KIND == INT6_KIND:
         return code.to(tl.float32) - 32.0
+    elif KIND == INT2_KIND:
+        return code.to(tl.float32) - 2.0
+    elif KIND == INT3_KIND:
+        return code.to(tl.float32) - 4.0
     else:
         return code.to(tl.float32) - 8.0
 
@@ -141,9 +168,17 @@ def _in_tiles(column, spans, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _of_group(numbers, outer, at, outer_at, OUTER: tl.constexpr):
-    """Scales or minimums of a group of columns as float32, times those of the block around it."""
-    group = tl.load(numbers + at).to(tl.float32)
+def _of_group(numbers, outer, at, outer_at, OUTER: tl.constexpr, HALF: tl.constexpr):
+    """Scales or minimums of a group of columns as float32, times those of the block around it.
+
+    HALF: of their bytes, where the other half is something else; 0: they have bytes of their own.
+    """
+    group = tl.load(numbers + at)
+    if HALF == LOWER_HALF:
+        group = group & 15
+    elif HALF == UPPER_HALF:
+        group = group >> 4
+    group = group.to(tl.float32)
     if OUTER:
         group *= tl.load(outer + outer_at).to(tl.float32)
     return group
@@ -151,7 +186,7 @@ def _of_group(numbers, outer, at, outer_at, OUTER: tl.constexpr):
 
 @triton.jit
 def _high_bits(high_at, words, HIGH: tl.constexpr):
-    """What 5-bit and 6-bit codes have beside their words; for others the words, which are not read then."""
+    """What codes of 3, 5 and 6 bits have beside their words; for others the words, which are not read then."""
     if HIGH:
         return tl.load(high_at).to(tl.int32)
     else:
@@ -202,17 +237,18 @@ def packed_kernel(
     rows, columns, out_stride, in_features, steps, steps_per_split, spans, outer_spans,
     USE_PDL: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, ARGMAX: tl.constexpr,
     KIND: tl.constexpr, FAST: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr,
-    OUTER: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
+    NIBBLES: tl.constexpr, OUTER: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr,
     SPLITS: tl.constexpr, PREFETCH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
     CODES: tl.constexpr,
 ):
     """out [rows, columns] = x · weightᵀ, plus bias, plus residual; or silu(gate) * up; or with the argmax.
 
     weight        words [tiles, steps, 16, WORDS] of CODES codes each; GATE: rows of gate, then rows of up
-    high          upper bits of 5-bit and 6-bit codes, one element for every word
+    high          upper bits of codes of 3, 5 and 6 bits, one element for every word
     scales        [tiles, spans, 16, GROUPS] (packed_layout.py); GROUP: input features that share one, 0 for all
     minimums      the same, added to code times scale: times the sum of the inputs, which the tensor cores make too,
-                  since their order of sums does not depend on the number of rows
+                  since their order of sums does not depend on the number of rows; NIBBLES: they are in the upper
+                  four bits of the scales
     outer_scales  [tiles, outer_spans, 16, 1]: what the scales of 256 input features are multiplied by
     out_stride    columns from one row of out and residual to the next
     SPLITS        programs that share the sums of a tile; the last to end adds them, first to last
@@ -225,6 +261,8 @@ def packed_kernel(
     word = tl.arange(0, WORDS)
     dtype: tl.constexpr = x.dtype.element_ty
     STEP: tl.constexpr = WORDS * CODES
+    SCALE_HALF: tl.constexpr = LOWER_HALF if NIBBLES else 0
+    MINIMUM_HALF: tl.constexpr = UPPER_HALF if NIBBLES else 0
     row_ok = (row < rows)[:, None]
     column_ok = column < columns
     weight_column = tl.where(column_ok, column, 0)  # clamped instead of masked: the loads stay plain
@@ -258,10 +296,10 @@ def packed_kernel(
         gdc_wait()
         gdc_launch_dependents()
     for step in range(first, last):
-        words = tl.load(weight_at)
+        words = tl.load(weight_at).to(tl.int32)
         high_words = _high_bits(high_at, words, HIGH)
         if GATE:
-            up_words = tl.load(up_at)
+            up_words = tl.load(up_at).to(tl.int32)
             high_up_words = _high_bits(high_up_at, up_words, HIGH)
         part = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
         part_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
@@ -272,15 +310,17 @@ def packed_kernel(
                 scale_at = scales_at + group
                 outer_step = step * STEP // OUTER_FEATURES * TILE_COLUMNS
                 outer_at = outer_scales_at + outer_step
-                scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)[:, None]
+                scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER, SCALE_HALF)[:, None]
                 if GATE:
                     up_scale_at = up_scales_at + group
                     up_outer_at = up_outer_scales_at + outer_step
-                    scale_up = _of_group(scales, outer_scales, up_scale_at, up_outer_at, OUTER)[:, None]
+                    scale_up = _of_group(scales, outer_scales, up_scale_at, up_outer_at, OUTER, SCALE_HALF)[:, None]
                 if MINIMUMS:
-                    minimum = _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER)[:, None]
+                    minimum = _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER, MINIMUM_HALF)[:, None]
                     if GATE:
-                        minimum_up = _of_group(minimums, outer_minimums, up_scale_at, up_outer_at, OUTER)[:, None]
+                        minimum_up = _of_group(
+                            minimums, outer_minimums, up_scale_at, up_outer_at, OUTER, MINIMUM_HALF
+                        )[:, None]
                 if ZEROS:
                     zero = tl.load(zeros + scale_at).to(tl.float32)
                     if GATE:
@@ -356,9 +396,9 @@ def packed_kernel(
 def unpack_kernel(
     weight, high, scales, zeros, minimums, outer_scales, outer_minimums, table, order, places, out,
     rows, in_features, steps, spans, outer_spans,
-    KIND: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, OUTER: tl.constexpr,
-    ORDER: tl.constexpr, SOME: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROUNDING: tl.constexpr,
-    ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
+    KIND: tl.constexpr, HIGH: tl.constexpr, ZEROS: tl.constexpr, MINIMUMS: tl.constexpr, NIBBLES: tl.constexpr,
+    OUTER: tl.constexpr, ORDER: tl.constexpr, SOME: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROUNDING: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
 ):
     """out [rows, in_features]: the numbers that the words of a packed weight stand for. SOME: of the rows at places."""
     step = tl.program_id(1)
@@ -369,7 +409,7 @@ def unpack_kernel(
     if SOME:
         source = tl.load(places + source)
     word_at = _in_tiles(source.to(tl.int64), steps, WORDS)[:, None] + step * (TILE_COLUMNS * WORDS) + word[None, :]
-    words = tl.load(weight + word_at)
+    words = tl.load(weight + word_at).to(tl.int32)
     high_words = _high_bits(high + word_at, words, HIGH)
     scales_at = _in_tiles(source, spans, GROUPS)
     outer_at = _in_tiles(source, outer_spans, 1) + step * CODES * WORDS // OUTER_FEATURES * TILE_COLUMNS
@@ -378,12 +418,13 @@ def unpack_kernel(
         first = (step * CODES + index) * WORDS
         group = tl.minimum(first // GROUP, spans * GROUPS - 1)
         scale_at = scales_at + (group // GROUPS * (TILE_COLUMNS * GROUPS) + group % GROUPS)
-        scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER)
+        scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER, LOWER_HALF if NIBBLES else 0)
         if ZEROS:
             zero = tl.load(zeros + scale_at).to(tl.float32)
         numbers = _decode(words, high_words, zero, table, index, KIND, ZEROS, MINIMUMS) * scale[:, None]
         if MINIMUMS:
-            numbers += _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER)[:, None]
+            minimum_half: tl.constexpr = UPPER_HALF if NIBBLES else 0
+            numbers += _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER, minimum_half)[:, None]
         ok = row_ok[:, None] & (first + word < in_features)[None, :]
         column = first + word
         if ORDER:

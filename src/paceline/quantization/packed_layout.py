@@ -1,11 +1,12 @@
-"""How codes of few bits lie in 32-bit words on a GPU, and what number each code stands for.
+"""How codes of few bits lie in words on a GPU, and what number each code stands for.
 
 A word holds codes of input features that are a fixed distance apart, and words of neighbouring features are neighbours:
 
     4 bits   word w of a step holds features w, w + 16, w + 32 … w + 112, the first in the lowest bits
     8 bits   word w of a step holds features w, w + 32, w + 64, w + 96
-    5, 6     the lower four bits as above; element w of a second tensor, of 8 or 16 bits, holds the upper bits of the
-             same eight features, the first in the lowest bits
+    2 bits   as 4 bits, in words of 16 bits
+    3, 5, 6  the lower two or four bits as above; element w of a second tensor, of 8 or 16 bits, holds the upper bits
+             of the same eight features, the first in the lowest bits
 
 A step is 128 input features, a tile 16 output features. Words of a tile lie one step after the other, and within a step
 one output feature after the other, so a kernel that takes 16 output features reads one run of memory. What groups of
@@ -42,15 +43,22 @@ class Kind(IntEnum):
     LUT4 = 4  # the place in a table of 16 numbers
     INT5 = 5
     INT6 = 6
+    INT2 = 7
+    INT3 = 8
 
     @property
     def bits(self) -> int:
-        return {Kind.INT8: 8, Kind.FP8: 8, Kind.INT5: 5, Kind.INT6: 6}.get(self, 4)
+        bits = {Kind.INT2: 2, Kind.INT3: 3, Kind.INT5: 5, Kind.INT6: 6, Kind.INT8: 8, Kind.FP8: 8}
+        return bits.get(self, 4)
 
     @property
     def word_bits(self) -> int:
         """Bits of a code that are in the words."""
-        return 8 if self.bits == 8 else 4
+        return 8 if self.bits == 8 else 4 if self.bits >= 4 else 2
+
+    @property
+    def word_dtype(self) -> torch.dtype:
+        return torch.int16 if self.word_bits == 2 else torch.int32
 
     @property
     def high_bits(self) -> int:
@@ -60,12 +68,13 @@ class Kind(IntEnum):
     @property
     def offset(self) -> int:
         """What codes without zero points and minimums are too large by."""
-        return {Kind.INT4: 8, Kind.INT5: 16, Kind.INT6: 32, Kind.INT8: 128}.get(self, 0)
+        offsets = {Kind.INT2: 2, Kind.INT3: 4, Kind.INT4: 8, Kind.INT5: 16, Kind.INT6: 32, Kind.INT8: 128}
+        return offsets.get(self, 0)
 
     @property
     def codes(self) -> int:
         """Codes of a word."""
-        return 32 // self.word_bits
+        return 8 * self.word_dtype.itemsize // self.word_bits
 
     @property
     def words(self) -> int:
@@ -93,9 +102,9 @@ def groups_of_span(group_size: int, in_features: int) -> int:
 
 
 def pack_words(codes: Tensor, kind: Kind) -> Tensor:
-    """Codes uint8 [out_features, in_features] as words int32 [tiles, steps, 16, words of a step]."""
+    """Codes uint8 [out_features, in_features] as words [tiles, steps, 16, words of a step] of the kind's dtype."""
     low = codes & ((1 << kind.word_bits) - 1) if kind.high_bits else codes
-    return _packed(low, kind, kind.word_bits)
+    return _packed(low, kind, kind.word_bits).to(kind.word_dtype)
 
 
 def pack_high(codes: Tensor, kind: Kind) -> Tensor | None:

@@ -26,7 +26,7 @@ SPLIT_STEPS = 4  # of a program at least
 COLUMNS, WARPS = 128, 4  # of a program
 STAGES = 3
 PREFETCH = 2  # steps
-FAST_KINDS = (Kind.INT4, Kind.INT5, Kind.INT6, Kind.INT8, Kind.FP8, Kind.FP4)
+FAST_KINDS = (Kind.INT2, Kind.INT3, Kind.INT4, Kind.INT5, Kind.INT6, Kind.INT8, Kind.FP8, Kind.FP4)
 UNPACK_ROWS = 32  # of one program
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_TILES = 1 << 17  # tiles with counters
@@ -131,7 +131,7 @@ def launch_packed(
     sums = x.new_empty(tile.splits, rows, linear.out_features, dtype=torch.float32) if shared else gemm.none
     packed_kernel[(triton.cdiv(columns, tile.columns), tile.splits, triton.cdiv(rows, tile.rows))](
         x, linear.words, gemm.or_none(linear.high), linear.scales, gemm.or_none(linear.zeros),
-        gemm.or_none(block.minimums), gemm.or_none(block.outer_scales), gemm.or_none(block.outer_minimums),
+        gemm.or_none(_minimums(linear, block)), gemm.or_none(block.outer_scales), gemm.or_none(block.outer_minimums),
         gemm.or_none(linear.table), gemm.or_none(epilogue.bias), gemm.or_none(epilogue.residual),
         output.out, output.best_value, output.best_index, sums, _programs_done(x.device) if shared else gemm.none,
         rows, columns, output.out.stride(0), linear.in_features, steps, tile.steps_per_split,
@@ -156,12 +156,17 @@ def _constants(linear: PackedWeights, block: BlockScales) -> dict[str, int | boo
         "KIND": int(linear.kind),
         "HIGH": linear.high is not None,
         "ZEROS": linear.zeros is not None,
-        "MINIMUMS": block.minimums is not None,
+        "MINIMUMS": block.has_minimums,
+        "NIBBLES": block.nibbles,
         "OUTER": block.outer_scales is not None,
         "GROUPS": linear.scales.shape[-1],
         "WORDS": linear.kind.words,
         "CODES": linear.kind.codes,
     }
+
+
+def _minimums(linear: PackedWeights, block: BlockScales) -> Tensor | None:
+    return linear.scales if block.nibbles else block.minimums
 
 
 def _spans(linear: PackedWeights, block: BlockScales) -> tuple[int, int]:
@@ -178,9 +183,10 @@ def unpack(linear: PackedWeights, dtype: torch.dtype, places: Tensor | None = No
     out = torch.empty(rows, linear.in_features, dtype=dtype, device=linear.words.device)
     steps = linear.words.shape[1]
     unpack_kernel[(triton.cdiv(rows, UNPACK_ROWS), steps)](
-        linear.words, _or(linear.high, out), linear.scales, _or(linear.zeros, out), _or(block.minimums, out),
-        _or(block.outer_scales, out), _or(block.outer_minimums, out), _or(linear.table, out), _or(linear.order, out),
-        _or(places, out), out, rows, linear.in_features, steps, *_spans(linear, block),
+        linear.words, _or(linear.high, out), linear.scales, _or(linear.zeros, out),
+        _or(_minimums(linear, block), out), _or(block.outer_scales, out), _or(block.outer_minimums, out),
+        _or(linear.table, out), _or(linear.order, out), _or(places, out), out,
+        rows, linear.in_features, steps, *_spans(linear, block),
         ORDER=linear.order is not None, SOME=places is not None, GROUP=linear.group_size,
         ROUNDING=TRITON_DTYPES[linear.rounding or linear.scales.dtype], ROWS=UNPACK_ROWS, **_constants(linear, block),
     )

@@ -20,16 +20,23 @@ class BlockScales:
     minimums        added to code · scale; codes have no offset then
     outer_scales    of 256 input features, what their scales are multiplied by
     outer_minimums  the same for their minimums
+    nibbles         scales have four bits, and the minimums are in the upper four bits of their bytes
     """
 
     minimums: Tensor | None = None
     outer_scales: Tensor | None = None
     outer_minimums: Tensor | None = None
+    nibbles: bool = False
+
+    @property
+    def has_minimums(self) -> bool:
+        return self.nibbles or self.minimums is not None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> BlockScales:
         """The same with every tensor changed."""
         tensors = (self.minimums, self.outer_scales, self.outer_minimums)
-        return BlockScales(*(None if tensor is None else change(tensor) for tensor in tensors))
+        minimums, outer_scales, outer_minimums = (None if tensor is None else change(tensor) for tensor in tensors)
+        return BlockScales(minimums, outer_scales, outer_minimums, self.nibbles)
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +47,8 @@ class BlockScales:
 def joined_scales(parts: list[BlockScales]) -> BlockScales:
     """Those of weights that are joined by rows."""
     columns = zip(*((part.minimums, part.outer_scales, part.outer_minimums) for part in parts))
-    return BlockScales(*(None if column[0] is None else torch.cat(column) for column in columns))
+    minimums, outer_scales, outer_minimums = (None if column[0] is None else torch.cat(column) for column in columns)
+    return BlockScales(minimums, outer_scales, outer_minimums, parts[0].nibbles)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +78,7 @@ class QuantizedWeight:
         values = decode(self.codes, self.kind, self.table)
         if self.zeros is not None:
             values -= self._by_column(self.zeros)
-        elif self.block is None or self.block.minimums is None:
+        elif self.block is None or not self.block.has_minimums:
             values -= self.kind.offset
         weight = self._scaled(values).to(self.rounding or self.scales.dtype).to(dtype)
         if self.order is None:
@@ -83,10 +91,13 @@ class QuantizedWeight:
         """Numbers of codes times their scales, plus their minimums."""
         if self.block is None:
             return values.mul_(self._by_column(self.scales))
-        values.mul_(self._by_column(self._within(self.scales, self.block.outer_scales)))
-        if self.block.minimums is None:
+        scales, minimums = self.scales, self.block.minimums
+        if self.block.nibbles:
+            scales, minimums = scales & 15, scales >> 4
+        values.mul_(self._by_column(self._within(scales, self.block.outer_scales)))
+        if minimums is None:
             return values
-        return values.add_(self._by_column(self._within(self.block.minimums, self.block.outer_minimums)))
+        return values.add_(self._by_column(self._within(minimums, self.block.outer_minimums)))
 
     def _within(self, groups: Tensor, outer: Tensor | None) -> Tensor:
         """Numbers of groups times those of the blocks that they are in."""

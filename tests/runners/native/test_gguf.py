@@ -24,19 +24,13 @@ from paceline.layers import cpu_kernels
 from paceline.layers.gemm_types import Linear
 from paceline.runners.native import NativeRunner
 from tests.runners.native.models import tiny
-from tests.support.gguf import gguf_name, write_gguf
+from tests.support.gguf import MIXES, gguf_name, write_gguf
 
 pytestmark = pytest.mark.skipif(cpu_kernels.library() is None, reason="no compiled kernels on this machine")
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 SIZES |= {"vocab_size": 261}
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 261}
 PROMPT = [5, 17, 200, 33, 2, 71, 8, 140] * 4
-
-
-def q4_k_m(name: str) -> str:
-    """As llama.cpp mixes them: values, the MLP's way down and the output in Q6_K, all else in Q4_K."""
-    is_wide = any(part in name for part in ("attn_v", "ffn_down", "token_embd")) or name == "output.weight"
-    return "Q6_K" if is_wide else "Q4_K"
 
 
 def small_mixture(name: str) -> str | None:
@@ -47,8 +41,11 @@ def small_mixture(name: str) -> str | None:
 
 
 MIXTURES: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "llama-q4_k_m": ("llama", SIZES, q4_k_m),
-    "qwen2-q4_k_m": ("qwen2", SIZES, q4_k_m),
+    "llama-q4_k_m": ("llama", SIZES, MIXES["q4_k_m"]),
+    "qwen2-q4_k_m": ("qwen2", SIZES, MIXES["q4_k_m"]),
+    "llama-q3_k_m": ("llama", SIZES, MIXES["q3_k_m"]),
+    "qwen2-q2_k-tied": ("qwen2", SIZES | {"tie_word_embeddings": True}, MIXES["q2_k"]),
+    "qwen3-iq4_xs": ("qwen3", SIZES, MIXES["iq4_xs"]),
     "qwen3-q5_k-tied": ("qwen3", SIZES | {"tie_word_embeddings": True}, lambda name: "Q5_K"),
     "llama-small": ("llama", SMALL, small_mixture),
     "qwen2-small-tied": ("qwen2", SMALL | {"tie_word_embeddings": True}, small_mixture),

@@ -158,8 +158,9 @@ def test_end_tokens_are_the_generation_configs_or_the_models_or_its_text_decoder
     "kinds, runs, dtype, unpacked",
     [
         (("F32", "Q4_K", "Q6_K"), True, "gguf", ""),
-        (("F32", "IQ4_XS", "Q3_K", "Q6_K"), True, "gguf", "IQ4_XS, Q3_K"),
-        (("F32", "IQ4_XS"), True, "float32", "IQ4_XS"),
+        (("F32", "IQ4_XS", "Q3_K", "Q2_K"), True, "gguf", ""),
+        (("F32", "IQ3_S", "IQ2_XXS", "Q3_K", "Q6_K"), True, "gguf", "IQ2_XXS, IQ3_S"),
+        (("F32", "IQ3_XXS"), True, "float32", "IQ3_XXS"),
         (("F32", "Q4_K"), False, "float32", "Q4_K"),
         (("F32", "BF16"), True, "float32", ""),
     ],

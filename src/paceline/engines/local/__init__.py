@@ -21,7 +21,9 @@ SPEC = EngineSpec(
     "local",
     "paceline's own engine: one process, one GPU or CPU",
     _open,
-    gguf_kinds=frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"}),
+    gguf_kinds=frozenset(
+        {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
+    ),
     gguf_types=frozenset({"llama", "qwen2", "qwen3"}),
     rounded_kv=True,
     lora=True,

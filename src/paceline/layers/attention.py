@@ -261,6 +261,9 @@ class EagerAttention:
             blocks = from_cache(blocks.index_select(0, group.blocks), new.dtype)
             copies.append(blocks.view(num_seqs, -1, sizes.num_kv_heads, sizes.head_dim).transpose(1, 2))
         folded = q.view(num_seqs, sizes.num_kv_heads, sizes.group, sizes.head_dim)
+        if self.node_by_node and not kind.is_softmax:  # see `_one_after_another`
+            parts = zip(*(torch.split(tensor, 1) for tensor in (folded, *copies, group.mask)))
+            return torch.cat([mix(q, k, v, mask, kind) for q, k, v, mask in parts]).reshape(num_seqs, sizes.query_size)
         return mix(folded, copies[0], copies[1], group.mask, kind).reshape(num_seqs, sizes.query_size)
 
     def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan, kind: LayerAttention) -> Tensor:
@@ -282,11 +285,26 @@ class EagerAttention:
         however many draft tokens follow, and nothing but zeros is added.
         """
         sizes, count = self.sizes, q.shape[0]
+        if count > 1 and mask is not None and not kind.is_softmax:
+            return self._one_after_another(q, k, v, mask, kind)
         folded = q.view(count, sizes.num_kv_heads, sizes.group, sizes.head_dim)
         mask = None if mask is None else mask[:, None, None, :]
         if count > 1:
             k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
         return mix(folded, k, v, mask, kind).reshape(count, sizes.query_size)
+
+    def _one_after_another(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, kind: LayerAttention) -> Tensor:
+        """Nodes one at a time, each with the blocks that plain decoding reads for it.
+
+        Products of matrices round by their number and by the number of keys, which the kernels of a softmax do not.
+        """
+        size, out = self.sizes.block_size, list[Tensor]()
+        for node, seen in enumerate((mask == 0).to(torch.uint8).flip(1).argmax(dim=1).tolist()):
+            end = -(-(mask.shape[1] - seen) // size) * size
+            own = slice(node, node + 1) if k.shape[0] > 1 else slice(None)
+            keys, values = k[own, :, :end], v[own, :, :end]
+            out.append(self._by_node(q[node : node + 1], keys, values, mask[node : node + 1, :end], kind))
+        return torch.cat(out)
 
     def _by_branch(
         self, q: Tensor, k: Tensor, v: Tensor, span: SequenceSpan, layer: int, kind: LayerAttention

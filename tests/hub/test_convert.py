@@ -16,7 +16,7 @@ from paceline.errors import WeightsError
 from paceline.hub import locate
 from paceline.hub.convert import unpacked_folder
 from paceline.hub.gguf_rope import llama3_parameters
-from tests.runners.native.models import SIZES, tiny
+from tests.runners.native.models import tiny
 from tests.support.gguf import gguf_name, llama3_rope_factors, write_gguf
 
 VOCABULARY = 261
@@ -132,9 +132,9 @@ def test_weights_are_those_of_the_gguf_package(tmp_path: Path, quantization: str
     path = write_gguf(tmp_path / "tiny.gguf", model, quantization=GGMLQuantizationType[quantization])
     reference = {tensor.name: dequantize(tensor.data, tensor.tensor_type) for tensor in GGUFReader(path).tensors}
     converted = load_file(unpacked_folder(locate(str(path)).folder) / "model.safetensors")
-    assert {gguf_name(name) for name in converted} == set(reference)
+    assert {gguf_name(name, "qwen2") for name in converted} == set(reference)
     for name, weight in converted.items():
-        expected = torch.from_numpy(reference[gguf_name(name)].copy())
+        expected = torch.from_numpy(reference[gguf_name(name, "qwen2")].copy())
         assert torch.equal(weight, expected.to(weight.dtype))
         if quantization in ("F16", "BF16") or weight.dim() == 1:
             assert torch.equal(weight.float(), expected), "what is not quantized loses nothing"
@@ -220,30 +220,29 @@ def test_a_file_cut_short_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "is it complete?" in refused(path, capsys)
 
 
-def gemma_of(**changes: Any) -> Any:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {**SIZES, "vocab_size": VOCABULARY, "query_pre_attn_scalar": 32, "bos_token_id": 257, "eos_token_id": 258}
-    torch.manual_seed(0)
-    return Gemma2ForCausalLM(Gemma2Config(**(sizes | changes))).eval().to(torch.bfloat16).float()
+def stablelm_of(theta: float) -> Any:
+    """Of an architecture that goes through transformers, which takes 10000 for the base of its rope."""
+    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
+    return model_of("stablelm", rope_parameters=rope).to(torch.bfloat16).float()
 
 
 def test_a_key_of_another_architecture_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def write(writer: Any) -> None:
-        writer.add_string("gemma2.some.new_thing", "x")
+        writer.add_string("stablelm.some.new_thing", "x")
 
-    assert "gemma2.some.new_thing" in refused(write_gguf(tmp_path / "tiny.gguf", gemma_of(), metadata=write), capsys)
+    path = write_gguf(tmp_path / "tiny.gguf", stablelm_of(10000.0), metadata=write)
+    assert "stablelm.some.new_thing" in refused(path, capsys)
 
 
-@pytest.mark.parametrize(("softcap", "understood"), [(50.0, True), (40.0, False)])
-def test_what_transformers_converts_is_what_the_file_says(tmp_path: Path, softcap: float, understood: bool) -> None:
+@pytest.mark.parametrize(("theta", "understood"), [(10000.0, True), (40000.0, False)])
+def test_what_transformers_converts_is_what_the_file_says(tmp_path: Path, theta: float, understood: bool) -> None:
     pytest.importorskip("accelerate")
-    model = gemma_of()
-    path = write_gguf(tmp_path / "tiny.gguf", model, metadata=lambda writer: writer.add_attn_logit_softcapping(softcap))
+    model = stablelm_of(theta)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
     if understood:
         torch.testing.assert_close(converted_logits(path), logits_of(model), rtol=1e-3, atol=1e-3)
         return
-    with pytest.raises(WeightsError, match=r"gemma2\.attn_logit_softcapping = 40"):
+    with pytest.raises(WeightsError, match=r"stablelm\.rope\.freq_base = 40000"):
         locate(str(path))
 
 

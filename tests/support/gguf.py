@@ -1,4 +1,4 @@
-"""A tiny Llama-like model as a GGUF file, written by the gguf package; and random blocks of every kind."""
+"""A tiny model as a GGUF file, written by the gguf package; and random blocks of every kind."""
 
 from __future__ import annotations
 
@@ -10,26 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-TOP_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-LAYER_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+# What llama.cpp calls an architecture, where Hugging Face's model_type is another.
+GGUF_NAMES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+ADDED_TO_NORMS = {"gemma2": 1.0, "gemma3_text": 1.0}
 Change = Callable[[Any], None]
 Kinds = Callable[[str], str | None]
 # Where a block has its scales in half precision, and how large they are for weights of about 0.2.
@@ -67,15 +50,17 @@ def write_gguf(
     pre_tokenizer: str = "gpt-2",
     tokenizer: Change | None = None,
 ) -> Path:
-    """Write a model of LAYER_NAMES. metadata: adds keys with the writer; quantization: of every matrix.
+    """Write a model. metadata: adds keys with the writer; quantization: of every matrix.
 
     kinds: the kind of random blocks that each matrix holds instead of its weights, by its name; None: as it is.
     tensors_a_file: more of them go to a further file, as llama-gguf-split divides a model; 0: all are in one.
     """
     import gguf
 
-    writer = gguf.GGUFWriter(str(path), model.config.model_type, split_max_tensors=tensors_a_file)
+    model_type = model.config.model_type
+    writer = gguf.GGUFWriter(str(path), GGUF_NAMES.get(model_type, model_type), split_max_tensors=tensors_a_file)
     _add_sizes(writer, model.config)
+    OWN_KEYS.get(model_type, lambda writer, config: None)(writer, model.config)
     if tokenizer is None:
         _add_tokenizer(writer, model.config.vocab_size, pre_tokenizer)
     else:
@@ -102,7 +87,8 @@ def write_gguf(
 
 def _blocks_named(name: str, kind: str, tensor: np.ndarray) -> np.ndarray:
     """Random blocks of the shape of a tensor, others for every name."""
-    return random_blocks(kind, *tensor.shape, seed=zlib.crc32(name.encode()))
+    rows = random_blocks(kind, tensor.size // tensor.shape[-1], tensor.shape[-1], seed=zlib.crc32(name.encode()))
+    return rows.reshape(*tensor.shape[:-1], -1)
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -120,35 +106,42 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
     """The weights under the names of llama.cpp, in float32."""
-    tied = model.config.tie_word_embeddings
-    state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    if model.config.model_type == "gemma2":
-        return {_gemma_name(name): _gemma_stored(name, tensor).numpy() for name, tensor in state.items()}
-    return {gguf_name(name): _stored(name, tensor, model.config).numpy() for name, tensor in state.items()}
+    config = model.config
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in state.items():
+        stored = _stored(name, tensor, config).numpy()
+        if name.endswith(".gate_up_proj") and tensor.dim() == 3:
+            gate, up = np.split(stored, 2, axis=1)
+            prefix = gguf_name(name.replace("gate_up_proj", "gate_proj.weight"), config.model_type)
+            tensors |= {prefix: gate, prefix.replace("gate", "up"): up}
+        else:
+            tensors[gguf_name(name, config.model_type)] = stored
+    return tensors
 
 
-def gguf_name(name: str) -> str:
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    _, _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{LAYER_NAMES['.'.join(middle)]}.{kind}"
+def gguf_name(name: str, model_type: str = "llama") -> str:
+    """A tensor's name in a file, by the tables of the gguf package."""
+    import gguf
 
-
-def _gemma_name(name: str) -> str:
-    return gguf_name(name).replace("ffn_norm", "post_attention_norm") if "post_attention" in name else gguf_name(name)
-
-
-def _gemma_stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """llama.cpp adds the one that Gemma's norms leave out."""
-    return tensor.detach().float() + (1.0 if "norm" in name else 0.0)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    table = gguf.get_tensor_name_map(numbers[GGUF_NAMES.get(model_type, model_type)], 64)
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found if found.endswith((".weight", ".bias")) else f"{found}.weight"
 
 
 def _stored(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """llama.cpp keeps the rotary pairs of a Llama side by side."""
+    """llama.cpp keeps the rotary pairs of a Llama side by side, and adds the one that Gemma's norms leave out."""
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if config.model_type == "llama" and heads:
         tensor = tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    return tensor.detach().float().contiguous()
+    added = ADDED_TO_NORMS.get(config.model_type, 0.0) if name.endswith("norm.weight") else 0.0
+    return (tensor.detach().float() + added).contiguous()
 
 
 def _add_sizes(writer: Any, config: Any) -> None:
@@ -161,12 +154,50 @@ def _add_sizes(writer: Any, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_dimension_count(int(head_dim * (rope.get("partial_rotary_factor") or 1.0)))
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_name("tiny")
     writer.add_file_type(0)
+
+
+def _add_gemma2(writer: Any, config: Any) -> None:
+    writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _add_gemma3(writer: Any, config: Any) -> None:
+    """The base of the windows' rope, which older converters leave out, and the scale of the other layers' rope."""
+    import gguf
+
+    full, sliding = (config.rope_parameters[f"{kind}_attention"] for kind in ("full", "sliding"))
+    writer.add_sliding_window(config.sliding_window)
+    if sliding["rope_theta"] != 10000.0:
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
+    if full["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+
+
+def _add_experts(writer: Any, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+# Beside the sizes, as llama.cpp's converter writes them.
+OWN_KEYS: dict[str, Callable[[Any, Any], None]] = {
+    "gemma2": _add_gemma2,
+    "gemma3_text": _add_gemma3,
+    "qwen3_moe": _add_experts,
+    "phi3": lambda writer, config: writer.add_sliding_window(config.sliding_window or 0),
+    "stablelm": lambda writer, config: writer.add_layer_norm_eps(config.layer_norm_eps),
+    "starcoder2": lambda writer, config: writer.add_layer_norm_eps(config.norm_epsilon),
+}
 
 
 def _add_tokenizer(writer: Any, vocab_size: int, pre_tokenizer: str) -> None:

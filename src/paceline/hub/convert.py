@@ -1,9 +1,9 @@
 """GGUF -> a Hugging Face directory.
 
-Llama, Qwen2 and Qwen3 files stay as they are: the directory has the config, the tokenizer and an index of where each
-tensor lies. `unpacked_folder` makes safetensors of them for those who read nothing else; quantized tensors become bf16.
-Other architectures go through transformers' own GGUF route, which holds the whole model in memory once. Either way a
-key or a tensor that is not understood is an error.
+Files of the architectures in gguf_architectures.py stay as they are: the directory has the config, the tokenizer and an
+index of where each tensor lies. `unpacked_folder` makes safetensors of them for those who read nothing else; quantized
+tensors become bf16. Other architectures go through transformers' own GGUF route, which holds the whole model in memory
+once. Either way a key or a tensor that is not understood is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import WeightsError
 from paceline.hub.cache import cached_directory
+from paceline.hub.gguf_architectures import ARCHITECTURES
 from paceline.hub.gguf_eos import eos_token_ids
 from paceline.hub.gguf_fields import GgufFields
 from paceline.hub.gguf_index import INDEX, has_index, read_index, write_index
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.hub.gguf_tensors import GgufPart, GgufTensors
 
-CONVERTER = 4  # part of the key of the cache: what an older converter wrote is not used again
+CONVERTER = 5  # part of the key of the cache: what an older converter wrote is not used again
 SIZE_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -41,7 +42,6 @@ PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write the directory of a GGUF file. Raises WeightsError."""
-    from paceline.hub.gguf_tensors import ARCHITECTURES
     from paceline.hub.gguf_tokenizer import save_tokenizer
 
     _check_first_part(gguf)
@@ -97,15 +97,16 @@ def unpack(folder: Path) -> None:
 
 
 def _describe(parts: list[GgufPart], fields: GgufFields, folder: Path) -> None:
-    from paceline.hub.gguf_tensors import ARCHITECTURES, GgufTensors
+    from paceline.hub.gguf_tensors import GgufTensors
 
     architecture = ARCHITECTURES[fields.architecture]
     tensors = GgufTensors(parts, architecture, _num_layers(fields))
     sizes = _sizes(fields, tensors.vocab_size)
-    config = _config(fields, tensors, sizes)
+    config = architecture.config(fields, _config(fields, tensors, sizes))
     fields.check_all_understood()
     write_index(folder, tensors.index(sizes.num_heads, sizes.num_kv_heads))
-    _write_config(config | {"architectures": [architecture.class_name]}, folder)
+    names = {"model_type": architecture.model_type, "architectures": [architecture.class_name]}
+    _write_config(config | names, folder)
 
 
 def _check_first_part(gguf: Path) -> None:
@@ -142,20 +143,17 @@ def _sizes(fields: GgufFields, vocab_size: int) -> DecoderSizes:
     value_size = fields.number("attention.value_length", sizes.head_dim)
     if value_size != sizes.head_dim:
         raise fields.refused(f"{fields.architecture}.attention.value_length", value_size)
-    window = fields.number("attention.sliding_window", 0)
-    if 0 < window < sizes.max_seq_len:
-        raise fields.refused(f"{fields.architecture}.attention.sliding_window", window)
     return sizes
 
 
 def _config(fields: GgufFields, tensors: GgufTensors, sizes: DecoderSizes) -> dict[str, Any]:
+    """What all architectures have of a Hugging Face config."""
     from paceline.hub.gguf_rope import rope_parameters
 
     factors = tensors.frequency_factors
     numbers = None if factors is None else factors.numpy()
     rope = rope_parameters(fields, sizes.head_dim, sizes.max_seq_len, numbers)
     return {
-        "model_type": fields.architecture,
         **_size_keys(sizes),
         "hidden_act": "silu",
         # GGUF stores float32: without the rounding 1e-5 would come back as 9.999999747378752e-06.

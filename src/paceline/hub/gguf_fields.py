@@ -76,6 +76,13 @@ class GgufFields:
             raise self.refused(f"{self.architecture}.{key}", value)
         return value
 
+    def required(self, key: str) -> Any:
+        """A number that the architecture cannot do without. Raises WeightsError where it is missing."""
+        value = self.number(key)
+        if value is None:
+            raise WeightsError(f"{self.file_name} lacks the key {self.architecture}.{key}")
+        return value
+
     def names(self) -> list[str]:
         return list(self._fields)
 

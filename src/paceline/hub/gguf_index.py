@@ -24,6 +24,7 @@ class StoredTensor:
     name      its Hugging Face name; stored_name the file's own
     kind      how its numbers are stored, as GGUF names it: Q4_K, F32 …
     heads     its rows are those of so many heads whose rotary pairs lie side by side; 0: nothing is to be reordered
+    added     what the file's numbers are above those of Hugging Face; only vectors in floating point have it
     """
 
     name: str
@@ -34,6 +35,7 @@ class StoredTensor:
     offset: int
     size: int
     heads: int = 0
+    added: float = 0.0
 
     @property
     def is_float(self) -> bool:
@@ -52,7 +54,8 @@ class StoredTensor:
         from gguf import GGMLQuantizationType, dequantize
 
         numbers = dequantize(self._bytes(), GGMLQuantizationType[self.kind])
-        return _two_halves(torch.from_numpy(np.ascontiguousarray(numbers)).view(self.shape), self.heads)
+        rows = _two_halves(torch.from_numpy(np.ascontiguousarray(numbers)).view(self.shape), self.heads)
+        return rows - self.added if self.added else rows
 
     def check_numbers(self, numbers: Tensor) -> None:
         """Raise WeightsError where a number is none."""

@@ -1,13 +1,10 @@
-"""Tensors of a GGUF file under their Hugging Face names: all that the architecture has, and no others.
-
-An architecture of Llama's wiring is one entry of ARCHITECTURES.
-"""
+"""Tensors of a GGUF file under their Hugging Face names: all that the architecture has, and no others."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import WeightsError
+from paceline.hub.gguf_architectures import GgufArchitecture
 from paceline.hub.gguf_index import FLOAT_DTYPES, StoredTensor
 from paceline.hub.gguf_rope import FREQUENCY_FACTORS
 from paceline.hub.progress import track
@@ -27,41 +25,10 @@ TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-WEIGHTS = tuple(f"{name}.weight" for name in LAYER_NAMES if not name.endswith(("q_norm", "k_norm")))
+TOP_BIAS = "output_norm.bias"
 QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 OUTPUT_BIAS = "attn_output.bias"
-OPTIONAL_TOP_NAMES = {"output.weight", FREQUENCY_FACTORS}
 LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+\.(?:weight|bias))")
-
-
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """What a layer of an architecture has, and how its rotary pairs lie."""
-
-    class_name: str
-    layer_tensors: tuple[str, ...]
-    optional_bias: bool = False  # attention may have biases, in every layer or in none
-    interleaved_rope: bool = False  # the two values of a rotary pair lie side by side
-
-
-ARCHITECTURES = {
-    "llama": GgufArchitecture("LlamaForCausalLM", WEIGHTS, optional_bias=True, interleaved_rope=True),
-    "qwen2": GgufArchitecture("Qwen2ForCausalLM", WEIGHTS + QKV_BIASES),
-    "qwen3": GgufArchitecture("Qwen3ForCausalLM", (*WEIGHTS, "attn_q_norm.weight", "attn_k_norm.weight")),
-}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +40,7 @@ class GgufPart:
 
 
 class GgufTensors:
-    """The tensors of the files of one of ARCHITECTURES. Raises WeightsError for one that is missing or not known."""
+    """The tensors of the files of one architecture. Raises WeightsError for one that is missing or not known."""
 
     def __init__(self, parts: Sequence[GgufPart], architecture: GgufArchitecture, num_layers: int) -> None:
         self._files = {tensor.name: part.path for part in parts for tensor in part.reader.tensors}
@@ -83,18 +50,21 @@ class GgufTensors:
         self._check_names(num_layers)
 
     def _check_names(self, num_layers: int) -> None:
-        expected = set(TOP_NAMES) | {f"blk.{index}.{name}" for index in range(num_layers) for name in self._in_layer()}
-        for name in sorted(expected - OPTIONAL_TOP_NAMES - set(self._tensors)):
+        expected = {f"blk.{index}.{name}" for index in range(num_layers) for name in self._in_layer()}
+        expected |= set(TOP_NAMES) | ({TOP_BIAS} if "output_norm" in self._architecture.biased else set())
+        optional = {"output.weight"} | ({FREQUENCY_FACTORS} if self._architecture.frequency_factors else set())
+        for name in sorted(expected - optional - set(self._tensors)):
             raise WeightsError(f"the GGUF file lacks the tensor {name}")
-        for name in sorted(set(self._tensors) - expected - OPTIONAL_TOP_NAMES):
+        for name in sorted(set(self._tensors) - expected - optional):
             layer = LAYER_TENSOR.fullmatch(name)
             if layer and int(layer[1]) >= num_layers:
                 raise WeightsError(f"the GGUF file holds the tensor {name}, and its metadata says {num_layers} layers")
             raise WeightsError(f"the GGUF file holds a tensor that paceline does not know: {name}")
 
-    def _in_layer(self) -> tuple[str, ...]:
-        biases = (*QKV_BIASES, OUTPUT_BIAS) if self.attention_bias else ()
-        return self._architecture.layer_tensors + biases
+    def _in_layer(self) -> list[str]:
+        parts, biased = self._architecture.parts, self._architecture.biased
+        biases = [*QKV_BIASES, OUTPUT_BIAS] if self.attention_bias else []
+        return [*(f"{part}.weight" for part in parts), *(f"{part}.bias" for part in parts if part in biased), *biases]
 
     @property
     def tied(self) -> bool:
@@ -115,19 +85,59 @@ class GgufTensors:
         """Every tensor of the model, and where it lies. Raises WeightsError for a vector with what is no number."""
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if self._architecture.interleaved_rope else {}
         weights = [tensor for name, tensor in self._tensors.items() if name != FREQUENCY_FACTORS]
-        index = [self._stored(tensor, heads.get(_projection(tensor.name), 0)) for tensor in weights]
-        for stored in index:
+        whole = [self._stored(tensor, heads.get(_part(tensor.name), 0)) for tensor in weights]
+        for stored in whole:
             if len(stored.shape) == 1:
-                stored.check_numbers(stored.dequantized())
-        return index
+                self._check_vector(stored)
+        return [stored for tensor in whole for stored in _one_by_one(tensor)]
+
+    def _check_vector(self, stored: StoredTensor) -> None:
+        if not stored.is_float:
+            raise WeightsError(f"the tensor {stored.stored_name} is a vector in {stored.kind}; it should be in F32")
+        stored.check_numbers(stored.dequantized())
 
     def _stored(self, tensor: ReaderTensor, heads: int) -> StoredTensor:
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        name = tensor.name if tensor.name == FREQUENCY_FACTORS else _hugging_face_name(tensor.name)
         file, kind = str(self._files[tensor.name].resolve()), tensor.tensor_type.name
+        is_norm = tensor.name.endswith("norm.weight")
         return StoredTensor(
-            name, tensor.name, kind, shape, file, int(tensor.data_offset), int(tensor.n_bytes), heads
+            self._hugging_face_name(tensor.name),
+            tensor.name,
+            kind,
+            shape,
+            file,
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+            heads,
+            self._architecture.added_to_norms if is_norm else 0.0,
         )
+
+    def _hugging_face_name(self, name: str) -> str:
+        if name == FREQUENCY_FACTORS:
+            return name
+        if not name.startswith("blk."):
+            part, _, kind = name.rpartition(".")
+            return TOP_NAMES[f"{part}.weight"].removesuffix("weight") + kind
+        _, index, part, kind = name.split(".")
+        return f"model.layers.{index}.{self._architecture.parts[part]}.{kind}"
+
+
+def _one_by_one(stacked: StoredTensor) -> list[StoredTensor]:
+    """The tensor itself, or each of the experts that it has one behind the other."""
+    if "*" not in stacked.name:
+        return [stacked]
+    count, *shape = stacked.shape
+    size = stacked.size // count
+    return [
+        replace(
+            stacked,
+            name=stacked.name.replace("*", str(expert)),
+            shape=tuple(shape),
+            offset=stacked.offset + expert * size,
+            size=size,
+        )
+        for expert in range(count)
+    ]
 
 
 def unpacked(tensors: list[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -138,12 +148,5 @@ def unpacked(tensors: list[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
         yield tensor.name, numbers.to(getattr(torch, FLOAT_DTYPES.get(tensor.kind, "bfloat16"))).contiguous()
 
 
-def _projection(name: str) -> str:
+def _part(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _hugging_face_name(name: str) -> str:
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
-    _, index, layer_name, kind = name.split(".")
-    return f"model.layers.{index}.{LAYER_NAMES[layer_name]}.{kind}"

@@ -17,7 +17,6 @@ from paceline.hub.progress import stage
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-GEMMA_27B_LAYERS = (46, 62)
 # What a key of the file is called in a Hugging Face config. A file is converted only if both say the same.
 CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads", "n_head"),
@@ -49,7 +48,6 @@ def convert_by_transformers(gguf: Path, reader: GGUFReader, fields: GgufFields, 
         raise ModelError(f"to convert a GGUF of {fields.architecture}, transformers needs: pip install accelerate")
     _refuse_rope_tensors(reader)
     model = _load(gguf)
-    _set_attention_scale(fields, model.config)
     model.config.eos_token_id = model.generation_config.eos_token_id = eos_token_ids(fields)
     _check_config(fields, model.config)
     _check_tensors(reader, model)
@@ -79,13 +77,6 @@ def _load(gguf: Path) -> Any:
     for name in sorted({*loading["missing_keys"], *loading["unexpected_keys"]}):
         raise WeightsError(f"transformers does not find the tensor {name} in {gguf.name}, or has no use for it")
     return model
-
-
-def _set_attention_scale(fields: GgufFields, config: Any) -> None:
-    """Gemma's scale is in no key: llama.cpp knows it by the number of layers, transformers takes that of one size."""
-    if "query_pre_attn_scalar" in config.to_dict():
-        by_width = config.num_hidden_layers in GEMMA_27B_LAYERS
-        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if by_width else config.head_dim
 
 
 def _check_config(fields: GgufFields, config: Any) -> None:

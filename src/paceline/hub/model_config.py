@@ -37,6 +37,7 @@ GGUF_KEYS: Mapping[str, str] = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
     "kv_lora_rank": "attention.kv_lora_rank",
     "q_lora_rank": "attention.q_lora_rank",
     "v_head_dim": "attention.value_length_mla",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.errors import WeightsError
+from paceline.hub.gguf_architectures import MODEL_TYPES
 from paceline.hub.model_config import gguf_config
 
 
@@ -88,7 +89,7 @@ _MOST_LAYERS = 1024  # an array of numbers as long as this is not one of layers,
 
 # GGUF's name of an architecture, where Hugging Face's `model_type` is another.
 _MODEL_TYPES: Mapping[str, str] = {
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "qwen3next": "qwen3_next", "gemma3": "gemma3_text",
+    **MODEL_TYPES, "qwen2moe": "qwen2_moe", "qwen3next": "qwen3_next",
     "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss", "falcon-h1": "falcon_h1", "deepseek2": "deepseek_v3",
     "granitehybrid": "granitemoehybrid", "glm4moe": "glm4_moe", "lfm2moe": "lfm2_moe", "mistral3": "ministral3",
     "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe",
@@ -121,8 +122,12 @@ def header_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _by_layer(settings: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """Key/value heads that are stated for each layer: a layer that has none is no attention."""
+    """What is stated for each layer: a layer that has no key/value heads is no attention."""
     heads = settings.get(f"{architecture}.attention.head_count_kv")
+    windows = settings.get(f"{architecture}.attention.sliding_window_pattern")
+    if isinstance(windows, tuple):
+        types = ["sliding_attention" if sliding else "full_attention" for sliding in windows]
+        return {"layer_types": types} | ({"num_key_value_heads": max(heads)} if isinstance(heads, tuple) else {})
     if not isinstance(heads, tuple) or not heads:
         return {}
     others = "conv" if f"{architecture}.shortconv.l_cache" in settings else "linear_attention"

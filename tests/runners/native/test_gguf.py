@@ -139,7 +139,7 @@ def test_the_unpacked_weights_are_those_of_the_gguf_package(tmp_path: Path, mixt
 def hugging_face_rows(name: str, stored: dict[str, Any], config: Any) -> Tensor:
     """A tensor under its Hugging Face name; llama.cpp keeps the rotary pairs of a Llama side by side."""
     tied = name == "lm_head.weight" and config.tie_word_embeddings
-    rows = torch.from_numpy(stored["token_embd.weight" if tied else gguf_name(name)].copy())
+    rows = torch.from_numpy(stored["token_embd.weight" if tied else gguf_name(name, config.model_type)].copy())
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
     if config.model_type == "llama" and heads:
         return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)

@@ -75,6 +75,13 @@ def test_closing_twice_is_harmless_and_use_after_close_is_a_typed_error(tiny_fol
     assert repr(decoder).startswith("SpeculativeDecoder(")
 
 
+def test_a_stream_that_is_first_read_after_close_is_a_typed_error(tiny_folder: Path) -> None:
+    with SpeculativeDecoder(tiny_folder) as decoder:
+        stream = decoder.stream("x")
+    with pytest.raises(EngineClosed, match="the decoder has been closed"):
+        next(stream)
+
+
 def test_closing_ends_a_stream_in_progress(tiny_folder: Path) -> None:
     with SpeculativeDecoder(tiny_folder) as decoder:
         stream = decoder.stream("abc", max_new_tokens=450, ignore_eos=True)

@@ -283,7 +283,7 @@ class _LoopThread:
         """Run a coroutine and wait for its result. An interrupt cancels it."""
         if not self.running:
             work.close()
-            raise EngineClosed("the decoder has been closed")
+            raise _closed()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -293,6 +293,8 @@ class _LoopThread:
 
     def iterate(self, stream: AsyncIterator[RequestOutput]) -> Iterator[RequestOutput]:
         """The items of an asynchronous iterator; leaving early closes it."""
+        if not self.running:  # the stream was made before
+            raise _closed()
         items: queue.SimpleQueue[RequestOutput | BaseException | None] = queue.SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(_forward(stream, items), self._loop)
         try:
@@ -307,6 +309,10 @@ class _LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the decoder has been closed")
 
 
 async def _forward(

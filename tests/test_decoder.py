@@ -207,6 +207,14 @@ def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
     assert same.token_ids == greedy.token_ids
 
 
+def test_do_sample_true_samples(plain: SpeculativeDecoder) -> None:
+    def token_ids(**settings: Any) -> list[int]:
+        return plain.generate(PROMPTS[1], max_new_tokens=12, seed=5, **settings).token_ids
+
+    assert token_ids(do_sample=True) == token_ids(temperature=1.0) != token_ids()
+    assert token_ids(do_sample=True, temperature=0.5) == token_ids(temperature=0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_seq_len", [16, 32])
 @pytest.mark.parametrize("options", [{}, {"method": "ngram"}, {"method": "suffix", "num_draft_tokens": 24}], ids=str)

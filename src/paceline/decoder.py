@@ -142,7 +142,8 @@ class SpeculativeDecoder:
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
         fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
-        temperature 0. In a list, sequence i has seed + i. prediction: the output that is expected, text or token ids.
+        temperature 0, do_sample=True temperature 1 where none is given. In a list, sequence i has seed + i.
+        prediction: the output that is expected, text or token ids.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
@@ -176,8 +177,8 @@ class SpeculativeDecoder:
         """One request, or an OptionError or PromptError."""
         chosen = dict(settings)
         self._mention_defaults(chosen)
-        if not chosen.pop("do_sample", True):
-            chosen["temperature"] = 0.0
+        if (do_sample := chosen.pop("do_sample", None)) is not None:
+            chosen["temperature"] = chosen.get("temperature", 1.0) if do_sample else 0.0
         own = {name: chosen.pop(name) for name in REQUEST_NAMES if name in chosen}
         if unknown := set(chosen) - SAMPLING_NAMES:
             raise unknown_names("setting", unknown, [*SAMPLING_NAMES, *REQUEST_NAMES, "do_sample"])

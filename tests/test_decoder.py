@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from paceline import SpeculativeDecoder
+from paceline.core.types import StructuredOutput
 from paceline.errors import EngineClosed, OptionError, PacelineError, PairError, PromptError
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
 
@@ -205,6 +207,16 @@ def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
     greedy = plain.generate(PROMPTS[1], max_new_tokens=12)
     same = plain.generate(PROMPTS[1], max_new_tokens=12, do_sample=False, temperature=1.3, seed=5)
     assert same.token_ids == greedy.token_ids
+
+
+def test_a_json_schema_is_a_dictionary(plain: SpeculativeDecoder) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    for value in (schema, StructuredOutput("json_schema", json.dumps(schema))):
+        text = plain.generate("x", max_new_tokens=40, structured_output=value).text
+        assert json.loads(text) == {"n": 7}
+    for wrong in ('{"type": "object"}', ["a"], {"type": {1, 2}}):
+        with pytest.raises(OptionError, match="structured_output is"):
+            plain.generate("x", structured_output=wrong)
 
 
 def test_do_sample_true_samples(plain: SpeculativeDecoder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import threading
@@ -17,10 +18,10 @@ from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
-from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.core.types import ModelInfo, Request, RequestOutput, StructuredOutput, TokenLogprob
 from paceline.drafting.registry import reads_prediction
 from paceline.engines.registry import spec
-from paceline.errors import EngineClosed, PromptError
+from paceline.errors import EngineClosed, OptionError, PromptError
 from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
 from paceline.hub.tokenizer import Message, Tokenizer
 
@@ -143,7 +144,8 @@ class SpeculativeDecoder:
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
         fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
         temperature 0, do_sample=True temperature 1 where none is given. In a list, sequence i has seed + i.
-        prediction: the output that is expected, text or token ids.
+        prediction: the output that is expected, text or token ids. structured_output: a JSON schema as a dictionary, or
+        a StructuredOutput of paceline.core.types, which also takes regular expressions, choices and grammars.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
@@ -193,6 +195,7 @@ class SpeculativeDecoder:
             own["prediction"] = self.tokenizer.encode_continuation(prediction) or None
         if own.get("prediction") and not index and not any(map(reads_prediction, self._engine.methods)):
             LOG.warning("the prediction is not used: the method %s does not draft from it", self._engine.methods[0])
+        own["structured_output"] = _structured(own.get("structured_output"))
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
 
@@ -246,6 +249,21 @@ async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Re
         [output.from_draft for output in outputs for _ in output.token_ids],
         logprobs,
         None if request.prompt_logprobs is None else list(outputs[0].prompt_logprobs or ()),
+    )
+
+
+def _structured(value: Any) -> StructuredOutput | None:
+    """What the output must match; a dictionary is a JSON schema."""
+    if isinstance(value, dict):
+        try:
+            return StructuredOutput("json_schema", json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"structured_output is not JSON: {error}") from error
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    raise OptionError(
+        f"structured_output is a JSON schema as a dictionary or paceline.core.types.StructuredOutput(kind, value); "
+        f"not {value!r}"
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import SpeculativeDecoder
+from paceline import SamplingParams, SpeculativeDecoder
 from paceline.core.types import StructuredOutput
 from paceline.errors import EngineClosed, OptionError, PacelineError, PairError, PromptError
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
@@ -217,6 +217,20 @@ def test_a_json_schema_is_a_dictionary(plain: SpeculativeDecoder) -> None:
     for wrong in ('{"type": "object"}', ["a"], {"type": {1, 2}}):
         with pytest.raises(OptionError, match="structured_output is"):
             plain.generate("x", structured_output=wrong)
+
+
+def test_sampling_params_may_be_one_object(plain: SpeculativeDecoder) -> None:
+    params = SamplingParams(temperature=1.0, seed=5)
+    [first, second] = plain.generate(PROMPTS[:2], params, max_new_tokens=8)
+    assert first.token_ids == plain.generate(PROMPTS[0], temperature=1.0, seed=5, max_new_tokens=8).token_ids
+    assert second.token_ids == plain.generate(PROMPTS[1], params, seed=6, max_new_tokens=8).token_ids
+    parts = plain.stream(PROMPTS[0], params, max_new_tokens=8)
+    assert [token for part in parts for token in part.token_ids] == first.token_ids
+    ids = plain.tokenizer.encode(PROMPTS[0])
+    assert plain.decode(ids, sampling_params=params, max_new_tokens=8).tolist() == ids + first.token_ids
+    for wrong in ({"temperature": 1.0}, [params]):
+        with pytest.raises(OptionError, match=r"sampling_params is one paceline\.SamplingParams"):
+            plain.generate("x", wrong)  # type: ignore[call-overload]
 
 
 def test_do_sample_true_samples(plain: SpeculativeDecoder) -> None:

@@ -134,40 +134,57 @@ class SpeculativeDecoder:
     # --- text in, text out --------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str | list[Message], **settings: Any) -> Result: ...
+    def generate(
+        self, prompt: str | list[Message], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Result: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[Message]], **settings: Any) -> list[Result]: ...
-    def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
+    def generate(
+        self, prompt: list[str] | list[list[Message]], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> list[Result]: ...
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Result | list[Result]:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
-        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
-        temperature 0, do_sample=True temperature 1 where none is given. In a list, sequence i has seed + i.
-        prediction: the output that is expected, text or token ids. structured_output: a JSON schema as a dictionary, or
-        a StructuredOutput of paceline.core.types, which also takes regular expressions, choices and grammars.
+        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed). sampling_params gives
+        those that the call does not name. do_sample=False means temperature 0, do_sample=True temperature 1 where none
+        is given. In a list, sequence i has seed + i. prediction: the output that is expected, text or token ids.
+        structured_output: a JSON schema as a dictionary, or a StructuredOutput of paceline.core.types, which also takes
+        regular expressions, choices and grammars.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
         prompts = prompt if several else [prompt]
+        settings = _with_params(sampling_params, settings)
         requests = [self._request(item, index, settings) for index, item in enumerate(prompts)]
         results = self._loop.call(self._collect_all(requests))
         return results if several else results[0]
 
-    def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: str | list[Message], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Iterator[RequestOutput]:
         """Yield outputs as they are generated; `output.from_draft`: its tokens are accepted draft tokens."""
+        settings = _with_params(sampling_params, settings)
         return self._loop.iterate(self._engine.generate(self._request(_without_arrays(prompt), 0, settings)))
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
-    def decode(self, input_ids: Any, attention_mask: Any = None, **settings: Any) -> Any:
+    def decode(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        sampling_params: SamplingParams | None = None,
+        **settings: Any,
+    ) -> Any:
         """Token ids [batch, length] or [length] in; prompt and continuation out, padded on the right.
 
         A tensor or a numpy array gives the same kind back, as transformers' generate does; attention_mask marks padding
         in front.
         """
         array: TokenArray = as_token_array(input_ids)
-        prompts = prompts_of(array.ids, attention_mask)
+        prompts, settings = prompts_of(array.ids, attention_mask), _with_params(sampling_params, settings)
         requests = [self._request(prompt, index, settings) for index, prompt in enumerate(prompts)]
         results = self._loop.call(self._collect_all(requests))
         generated = [result.token_ids for result in results]
@@ -250,6 +267,15 @@ async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Re
         logprobs,
         None if request.prompt_logprobs is None else list(outputs[0].prompt_logprobs or ()),
     )
+
+
+def _with_params(params: SamplingParams | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a call, and the sampling parameters that it gives as one object."""
+    if params is None:
+        return settings
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"sampling_params is one paceline.SamplingParams for all prompts, not {params!r}")
+    return {name: getattr(params, name) for name in SAMPLING_NAMES} | settings
 
 
 def _structured(value: Any) -> StructuredOutput | None:

@@ -96,7 +96,7 @@ def chosen_methods(names: str) -> list[str]:
     methods = [name.strip() for name in names.split(",") if name.strip()]
     for name in methods:
         if name not in known:
-            raise OptionError(f"there is no method {name!r}; there are {', '.join(known)}")
+            raise OptionError(f"there is no method {name!r}; the methods are {', '.join(known)}")
     return methods
 
 

@@ -219,6 +219,22 @@ def test_a_json_schema_is_a_dictionary(plain: SpeculativeDecoder) -> None:
             plain.generate("x", structured_output=wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "mentioned"),
+    [
+        ({"num_draft_tokens": 4}, True),
+        ({"num_draft_tokens": 0}, False),
+        ({"method": "ngram", "num_draft_tokens": 4}, False),
+    ],
+    ids=str,
+)
+def test_draft_tokens_that_nothing_drafts_are_mentioned(
+    tiny_folder: Path, options: dict[str, Any], mentioned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    SpeculativeDecoder(tiny_folder, **options).close()
+    assert ("num_draft_tokens 4 is not used: nothing drafts; name a method" in caplog.text) == mentioned
+
+
 def test_sampling_params_may_be_one_object(plain: SpeculativeDecoder) -> None:
     params = SamplingParams(temperature=1.0, seed=5)
     [first, second] = plain.generate(PROMPTS[:2], params, max_new_tokens=8)

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from paceline.build import open_engine
-from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens, unknown_names
+from paceline.config import AUTO, NONE, EngineConfig, checked_num_draft_tokens, unknown_names
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
@@ -85,6 +85,7 @@ class SpeculativeDecoder:
         if draft_model is not None:
             options["draft_model"] = draft_model
         self.config = EngineConfig.create(model, **options)
+        _mention_unused_length(self.config)
         self._engine: Engine = open_engine(self.config)
         self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
@@ -242,6 +243,15 @@ class SpeculativeDecoder:
             if token is not None:
                 return int(token)
         return min(self.info.eos_token_ids, default=0)
+
+
+def _mention_unused_length(config: EngineConfig) -> None:
+    """Say that draft tokens were asked for and nothing drafts them. A server that is running drafts as it was told."""
+    k = config.speculative.num_draft_tokens
+    if config.speculative.method == NONE and k not in (AUTO, 0) and not spec(config.engine).remote:
+        LOG.warning(
+            "num_draft_tokens %s is not used: nothing drafts; name a method, such as ngram, or a draft model", k
+        )
 
 
 def _defaults(config: EngineConfig) -> GenerationDefaults:

@@ -138,6 +138,15 @@ def test_a_small_draft_keeps_plain_weights_where_its_pass_is_one_kernel(
     assert draft_dtype() == expected
 
 
+@pytest.mark.parametrize("method", ["none", "ngram", "auto"])
+def test_a_draft_model_that_a_method_does_not_use_is_mentioned(
+    tiny_folder: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_engine(EngineConfig.create(tiny_folder, method=method, draft_model=str(tiny_folder), warmup="none"))
+    mentioned = f"the draft model is not used: the method {method} drafts without one" in caplog.text
+    assert mentioned == (method != "auto")
+
+
 def test_what_loading_takes_is_said_part_by_part(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr("paceline.build.LOG.debug", lambda text, *args: lines.append(text % args))

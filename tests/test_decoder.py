@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import threading
@@ -17,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import SpeculativeDecoder
+from paceline import SamplingParams, SpeculativeDecoder
+from paceline.core.types import StructuredOutput
 from paceline.errors import EngineClosed, OptionError, PacelineError, PairError, PromptError
 from tests.support.tiny import byte_tokenizer, tiny_llama, write_tiny_model
 
@@ -78,20 +80,19 @@ def test_closing_twice_is_harmless_and_use_after_close_is_a_typed_error(tiny_fol
     assert repr(decoder).startswith("SpeculativeDecoder(")
 
 
+def test_a_stream_that_is_first_read_after_close_is_a_typed_error(tiny_folder: Path) -> None:
+    with SpeculativeDecoder(tiny_folder) as decoder:
+        stream = decoder.stream("x")
+    with pytest.raises(EngineClosed, match="the decoder has been closed"):
+        next(stream)
+
+
 def test_closing_ends_a_stream_in_progress(tiny_folder: Path) -> None:
     with SpeculativeDecoder(tiny_folder) as decoder:
         stream = decoder.stream("abc", max_new_tokens=450, ignore_eos=True)
         next(stream)
     outputs = list(stream)
     assert not outputs or outputs[-1].finish_reason in ("abort", "length")
-
-
-def test_a_stream_that_is_read_after_the_close_is_a_typed_error(tiny_folder: Path) -> None:
-    decoder = SpeculativeDecoder(tiny_folder)
-    stream = decoder.stream("x")
-    decoder.close()
-    with pytest.raises(EngineClosed):
-        next(stream)
 
 
 def test_no_thread_waits_for_a_decoder_that_another_one_closes(tiny_folder: Path) -> None:
@@ -252,6 +253,54 @@ def test_do_sample_false_is_greedy(plain: SpeculativeDecoder) -> None:
     greedy = plain.generate(PROMPTS[1], max_new_tokens=12)
     same = plain.generate(PROMPTS[1], max_new_tokens=12, do_sample=False, temperature=1.3, seed=5)
     assert same.token_ids == greedy.token_ids
+
+
+def test_a_json_schema_is_a_dictionary(plain: SpeculativeDecoder) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"], "additionalProperties": False}
+    for value in (schema, StructuredOutput("json_schema", json.dumps(schema))):
+        text = plain.generate("x", max_new_tokens=40, structured_output=value).text
+        assert json.loads(text) == {"n": 7}
+    for wrong in ('{"type": "object"}', ["a"], {"type": {1, 2}}):
+        with pytest.raises(OptionError, match="structured_output is"):
+            plain.generate("x", structured_output=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "mentioned"),
+    [
+        ({"num_draft_tokens": 4}, True),
+        ({"num_draft_tokens": 0}, False),
+        ({"method": "ngram", "num_draft_tokens": 4}, False),
+    ],
+    ids=str,
+)
+def test_draft_tokens_that_nothing_drafts_are_mentioned(
+    tiny_folder: Path, options: dict[str, Any], mentioned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    SpeculativeDecoder(tiny_folder, **options).close()
+    assert ("num_draft_tokens 4 is not used: nothing drafts; name a method" in caplog.text) == mentioned
+
+
+def test_sampling_params_may_be_one_object(plain: SpeculativeDecoder) -> None:
+    params = SamplingParams(temperature=1.0, seed=5)
+    [first, second] = plain.generate(PROMPTS[:2], params, max_new_tokens=8)
+    assert first.token_ids == plain.generate(PROMPTS[0], temperature=1.0, seed=5, max_new_tokens=8).token_ids
+    assert second.token_ids == plain.generate(PROMPTS[1], params, seed=6, max_new_tokens=8).token_ids
+    parts = plain.stream(PROMPTS[0], params, max_new_tokens=8)
+    assert [token for part in parts for token in part.token_ids] == first.token_ids
+    ids = plain.tokenizer.encode(PROMPTS[0])
+    assert plain.decode(ids, sampling_params=params, max_new_tokens=8).tolist() == ids + first.token_ids
+    for wrong in ({"temperature": 1.0}, [params]):
+        with pytest.raises(OptionError, match=r"sampling_params is one paceline\.SamplingParams"):
+            plain.generate("x", wrong)  # type: ignore[call-overload]
+
+
+def test_do_sample_true_samples(plain: SpeculativeDecoder) -> None:
+    def token_ids(**settings: Any) -> list[int]:
+        return plain.generate(PROMPTS[1], max_new_tokens=12, seed=5, **settings).token_ids
+
+    assert token_ids(do_sample=True) == token_ids(temperature=1.0) != token_ids()
+    assert token_ids(do_sample=True, temperature=0.5) == token_ids(temperature=0.5)
 
 
 @pytest.mark.slow

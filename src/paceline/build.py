@@ -298,6 +298,8 @@ def _check_method(config: EngineConfig) -> None:
         method = drafters.spec(speculative.method or NONE)
         method.check_options(speculative.draft_options)
         method.check_weights(speculative.draft_model)
+        if speculative.draft_model is not None and not method.takes_draft_model:
+            LOG.warning("the draft model is not used: the method %s drafts without one", method.name)
 
 
 def _check_own_drafter(drafter: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import queue
 import threading
@@ -14,15 +15,15 @@ from types import TracebackType
 from typing import Any, TypeVar, overload
 
 from paceline.build import open_engine
-from paceline.config import AUTO, EngineConfig, checked_num_draft_tokens, unknown_names
+from paceline.config import AUTO, NONE, EngineConfig, checked_num_draft_tokens, unknown_names
 from paceline.core.protocols import Engine
 from paceline.core.sampling import SamplingParams
 from paceline.core.stats import EngineStats, SpecStats
 from paceline.core.token_arrays import TokenArray, append_generated, as_token_array, prompts_of
-from paceline.core.types import ModelInfo, Request, RequestOutput, TokenLogprob
+from paceline.core.types import ModelInfo, Request, RequestOutput, StructuredOutput, TokenLogprob
 from paceline.drafting.registry import reads_prediction
 from paceline.engines.registry import spec
-from paceline.errors import EngineClosed, PromptError
+from paceline.errors import EngineClosed, OptionError, PromptError
 from paceline.hub.generation_config import FILE_NAME, GenerationDefaults, generation_defaults
 from paceline.hub.tokenizer import Message, Tokenizer
 
@@ -88,6 +89,7 @@ class SpeculativeDecoder:
         if draft_model is not None:
             options["draft_model"] = draft_model
         self.config = EngineConfig.create(model, **options)
+        _mention_unused_length(self.config)
         self._engine: Engine = open_engine(self.config)
         self.generation_defaults: GenerationDefaults = _defaults(self.config)
         self._mentions_defaults = not self.generation_defaults.is_greedy
@@ -138,26 +140,39 @@ class SpeculativeDecoder:
     # --- text in, text out --------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str | list[Message], **settings: Any) -> Result: ...
+    def generate(
+        self, prompt: str | list[Message], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Result: ...
     @overload
-    def generate(self, prompt: list[str] | list[list[Message]], **settings: Any) -> list[Result]: ...
-    def generate(self, prompt: Any, **settings: Any) -> Result | list[Result]:
+    def generate(
+        self, prompt: list[str] | list[list[Message]], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> list[Result]: ...
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Result | list[Result]:
         """Generate the continuation of a string, the answer to chat messages, or of a list of either, batched.
 
         A string is continued as it is; messages go through the model's chat template, which a chat model expects.
         settings: max_new_tokens, stop, ignore_eos, logprobs, num_draft_tokens and the other fields of Request, and the
-        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed); do_sample=False means
-        temperature 0. In a list, sequence i has seed + i. prediction: the output that is expected, text or token ids.
+        fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias, seed). sampling_params gives
+        those that the call does not name. do_sample=False means temperature 0, do_sample=True temperature 1 where none
+        is given. In a list, sequence i has seed + i. prediction: the output that is expected, text or token ids.
+        structured_output: a JSON schema as a dictionary, or a StructuredOutput of paceline.core.types, which also takes
+        regular expressions, choices and grammars.
         """
         prompt = _without_arrays(prompt)
         several = _is_list_of_prompts(prompt)
         prompts = prompt if several else [prompt]
+        settings = _with_params(sampling_params, settings)
         requests = [self._request(item, index, settings) for index, item in enumerate(prompts)]
         results = self._loop.call(self._collect_all(requests))
         return results if several else results[0]
 
-    def stream(self, prompt: str | list[Message], **settings: Any) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: str | list[Message], sampling_params: SamplingParams | None = None, **settings: Any
+    ) -> Iterator[RequestOutput]:
         """Yield outputs as they are generated; `output.from_draft`: its tokens are accepted draft tokens."""
+        settings = _with_params(sampling_params, settings)
         outputs = self._engine.generate(self._request(_without_arrays(prompt), 0, settings))
         return self._held_open(self._loop.iterate(outputs))
 
@@ -167,14 +182,20 @@ class SpeculativeDecoder:
 
     # --- ids in, ids out ----------------------------------------------------------------------------------------------
 
-    def decode(self, input_ids: Any, attention_mask: Any = None, **settings: Any) -> Any:
+    def decode(
+        self,
+        input_ids: Any,
+        attention_mask: Any = None,
+        sampling_params: SamplingParams | None = None,
+        **settings: Any,
+    ) -> Any:
         """Token ids [batch, length] or [length] in; prompt and continuation out, padded on the right.
 
         A tensor or a numpy array gives the same kind back, as transformers' generate does; attention_mask marks padding
         in front.
         """
         array: TokenArray = as_token_array(input_ids)
-        prompts = prompts_of(array.ids, attention_mask)
+        prompts, settings = prompts_of(array.ids, attention_mask), _with_params(sampling_params, settings)
         requests = [self._request(prompt, index, settings) for index, prompt in enumerate(prompts)]
         results = self._loop.call(self._collect_all(requests))
         generated = [result.token_ids for result in results]
@@ -186,8 +207,8 @@ class SpeculativeDecoder:
         """One request, or an OptionError or PromptError."""
         chosen = dict(settings)
         self._mention_defaults(chosen)
-        if not chosen.pop("do_sample", True):
-            chosen["temperature"] = 0.0
+        if (do_sample := chosen.pop("do_sample", None)) is not None:
+            chosen["temperature"] = chosen.get("temperature", 1.0) if do_sample else 0.0
         own = {name: chosen.pop(name) for name in REQUEST_NAMES if name in chosen}
         if unknown := set(chosen) - SAMPLING_NAMES:
             raise unknown_names("setting", unknown, [*SAMPLING_NAMES, *REQUEST_NAMES, "do_sample"])
@@ -202,6 +223,7 @@ class SpeculativeDecoder:
             own["prediction"] = self.tokenizer.encode_continuation(prediction) or None
         if own.get("prediction") and not index and not any(map(reads_prediction, self._engine.methods)):
             LOG.warning("the prediction is not used: the method %s does not draft from it", self._engine.methods[0])
+        own["structured_output"] = _structured(own.get("structured_output"))
         own.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
         return Request(self.tokenizer.encode(prompt), sampling, num_draft_tokens=num_draft_tokens, **own)
 
@@ -233,6 +255,15 @@ class SpeculativeDecoder:
         return min(self.info.eos_token_ids, default=0)
 
 
+def _mention_unused_length(config: EngineConfig) -> None:
+    """Say that draft tokens were asked for and nothing drafts them. A server that is running drafts as it was told."""
+    k = config.speculative.num_draft_tokens
+    if config.speculative.method == NONE and k not in (AUTO, 0) and not spec(config.engine).remote:
+        LOG.warning(
+            "num_draft_tokens %s is not used: nothing drafts; name a method, such as ngram, or a draft model", k
+        )
+
+
 def _defaults(config: EngineConfig) -> GenerationDefaults:
     """Those of the model's files; an engine that opens the model itself has none that could be read here."""
     return generation_defaults(config.model.model) if spec(config.engine).reads_files else GenerationDefaults()
@@ -255,6 +286,30 @@ async def _collect(stream: AsyncIterator[RequestOutput], request: Request) -> Re
         [output.from_draft for output in outputs for _ in output.token_ids],
         logprobs,
         None if request.prompt_logprobs is None else list(outputs[0].prompt_logprobs or ()),
+    )
+
+
+def _with_params(params: SamplingParams | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a call, and the sampling parameters that it gives as one object."""
+    if params is None:
+        return settings
+    if not isinstance(params, SamplingParams):
+        raise OptionError(f"sampling_params is one paceline.SamplingParams for all prompts, not {params!r}")
+    return {name: getattr(params, name) for name in SAMPLING_NAMES} | settings
+
+
+def _structured(value: Any) -> StructuredOutput | None:
+    """What the output must match; a dictionary is a JSON schema."""
+    if isinstance(value, dict):
+        try:
+            return StructuredOutput("json_schema", json.dumps(value))
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"structured_output is not JSON: {error}") from error
+    if value is None or isinstance(value, StructuredOutput):
+        return value
+    raise OptionError(
+        f"structured_output is a JSON schema as a dictionary or paceline.core.types.StructuredOutput(kind, value); "
+        f"not {value!r}"
     )
 
 

@@ -180,6 +180,22 @@ def test_bench_finds_damaged_results_before_it_loads_a_model(
     assert Path("results.json").read_text() == content
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("bench MISSING --temperatures x", "--temperatures takes numbers separated by commas, not 'x'"),
+        ("bench MISSING -k 2..", "--num-draft-tokens takes 4, 2,4,8, 2..8 or auto, not '2..'"),
+        ("audit MISSING --temperatures x", "--temperatures takes numbers separated by commas, not 'x'"),
+        ("bench MISSING --methods ngrm", "there is no method 'ngrm'; the methods are none, draft_model"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_found_before_a_model_is_loaded(
+    argv: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(tmp_path / "missing") if part == "MISSING" else part for part in argv.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["bench", "--report"], ["tune", "--out"], ["bench", "--out"]])
 def test_a_file_that_cannot_be_written_is_found_before_a_model_is_loaded(
     tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]

@@ -56,6 +56,24 @@ def test_an_unknown_command_suggests_a_near_one(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "paceline: error: there is no command 'genrate'; did you mean generate?\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "usage", "error"),
+    [
+        ("train eagle --out x --stepz 5", "train eagle [MODEL] --out OUT", "--stepz; did you mean --steps?"),
+        ("train eagle --out x --ste 5", "train eagle [MODEL] --out OUT", "unrecognized arguments: --ste"),
+        ("train eagle", "train eagle [MODEL] --out OUT", "the following arguments are required: --out"),
+        ("models list --jsn", "models list", "--jsn; did you mean --json?"),
+        ("models rm", "models rm MODEL", "the following arguments are required: MODEL"),
+    ],
+)
+def test_a_part_of_a_command_answers_for_its_own_flags(
+    argv: str, usage: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(argv.split()) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"usage: paceline {usage} [options]\n") and error in printed
+
+
 def test_a_misspelt_option_suggests_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--versoin"]) == 2
     assert "did you mean --version?" in capsys.readouterr().err

@@ -106,7 +106,7 @@ class Candidates:
         if method in self.unavailable:
             raise OptionError(f"method {method} cannot be used here: {self.unavailable[method]}")
         if method not in self.by_method:
-            raise OptionError(f"there is no method {method!r} here; there are {', '.join(self.by_method)}")
+            raise OptionError(f"there is no method {method!r} here; the methods are {', '.join(self.by_method)}")
         return self.by_method[method]
 
     def engine(self, setting: DecodeSetting, max_num_seqs: int = 1) -> LocalEngine:

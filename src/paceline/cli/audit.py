@@ -127,6 +127,8 @@ def _exit_status(result: AuditResult) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Fill in what --quick decides, and raise OptionError for what cannot be."""
+    from paceline.bench.sweep import parse_numbers
+
     if (args.endpoint is None) != (args.against is None):
         raise OptionError("--endpoint and --against go together: a server to audit, and one that is taken to be right")
     if args.endpoint is not None and args.model != DEFAULT_MODEL:
@@ -148,6 +150,7 @@ def _check(args: argparse.Namespace) -> None:
         raise OptionError(f"--seconds must be above 0, not {args.seconds:g}")
     if args.num_draft_tokens < 1:
         raise OptionError("an audit needs at least one draft token")
+    parse_numbers(args.temperatures, "--temperatures")
 
 
 def _summary(result: AuditResult, seconds: float, *, two_samples: bool) -> str:

@@ -68,6 +68,7 @@ def main(args: argparse.Namespace) -> int:
 
     prompts = load_prompts(args.prompts, args.limit)
     check_counts(args)
+    check_settings(args)
     check_against(args)
     check_results_file(results_file(args))
     if (page := report_file(args)) is not None:
@@ -79,6 +80,14 @@ def main(args: argparse.Namespace) -> int:
         _print(report)
     print(json.dumps(_summary(report.run)))
     return 0 if report.run["complete"] else INTERRUPTED
+
+
+def check_settings(args: argparse.Namespace) -> None:
+    """Raise OptionError for a list that cannot be read, before a model is loaded."""
+    from paceline.bench.sweep import parse_num_draft_tokens, parse_numbers
+
+    parse_num_draft_tokens(args.num_draft_tokens)
+    parse_numbers(args.temperatures, "--temperatures")
 
 
 def _report(args: argparse.Namespace, prompts: list[WorkloadPrompt]) -> BenchRun:

@@ -96,7 +96,7 @@ def chosen_methods(names: str) -> list[str]:
     methods = [name.strip() for name in names.split(",") if name.strip()]
     for name in methods:
         if name not in known:
-            raise OptionError(f"there is no method {name!r}; there are {', '.join(known)}")
+            raise OptionError(f"there is no method {name!r}; the methods are {', '.join(known)}")
     return methods
 
 
@@ -105,9 +105,10 @@ def method_configs(config: EngineConfig, methods: list[str], draft_model: Any) -
 
     What --draft-model names goes to the methods that need a model; where none of them is chosen, it is a head.
     """
-    from paceline.drafting.registry import WeightsNeeded
+    from paceline.drafting.registry import WeightsNeeded, takes_draft_model
 
-    takers = [name for name in methods if weights_needed(name) is WeightsNeeded.MODEL] or methods
+    takers = [name for name in methods if weights_needed(name) is WeightsNeeded.MODEL]
+    takers = takers or [name for name in methods if takes_draft_model(name)] or methods
     configs = {NONE: config.with_options(method=NONE, draft_options={})}
     for name in methods:
         own = draft_model if name in takers else None

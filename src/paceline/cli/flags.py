@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -99,6 +99,15 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": CommandHelp, **how})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """A flag that the parser of a subcommand does not know is its own error: its flags are those to suggest."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         _, _, flags = message.partition("unrecognized arguments: ")

@@ -28,7 +28,9 @@ FAST_PATH, SLOW_PATH = "paceline's own runner (the fast path)", "transformers"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", help="list, show or rm")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="ACTION", prog="paceline models", help="list, show or rm"
+    )
     listing = actions.add_parser("list", description="every model in the caches, the last used first")
     details = actions.add_parser("show", description="what a model is, and what runs it")
     removal = actions.add_parser("rm", description="remove a model from its cache")

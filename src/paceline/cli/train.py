@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import loading
-from paceline.cli.flags import flag_name
+from paceline.cli.flags import CommandParser, flag_name
 from paceline.cli.terminal import note
 from paceline.errors import OptionError
 from paceline.hub.progress import clock
@@ -42,20 +42,21 @@ COMMAND_ARGUMENTS = ("kind", "out", "resume", "overwrite", "json")  # arguments 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(
-        dest="kind", required=True, metavar="KIND", parser_class=_TrainerParser, help=", ".join(trainer_names())
-    )
+        dest="kind", required=True, metavar="KIND", prog="paceline train", parser_class=_TrainerParser,
+        help=", ".join(trainer_names())
+    )  # fmt: skip
     for name in trainer_names():
         kinds.add_parser(name, trainer=name)
 
 
-class _TrainerParser(argparse.ArgumentParser):
+class _TrainerParser(CommandParser):
     """The parser of one kind. It gets its flags when it is used, so that other kinds are not imported.
 
     Options that are not given stay out of the namespace: a resumed training takes them from its record.
     """
 
     def __init__(self, trainer: str, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(**options)
         self._trainer = trainer
 
     def parse_known_args(  # type: ignore[override]

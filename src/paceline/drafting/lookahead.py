@@ -190,4 +190,5 @@ SPEC = DrafterSpec(
     build=build,
     options=options_of(Lookahead),
     reference="Lookahead Decoding, https://arxiv.org/abs/2402.02057",
+    takes_draft_model=False,
 )

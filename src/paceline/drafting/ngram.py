@@ -109,4 +109,5 @@ SPEC = DrafterSpec(
     build=build,
     options=options_of(Ngram),
     reference="Prompt Lookup Decoding, https://github.com/apoorvumang/prompt-lookup-decoding",
+    takes_draft_model=False,
 )

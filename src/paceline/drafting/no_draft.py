@@ -27,4 +27,5 @@ SPEC = DrafterSpec(
     summary="plain decoding, one token per target pass",
     weights=WeightsNeeded.NONE,
     build=build,
+    takes_draft_model=False,
 )

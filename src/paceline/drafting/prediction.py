@@ -131,4 +131,5 @@ SPEC = DrafterSpec(
     options=options_of(Prediction),
     reference="Predicted Outputs, https://platform.openai.com/docs/guides/predicted-outputs",
     reads_prediction=True,
+    takes_draft_model=False,
 )

@@ -142,6 +142,7 @@ class DrafterSpec:
     other_kinds  further kinds that it reads
     one_pass     its head drafts any number of tokens in one pass
     reads_prediction  it drafts from the output that a request expects
+    takes_draft_model  a draft model or a head that is named beside it changes what it drafts
     """
 
     name: str
@@ -155,6 +156,7 @@ class DrafterSpec:
     other_kinds: tuple[str, ...] = ()
     one_pass: bool = False
     reads_prediction: bool = False
+    takes_draft_model: bool = True
 
     @property
     def offered_per_request(self) -> bool:
@@ -213,6 +215,11 @@ def reads_prediction(name: str) -> bool:
     """Whether a method drafts from the output that a request expects. One that is not registered may: nothing is known
     of a drafter of one's own."""
     return name not in names() or spec(name).reads_prediction
+
+
+def takes_draft_model(name: str) -> bool:
+    """Whether a method drafts from a draft model or a head that is named. One that is not registered may."""
+    return name not in names() or spec(name).takes_draft_model
 
 
 def _loaded(point: EntryPoint) -> DrafterSpec:

@@ -191,4 +191,5 @@ SPEC = DrafterSpec(
     build=build,
     options=options_of(Suffix),
     reference="SuffixDecoding, https://arxiv.org/abs/2411.04975",
+    takes_draft_model=False,
 )

@@ -81,7 +81,9 @@ def hf_generate(
     `assistant_model`, `assistant_early_exit` and `prompt_lookup_num_tokens` of the call choose how to draft too.
     Sampling settings, processors, criteria, lengths, end tokens and the streamer are those of the call. What
     speculation cannot do (beams, images and other inputs beside the tokens) raises OptionError. Hidden states,
-    attentions and past_key_values of the result come from one more pass, over the accepted tokens.
+    attentions and past_key_values of the result come from one more pass, over the accepted tokens. transformers loses
+    the tokenizer that `stop_strings` needs before it calls any callable: give the call
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]` in their place.
     """
     _refuse_unsupported(model, generation_config, model_kwargs)
     _check_inputs(model_kwargs)

@@ -83,7 +83,7 @@ def checked(schema: type[Body], document: Json) -> Body:
     try:
         return schema.model_validate(document)
     except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+        raise RequestValidationError(error.errors(include_url=False), body=document) from None
 
 
 def chat_request(document: Json) -> ChatRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,22 +108,54 @@ def log_failure(api_error: ApiError, cause: BaseException) -> None:
         LOG.error("request failed", exc_info=cause)
 
 
-def invalid_field(problems: Sequence[Any]) -> ApiError:
-    """The first field that is not valid. One that can be of several kinds says all of them, not the first alone."""
-    path = field_path(problems[0])
-    kinds = [problem for problem in problems if path and field_path(problem)[:1] == path[:1]]
-    if len({field_path(kind)[1:2] for kind in kinds}) > 1 and all(len(field_path(kind)) == 2 for kind in kinds):
-        path = path[:1]
-        expected = [str(kind.get("msg", "")).removeprefix(EXPECTED) for kind in kinds]
-        text = EXPECTED + " or ".join(dict.fromkeys(expected))
-    else:
-        text = problems[0].get("msg", "is not valid")
-    param = ".".join(path) or None
-    return ApiError(400, f"{param or 'the body'}: {text}", param=param, code=problems[0].get("type"))
+@dataclass(frozen=True, slots=True)
+class FieldProblem:
+    """What pydantic says of a field.
+
+    path   where it is in the body
+    kinds  of a field that may be of several kinds: the one that the value was checked as
+    """
+
+    path: tuple[str, ...]
+    kinds: tuple[str, ...]
+    text: str
+    code: str | None
 
 
-def field_path(problem: Any) -> tuple[str, ...]:
-    return tuple(str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path"))
+def invalid_field(problems: Sequence[Any], body: Any = None) -> ApiError:
+    """The first field that is not valid; of several kinds that it may be, what is wrong with the nearest one.
+
+    body  the document that was checked; without it the names of kinds stay in the paths
+    """
+    candidates = [field_problem(problem, body) for problem in problems]
+    first = candidates[0].path
+    candidates = [candidate for candidate in candidates if candidate.path[: len(first)] == first]
+    counts = Counter(candidate.kinds for candidate in candidates)
+    nearest = max(candidates, key=lambda candidate: (len(candidate.path), -counts[candidate.kinds]))
+    param = ".".join(nearest.path) or None
+    text = _expected([candidate.text for candidate in candidates if candidate.path == nearest.path])
+    return ApiError(400, f"{param or 'the body'}: {text}", param=param, code=nearest.code)
+
+
+def _expected(texts: list[str]) -> str:
+    """What a field must be. A limit says more than the kinds that the value is not of."""
+    limits = [text for text in texts if not text.startswith(EXPECTED)]
+    return limits[0] if limits else EXPECTED + " or ".join(dict.fromkeys(text.removeprefix(EXPECTED) for text in texts))
+
+
+def field_problem(problem: Any, body: Any = None) -> FieldProblem:
+    """A problem with its path in the body, into which pydantic puts the names of kinds too."""
+    parts: Sequence[Any] = problem.get("loc", ())
+    parts = parts[1:] if parts and parts[0] in ("body", "query", "path") else parts
+    path: list[str] = []
+    kinds: list[str] = []
+    is_known = body is not None
+    for number, part in enumerate(parts, 1):
+        is_inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
+        is_missing = number == len(parts) and problem.get("type") == "missing"
+        (path if is_inside or is_missing or not is_known else kinds).append(str(part))
+        body = body[part] if is_inside else body
+    return FieldProblem(tuple(path), tuple(kinds), problem.get("msg", "is not valid"), problem.get("type"))
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -137,7 +170,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return invalid_field(error.errors()).response(request.url.path)
+        return invalid_field(error.errors(), error.body).response(request.url.path)
 
     @app.exception_handler(StarletteHTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> JSONResponse:

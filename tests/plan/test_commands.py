@@ -119,7 +119,7 @@ def test_a_gguf_is_counted_as_it_would_be_loaded(capsys, tmp_path):
 def test_a_gguf_of_blocks_that_stay_packed_on_a_gpu_is_counted_by_its_file(capsys, tmp_path, file_type, mixture):
     gguf = pytest.importorskip("gguf")
     from paceline.engines.local import SPEC
-    from paceline.hub.gguf_architectures import MODEL_TYPES
+    from paceline.hub.gguf_architectures import PACKED_ON_GPUS
     from paceline.layers.cpu_kernels import GGUF_KINDS
     from tests.runners.native.models import tiny
     from tests.support.gguf import MIXES
@@ -132,7 +132,7 @@ def test_a_gguf_of_blocks_that_stay_packed_on_a_gpu_is_counted_by_its_file(capsy
     document = run_json(capsys, plan_command, path, "--hardware", "h100")
     assert (document["target"]["precision"], document["engine"]) == (file_type, "local")
     assert run_json(capsys, plan_command, path, "--hardware", "cpu-laptop")["target"]["precision"] == "fp32"
-    assert SPEC.gguf_kinds == set(GGUF_KINDS) and SPEC.gguf_types == set(MODEL_TYPES.values())
+    assert SPEC.gguf_kinds == set(GGUF_KINDS) and SPEC.gguf_types == PACKED_ON_GPUS
 
 
 def test_the_default_dtype_is_the_one_a_device_would_run(capsys):

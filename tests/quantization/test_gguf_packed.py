@@ -26,7 +26,7 @@ from paceline.errors import WeightsError
 from paceline.hub import locate
 from paceline.hub.gguf_index import GgufSource, read_index
 from paceline.layers import cpu_kernels
-from paceline.layers.cpu_kernels import GGUF_KINDS
+from paceline.layers.cpu_kernels import GGUF_KINDS, WeightKind
 from paceline.layers.gemm import GemmLauncher
 from paceline.layers.gemm_types import Epilogue
 from paceline.layers.linear_triton import argmax
@@ -176,6 +176,13 @@ def test_a_layer_beside_one_in_floating_point_is_unpacked_with_it() -> None:
     joined = gguf_format.load(tensors, ["q", "k"])
     assert joined is not None and torch.equal(joined.dequantize(torch.float32), tensors.weight())
     assert gguf_format.load(Stored({"o": "F16"}, 8, 64), ["o"]) is None, "all in floating point: not this format's"
+
+
+def test_experts_are_unpacked_for_the_kernel_that_multiplies_by_all_of_them() -> None:
+    rows = stored("Q4_K", 16, 256)
+    weights = [gguf_format.StoredWeight(f"mlp.experts.3.{name}", WeightKind.Q4_K, rows) for name in ("gate", "up")]
+    linear = gguf_format._packed(weights, torch.bfloat16)
+    assert linear.matrix is not None and torch.equal(linear.matrix, torch.cat([reference("Q4_K", rows)] * 2).bfloat16())
 
 
 @pytest.mark.parametrize("kind", KINDS)

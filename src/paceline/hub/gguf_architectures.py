@@ -127,3 +127,9 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     ),
 }
 MODEL_TYPES: Mapping[str, str] = {name: architecture.model_type for name, architecture in ARCHITECTURES.items()}
+# Experts are unpacked on GPUs, see quantization/gguf.py.
+PACKED_ON_GPUS = frozenset(
+    architecture.model_type
+    for architecture in ARCHITECTURES.values()
+    if not any("*" in name for name in architecture.parts.values())
+)

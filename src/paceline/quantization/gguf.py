@@ -38,6 +38,7 @@ from paceline.quantization.registry import Tensors
 
 NAME = "gguf"
 KINDS = frozenset(GGUF_KINDS)
+EXPERT = ".experts."  # in the names of weights of one expert
 
 
 def runs_on(device: str) -> bool:
@@ -97,8 +98,9 @@ def _piece(weight: StoredWeight) -> WeightBlocks:
 
 
 def _packed(weights: list[StoredWeight], dtype: torch.dtype) -> Linear:
-    """As the packed kernel reads them; where one is in floating point, all are unpacked to the model's dtype."""
-    if any(weight.kind is None for weight in weights):
+    """As the packed kernel reads them; where one is in floating point, all are unpacked to the model's dtype. So are
+    experts: the kernel that multiplies by those of all rows at once reads floating point, one by one they are slow."""
+    if any(weight.kind is None or EXPERT in weight.name for weight in weights):
         parts = [
             weight.stored if weight.kind is None else _read(weight, weight.kind).dequantize(dtype)
             for weight in weights

@@ -21,7 +21,7 @@ from paceline.core.types import Row
 from paceline.errors import WeightsError
 from paceline.hub import locate
 from paceline.hub.convert import unpacked_folder
-from paceline.hub.gguf_architectures import ARCHITECTURES
+from paceline.hub.gguf_architectures import ARCHITECTURES, MODEL_TYPES, PACKED_ON_GPUS
 from paceline.hub.gguf_index import read_index
 from paceline.layers import cpu_kernels
 from paceline.runners.native import NativeRunner
@@ -378,7 +378,12 @@ def test_a_plan_counts_the_file_as_it_runs(tmp_path: Path, name: str, capsys: py
     assert windows == [layers.attention(index).window for index in range(layers.num_layers)]
     assert cli.main(["plan", str(path), "--hardware", "h100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (document["target"]["precision"], document["engine"]) == ("Q4_K_M", "local")
+    expected = "Q4_K_M" if model.config.model_type in PACKED_ON_GPUS else "bf16"
+    assert (document["target"]["precision"], document["engine"]) == (expected, "local")
+
+
+def test_all_but_experts_stay_packed_on_gpus() -> None:
+    assert set(MODEL_TYPES.values()) - PACKED_ON_GPUS == {"qwen3_moe"}
 
 
 def test_the_document_names_every_architecture() -> None:

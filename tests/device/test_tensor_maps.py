@@ -36,12 +36,13 @@ def use(driver: object, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_driver_is_told_sizes_strides_and_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     use(driver, monkeypatch)
-    maps = encode([MatrixMap(4096, 100, 256, 12), MatrixMap(8192, 40, 64, 8, parts=2)], CPU)
+    maps = encode([MatrixMap(4096, 100, 256, 12, box_columns=128), MatrixMap(8192, 40, 64, 8, parts=2)], CPU)
     assert maps.tolist() == [[1] * 16, [2] * 16]
     first, second = driver.calls
     assert first[3].value == 4096
-    assert (list(first[4]), list(first[5]), list(first[6])) == ([256, 100, 1], [512, 51_200], [64, 12, 1])
-    assert (list(second[4]), list(second[5]), list(second[6])) == ([64, 40, 2], [128, 5_120], [64, 8, 2])
+    # 64 columns, rows, parts, further columns: how many there are, how far apart they lie, how many a box has.
+    assert (list(first[4]), list(first[5]), list(first[6])) == ([64, 100, 1, 4], [512, 51_200, 128], [64, 12, 1, 2])
+    assert (list(second[4]), list(second[5]), list(second[6])) == ([64, 40, 2, 1], [128, 5_120, 128], [64, 8, 2, 1])
 
 
 def test_a_map_that_the_driver_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,9 @@ Without a GPU the kernel runs through Triton's interpreter.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,15 @@ def test_packed_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str) 
     assert torch.equal(unpack(linear, torch.float32).cpu(), expected), "by the kernel that unpacks a weight"
     whole = packed_of(kind, 32, 768)  # tiles
     assert whole.nbytes <= 1.04 * stored(kind, 32, 768).nbytes, "no more than the file has, but for an eighth of a bit"
+
+
+@pytest.mark.slow
+def test_what_unpacks_them_compiles_for_a_gpu() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    kinds = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "Q8_0"]  # one of each way to unpack
+    command = [sys.executable, "-m", "tests.support.compiled_unpacking", *kinds]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == kinds, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])

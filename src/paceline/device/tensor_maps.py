@@ -25,6 +25,7 @@ class MatrixMap:
     """A matrix in bfloat16, row by row in memory, and the rows of a box.
 
     parts: of as many rows each, one behind the other. A box has the same rows of every part.
+    box_columns: a multiple of BOX_COLUMNS. So many columns of all rows lie together in a box, then the next ones
     """
 
     address: int
@@ -32,6 +33,7 @@ class MatrixMap:
     columns: int
     box_rows: int
     parts: int = 1
+    box_columns: int = BOX_COLUMNS
 
 
 def encode(maps: Sequence[MatrixMap], device: torch.device) -> Tensor:
@@ -51,12 +53,12 @@ def _encoded(driver: ctypes.CDLL, one: MatrixMap) -> list[int]:
     result = driver.cuTensorMapEncodeTiled(
         ctypes.c_void_p(address),
         ctypes.c_int(BFLOAT16),
-        ctypes.c_uint32(3),
+        ctypes.c_uint32(4),
         ctypes.c_void_p(one.address),
-        (ctypes.c_uint64 * 3)(one.columns, one.rows, one.parts),
-        (ctypes.c_uint64 * 2)(row_bytes, one.rows * row_bytes),
-        (ctypes.c_uint32 * 3)(BOX_COLUMNS, one.box_rows, one.parts),
-        (ctypes.c_uint32 * 3)(1, 1, 1),
+        (ctypes.c_uint64 * 4)(BOX_COLUMNS, one.rows, one.parts, one.columns // BOX_COLUMNS),
+        (ctypes.c_uint64 * 3)(row_bytes, one.rows * row_bytes, BOX_COLUMNS * 2),
+        (ctypes.c_uint32 * 4)(BOX_COLUMNS, one.box_rows, one.parts, one.box_columns // BOX_COLUMNS),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
         ctypes.c_int(NO_INTERLEAVE),
         ctypes.c_int(SWIZZLE_128_BYTES),
         ctypes.c_int(PROMOTE_128_BYTES),

@@ -401,6 +401,8 @@ def unpack_kernel(
     ROUNDING: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, CODES: tl.constexpr,
 ):
     """out [rows, in_features]: the numbers that the words of a packed weight stand for. SOME: of the rows at places."""
+    SCALE_HALF: tl.constexpr = LOWER_HALF if NIBBLES else 0
+    MINIMUM_HALF: tl.constexpr = UPPER_HALF if NIBBLES else 0
     step = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
@@ -418,13 +420,12 @@ def unpack_kernel(
         first = (step * CODES + index) * WORDS
         group = tl.minimum(first // GROUP, spans * GROUPS - 1)
         scale_at = scales_at + (group // GROUPS * (TILE_COLUMNS * GROUPS) + group % GROUPS)
-        scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER, LOWER_HALF if NIBBLES else 0)
+        scale = _of_group(scales, outer_scales, scale_at, outer_at, OUTER, SCALE_HALF)
         if ZEROS:
             zero = tl.load(zeros + scale_at).to(tl.float32)
         numbers = _decode(words, high_words, zero, table, index, KIND, ZEROS, MINIMUMS) * scale[:, None]
         if MINIMUMS:
-            minimum_half: tl.constexpr = UPPER_HALF if NIBBLES else 0
-            numbers += _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER, minimum_half)[:, None]
+            numbers += _of_group(minimums, outer_minimums, scale_at, outer_at, OUTER, MINIMUM_HALF)[:, None]
         ok = row_ok[:, None] & (first + word < in_features)[None, :]
         column = first + word
         if ORDER:

@@ -15,7 +15,13 @@ from paceline.device.tensor_maps import MatrixMap
 from paceline.runners.native import NativeRunner, pass_weights
 from paceline.runners.native.loading import load_from_model
 from paceline.runners.native.pass_inputs import LEAD_TOKENS, PassInputs, PassSize
-from paceline.runners.native.pass_weights import MATRIX_FIELDS, PLAIN_SLOTS, PLAIN_WEIGHTS, PassWeights
+from paceline.runners.native.pass_weights import (
+    MATRIX_FIELDS,
+    PLAIN_SLOTS,
+    PLAIN_WEIGHTS,
+    WIDE_PLAIN_WEIGHTS,
+    PassWeights,
+)
 from paceline.runners.native.persistent_pass import (
     CHAIN_MOST,
     CHAIN_SURVIVAL,
@@ -28,6 +34,7 @@ from paceline.runners.native.persistent_pass import (
     fits,
     fits_shapes,
     max_rows,
+    plain_formats,
     slots,
     tiles_of,
 )
@@ -73,6 +80,15 @@ def test_the_ring_of_weights_shrinks_where_the_input_needs_the_room() -> None:
     assert [tiles_of(rows) for rows in (1, 8, 9, 16, 17)] == [1, 1, 2, 2, 4]
 
 
+@pytest.mark.slow
+def test_copies_bring_two_boxes_of_weights_unless_fewer_tokens_would_fit() -> None:
+    small, larger = loaded(), loaded(hidden_size=2048)
+    assert plain_formats(small.config) == WIDE_PLAIN_WEIGHTS
+    assert plain_formats(larger.config) == PLAIN_WEIGHTS
+    assert WIDE_PLAIN_WEIGHTS.slot_bytes == 2 * PLAIN_WEIGHTS.slot_bytes
+    assert slots(small.config, 1, WIDE_PLAIN_WEIGHTS) == PLAIN_SLOTS // 2
+
+
 def test_the_kernel_is_told_the_shapes_of_the_model() -> None:
     constants = definitions(loaded("qwen3"), PLAIN_WEIGHTS, 64, 2, 132)
     sizes = {"-DHIDDEN=256", "-DGROUP=2", "-DVOCAB=1003", "-DBLOCKS=132"}
@@ -109,6 +125,12 @@ def test_every_matrix_is_described_by_the_rows_of_its_tiles(monkeypatch: pytest.
     assert [one.box_rows for one in (qkv, output, gate_up, down, head)] == [8, 8, 8, 8, 16]
     assert (gate_up.rows, gate_up.parts) == (512, 2)
     assert (qkv.rows, output.rows, down.columns, head.rows) == (512, 256, 512, 1003)
+    assert {one.box_columns for one in described} == {64}
+    described.clear()
+    wide = PassWeights.of(model, 132, WIDE_PLAIN_WEIGHTS)
+    assert wide is not None
+    assert wide.formats.constants()["BOXES"] == 2
+    assert {one.box_columns for one in described} == {128}
 
 
 def test_a_chain_is_told_how_many_rows_of_the_lm_head_it_reads() -> None:
@@ -147,6 +169,7 @@ def persistent(model: Any) -> NativeRunner:
         ("llama", {}),
         ("qwen2", {"num_attention_heads": 14, "head_dim": 64, "hidden_size": 896}),
         ("qwen3", {"head_dim": 128}),
+        ("llama", {"hidden_size": 320, "intermediate_size": 576}),
     ],
 )
 def test_it_rounds_no_worse_than_the_eager_pass(kind: str, changes: dict[str, int]) -> None:
@@ -160,7 +183,16 @@ def test_it_rounds_no_worse_than_the_eager_pass(kind: str, changes: dict[str, in
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [20, 505, 700], ids=["short", "across a split", "two splits"])
-@pytest.mark.parametrize("sizes", [{"head_dim": 128}, {"head_dim": 64, "intermediate_size": 4864}], ids=["128", "64"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_dim": 128},
+        {"head_dim": 64, "intermediate_size": 4864},
+        {"hidden_size": 320, "intermediate_size": 448},
+        {"hidden_size": 2048},
+    ],
+    ids=["128", "64", "parts of units", "units of one box"],
+)
 def test_a_token_has_the_same_bits_alone_in_a_chain_in_a_tree_and_in_a_batch(
     length: int, sizes: dict[str, int]
 ) -> None:

@@ -93,11 +93,11 @@ struct Stream {
 };
 
 // The run from a tile of this block on, and from a unit on. A segment is a multiple of the warps or all. Not inlined: it is called rarely, and the code of a layer must stay in the instruction cache.
-__device__ __noinline__ Stream run_of(const volatile Product& product, int tile, int begin) {
+// segment: units whose inputs are in shared memory together.
+__device__ __noinline__ Stream run_of(const Product product, const i64* pieces, int segment, int tile, int begin) {
   const int thread = this_thread(), warp = thread >> 5, group = (thread & 31) >> 2, outputs = product.outputs, step = BLOCKS * outputs;
-  const int units = product.units, all_tiles = product.tiles, row = ((int)blockIdx.x + tile * BLOCKS) * outputs;
-  const bool paired = product.paired;
-  const i64* pieces = product.pieces;
+  const int units = product.columns / product.unit_columns(pieces), all_tiles = product.tiles, row = ((int)blockIdx.x + tile * BLOCKS) * outputs;
+  const bool paired = product.paired();
   const bool second = row >= (int)pieces[PIECE_ROWS];
   const i64* piece = second ? pieces + PIECE_FIELDS : pieces;
   const int first = row - (second ? (int)pieces[PIECE_ROWS] : 0), format = (int)piece[PIECE_FORMAT];
@@ -107,7 +107,7 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
   if (!second && pieces[PIECE_FIELDS + PIECE_ROWS]) tiles = min(tiles, ((int)pieces[PIECE_ROWS] - row + step - 1) / step);
   stream.next_tile = tile + tiles == all_tiles ? 0 : tile + tiles;
   stream.begin = begin;
-  stream.end = min(units, begin + product.segment);
+  stream.end = min(units, begin + segment);
   stream.units = units;
   stream.first = (warp - tile * units) & (WARPS - 1);
   stream.unit = begin + stream.first;
@@ -131,6 +131,14 @@ __device__ __noinline__ Stream run_of(const volatile Product& product, int tile,
     stream.advance();
   }
   return stream;
+}
+
+__device__ __forceinline__ Stream first_run_of(const Product& product, const i64* lm_head, int down_segment) {
+  const i64* pieces = product.pieces(lm_head);
+  return run_of(product, pieces, product.segment(product.unit_columns(pieces), down_segment), 0, 0);
+}
+__device__ __forceinline__ int format_of(const i64* pieces, int row) {
+  return (int)pieces[(row >= (int)pieces[PIECE_ROWS] ? PIECE_FIELDS : 0) + PIECE_FORMAT];
 }
 
 // A stream that waits in shared memory until its product begins: kept in registers it would end up in local memory, which is far away.
@@ -191,18 +199,22 @@ struct Ring {
   Stream stream;
   u32 slot, last;                             // this thread's part: of the slot that is multiplied next, of the last one
 
-  __device__ __forceinline__ void begin_product(u32 memory, const volatile Product* products, WaitingRoom& waiting, int step, int last_step) {
-    const volatile Product& product = products[step % PRODUCTS];
+  template <typename ProductOf>
+  __device__ __forceinline__ void begin_product(u32 memory, const ProductOf& product_of, const i64* lm_head, int down_segment, WaitingRoom& waiting, int step, int last_step) {
+    const Product product = product_of(step);
+    const i64* pieces = product.pieces(lm_head);
+    const int segment = product.segment(product.unit_columns(pieces), down_segment);
     stream = waiting.take(step);
     slot = memory + this_thread() * 16;
     last = slot + (SLOTS - 1) * SLOT_BYTES;
 #pragma unroll 1
-    for (int i = 0; i < SLOTS; ++i) ask(product, slot + i * SLOT_BYTES);
-    if (step < last_step) waiting.put(step + 1, run_of(products[(step + 1) % PRODUCTS], 0, 0));
+    for (int i = 0; i < SLOTS; ++i) ask(product, pieces, segment, slot + i * SLOT_BYTES);
+    if (step < last_step) waiting.put(step + 1, first_run_of(product_of(step + 1), lm_head, down_segment));
   }
-  __device__ __forceinline__ void ask(const volatile Product& product, u32 to) {  // at the end of the product a group is empty
-    while (!stream.tiles && (stream.next_tile || stream.end < product.units) && product.tiles)
-      stream = run_of(product, stream.next_tile, stream.next_tile ? stream.begin : stream.end);
+  // At the end of the product a group is empty.
+  __device__ __forceinline__ void ask(const Product& product, const i64* pieces, int segment, u32 to) {
+    while (!stream.tiles && (stream.next_tile || stream.end < stream.units) && product.tiles)
+      stream = run_of(product, pieces, segment, stream.next_tile, stream.next_tile ? stream.begin : stream.end);
     if (stream.tiles) {
       stream.copy(to);
       stream.advance();
@@ -213,9 +225,9 @@ struct Ring {
     wait_groups<SLOTS - 1>();
     __syncwarp();  // scales are copied by other threads of the warp
   }
-  __device__ __forceinline__ void refill(const volatile Product& product) {  // what was multiplied makes room
+  __device__ __forceinline__ void refill(const Product& product, const i64* pieces, int segment) {  // what was multiplied makes room
     __syncwarp();
-    ask(product, slot);
+    ask(product, pieces, segment, slot);
     slot = slot == last ? slot - (SLOTS - 1) * SLOT_BYTES : slot + SLOT_BYTES;
   }
 };
@@ -285,8 +297,8 @@ struct Unit {                                 // addresses in shared memory of a
   u32 sums;                                   // of the inputs: of this thread's first token
 
   // index: of the unit among those whose inputs are there.
-  __device__ __forceinline__ Unit(const volatile Product& product, const u16* inputs, const float* sums_of_inputs, int rows, int index) {
-    const int thread = this_thread(), columns = product.unit_columns, stride = product.segment * columns + X_STRIDE_PAD;
+  __device__ __forceinline__ Unit(int columns, int stride, const u16* inputs, const float* sums_of_inputs, int rows, int index) {
+    const int thread = this_thread();
     const u32 x_at = (u32)__cvta_generic_to_shared(inputs) + (thread & 3) * (columns == 32 ? 16 : 8) + index * columns * 2;
 #pragma unroll
     for (int i = 0; i < TOKEN_TILES; ++i) x[i] = x_at + min(i * 8 + ((thread & 31) >> 2), rows - 1) * stride * 2;  // any row: its sums are not used

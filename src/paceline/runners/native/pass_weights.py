@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ TILE_ROWS = 16  # of a weight
 MAX_BYTES = 1 << 32  # of a piece
 KEPT_TILES = 4  # of packed weights and eight tokens: tiles of a block whose sums wait for further columns
 WARPS = 16
-PLAIN_SLOT = WARPS * TILE_ROWS * BOX_COLUMNS * 2  # bytes of a slot of the ring: a unit for every warp
+PLAIN_BOX = WARPS * TILE_ROWS * BOX_COLUMNS * 2  # bytes of a slot of the ring, of a unit of one box for every warp
 RING_ALIGNMENT = 1024  # bytes: after so many a copy spreads rows over the banks in the same way again
 PART_BYTES = 2 * 512 * 16  # of a slot of packed weights: 16 bytes of two rows for every thread
 BESIDE_BYTES = 16 * 192  # of a slot: scales and minimums for every warp
@@ -33,9 +33,13 @@ SUMMED = 32  # inputs of a sum where groups of a step have minimums
 
 @dataclass(frozen=True, slots=True)
 class PassFormats:
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for.
+
+    boxes  of BOX_COLUMNS columns that one copy of plain weights brings; slots of the ring are as much larger
+    """
 
     formats: frozenset[PieceFormat] = frozenset((PieceFormat.PLAIN,))
+    boxes: int = 1
 
     @property
     def packed(self) -> bool:
@@ -62,7 +66,7 @@ class PassFormats:
 
     @property
     def most_slots(self) -> int:
-        return PACKED_SLOTS if self.packed else PLAIN_SLOTS
+        return PACKED_SLOTS if self.packed else PLAIN_SLOTS // self.boxes
 
     @property
     def least_slots(self) -> int:
@@ -73,7 +77,7 @@ class PassFormats:
     def slot_bytes(self) -> int:
         """Of the ring of weights."""
         if not self.packed:
-            return PLAIN_SLOT
+            return PLAIN_BOX * self.boxes
         return PART_BYTES * (2 if self.two_parts else 1) + (PART_BYTES // 2 if self.high_bits else 0) + BESIDE_BYTES
 
     @property
@@ -112,10 +116,11 @@ class PassFormats:
     def constants(self) -> dict[str, int]:
         """Of the kernel, by name."""
         present = {f"WITH_{form.name}": int(form in self.formats) for form in PieceFormat}
-        return {"PACKED": int(self.packed), **present}
+        return {"PACKED": int(self.packed), "BOXES": self.boxes, **present}
 
 
 PLAIN_WEIGHTS = PassFormats()
+WIDE_PLAIN_WEIGHTS = PassFormats(boxes=2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,15 +133,15 @@ class PassWeights:
     maps: Tensor | None = None  # int64 [products, 16], whose addresses are in the table
 
     @classmethod
-    def of(cls, model: DecoderModel, blocks: int) -> PassWeights | None:
-        """None: the kernel cannot read them all. blocks: of the kernel."""
+    def of(cls, model: DecoderModel, blocks: int, plain: PassFormats = PLAIN_WEIGHTS) -> PassWeights | None:
+        """None: the kernel cannot read them all. blocks: of the kernel. plain: how it reads a model in bfloat16."""
         layers = [layer.weights() for layer in model.layers]
         weights = [layer for layer in layers if layer is not None]
         if len(weights) < len(layers):
             return None
         device, matrix = model.final_norm.weight.device, model.lm_head.matrix
         if matrix is not None and all(layer.is_plain for layer in weights):
-            return cls._plain(weights, matrix, model.config, blocks)
+            return cls._plain(weights, matrix, model.config, blocks, plain)
         heads = model.lm_head.pass_pieces
         if heads is None or len(heads) > 1 or not _joins(heads) or not all(map(_is_readable, weights)):
             return None
@@ -146,16 +151,19 @@ class PassWeights:
         return cls(formats, _table(rows, device), _table(_fields([heads]), device))
 
     @classmethod
-    def _plain(cls, weights: list[LayerWeights], lm_head: Tensor, config: ArchConfig, blocks: int) -> PassWeights:
+    def _plain(
+        cls, weights: list[LayerWeights], lm_head: Tensor, config: ArchConfig, blocks: int, formats: PassFormats
+    ) -> PassWeights:
         addresses = [layer.addresses() for layer in weights]
         described = [one for row in addresses for one in _matrices(row, config, blocks)]
         described.append(MatrixMap(lm_head.data_ptr(), lm_head.shape[0], lm_head.shape[1], TILE_ROWS))
-        maps = encode(described, lm_head.device)
+        wide = [replace(one, box_columns=BOX_COLUMNS * formats.boxes) for one in described]
+        maps = encode(wide, lm_head.device)
         places = iter(range(maps.data_ptr(), maps.data_ptr() + maps.nbytes, maps[0].nbytes))
         for row in addresses:
             for field in MATRIX_FIELDS:
                 row[field] = next(places)
-        return cls(PLAIN_WEIGHTS, _table(addresses, lm_head.device), maps[-1], maps)
+        return cls(formats, _table(addresses, lm_head.device), maps[-1], maps)
 
 
 def _table(rows: list[list[int]] | list[int], device: torch.device) -> Tensor:

@@ -45,7 +45,8 @@ constexpr int X_STRIDE_PAD = 16;                   // elements: four rows of x s
 constexpr int SUMMED = WITH_Q4_K ? 32 : STEP;      // inputs of a sum of x
 constexpr int SUMS_STRIDE = (HIDDEN > INTER ? (HIDDEN > QUERY ? HIDDEN : QUERY) : (INTER > QUERY ? INTER : QUERY)) / SUMMED + 4;  // of a token
 #else
-constexpr int UNIT_COLUMNS = 64;
+constexpr int BOX_COLUMNS = 64;                    // that lie together where a copy has put them
+constexpr int UNIT_COLUMNS = BOXES * BOX_COLUMNS;  // that a warp multiplies together; one copy brings them
 constexpr int UNIT_BYTES = 16 * UNIT_COLUMNS * 2;
 constexpr int SLOT_BYTES = WARPS * UNIT_BYTES;     // of the ring of weights: a unit of every warp
 constexpr u32 RING_ALIGNMENT = 1024;               // after so many bytes a copy spreads rows over the banks in the same way again
@@ -130,21 +131,21 @@ __device__ __forceinline__ void copy_weights(u32 to, const u8* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 #endif
-// A box of a matrix into shared memory, by the unit of the multiprocessor that copies tensors: what threads ask memory for does not
+// Boxes of a matrix into shared memory, by the unit of the multiprocessor that copies tensors: what threads ask memory for does not
 // queue behind it. A barrier counts the bytes of copies that were announced to it.
 __device__ __forceinline__ void announce(u32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_box(u32 to, const void* map, int column, int row, u32 barrier) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(0), "r"(barrier) : "memory");
+__device__ __forceinline__ void copy_boxes(u32 to, const void* map, int box, int row, u32 barrier) {  // box: the first, by columns
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%4, %3, %4, %2}], [%5];"
+               ::"r"(to), "l"(map), "r"(box), "r"(row), "r"(0), "r"(barrier) : "memory");
 }
 // Both by one lane of a warp whose lanes all call it with the same arguments.
-__device__ __forceinline__ void ask_for_box(u32 to, const void* map, int column, int row, u32 barrier, int bytes) {
+__device__ __forceinline__ void ask_for_boxes(u32 to, const void* map, int box, int row, u32 barrier, int bytes) {
   asm volatile("{\n.reg .pred chosen;\nelect.sync _|chosen, 0xffffffff;\n"
                "@chosen mbarrier.arrive.expect_tx.shared::cta.b64 _, [%4], %5;\n"
-               "@chosen cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %6}], [%4];\n}"
-               ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "r"(bytes), "r"(0) : "memory");
+               "@chosen cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%6, %3, %6, %2}], [%4];\n}"
+               ::"r"(to), "l"(map), "r"(box), "r"(row), "r"(barrier), "r"(bytes), "r"(0) : "memory");
 }
 __device__ __forceinline__ void wait_for_boxes(u32 barrier, u32 parity) {
   asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(parity) : "memory");
@@ -160,7 +161,11 @@ __device__ __forceinline__ void wait_groups() { asm volatile("cp.async.wait_grou
 __device__ __forceinline__ void copy_async(u32 to, const u16* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy_8(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
+__device__ __forceinline__ void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void prefetch_line(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 // --- words that blocks hand to each other: two values, and the number of the layer counted over all launches ---------------
@@ -192,16 +197,32 @@ __device__ __forceinline__ void load_words(u64 (&words)[COUNT], const u64* from,
     for (int i = 0; i < COUNT; ++i) ready &= (u32)(words[i] >> 32) == tag;
   } while (!ready);
 }
-__device__ __forceinline__ u16 value_of(u64 word, int index) { return (u16)(index & 1 ? word >> 16 : word); }
+__device__ __forceinline__ u16 half_of(u32 pair, int index) { return (u16)(index & 1 ? pair >> 16 : pair); }
+__device__ __forceinline__ u16 value_of(u64 word, int index) { return half_of((u32)word, index); }
+__device__ __forceinline__ u32 load_pair(const void* at) {  // of a word, or where two values lie side by side
+  u32 pair;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(pair) : "l"(at) : "memory");
+  return pair;
+}
 
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 transposed(u32 v) {  // an 8 x 8 matrix across the warp
-  u32 d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
-  return d;
+__device__ __forceinline__ void multiply_first(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // nothing is there yet
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
+}
+// Four 8 x 8 matrices, as operands of a product. A lane points at a row: the first eight at those of the first matrix, and so on.
+__device__ __forceinline__ uint4 load_matrices(u32 at) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_transposed(u32 at) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+  return v;
 }
 // What is kept of many logits: the two best and where they are, and the sum of all exponentials over that of the best.
 struct Best {
@@ -322,57 +343,82 @@ __host__ __device__ constexpr int divided_up(int value, int by) { return (value 
 constexpr int GATE_OUTPUTS = 8;
 enum Kind { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_PRODUCT, DOWN_PRODUCT, LM_HEAD };
 
-// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 64 at
-// a time, or of 128 where a weight has few bits. The tile of a gate is up to 8 rows of gate and as many of up. Sizes are variables and not
-// constants, because one copy of the code must serve all products: code that does not fit the instruction cache is fetched
-// again every layer.
-struct Product {
-  const void* weight;                         // a tensor map: see device/tensor_maps.py
-  const u16* bias;
-  const i64* pieces;                          // of a packed model
-  int formats[PIECES], rows_of_first;         // of the pieces; rows of the first one
-  int columns, rows, outputs;                 // outputs: rows of a tile
-  int unit_columns, units;
-  int segment;                                // units whose inputs are in shared memory together
-  int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
-  int paired;                                 // both halves have as many rows: gate and up
-
-  __device__ __forceinline__ int format_of(int row) const volatile { return formats[row >= rows_of_first]; }
-  // lm_head: the weight, or in a packed model its pieces; vocab_rows: of it that are read. down_segment: units of packed weights.
-  __device__ void set(int kind, const i64* layer, const void* lm_head, int vocab_rows, int down_segment) volatile {
-    const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
-#if PACKED
-    pieces = kind == LM_HEAD ? (const i64*)lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS;
-    rows_of_first = (int)pieces[PIECE_ROWS];
-    formats[0] = (int)pieces[PIECE_FORMAT], formats[1] = (int)pieces[PIECE_FIELDS + PIECE_FORMAT];
-    unit_columns = formats[0] == PLAIN ? 32 : STEP;
-#else
-    weight = kind == LM_HEAD ? lm_head : (const void*)layer[kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN];
-    unit_columns = UNIT_COLUMNS;
-    asm volatile("prefetch.tensormap [%0];" ::"l"((const void*)weight) : "memory");
-#endif
-    bias = kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
-    paired = kind == GATE_PRODUCT;
-    columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
-    rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : paired ? INTER : vocab_rows;
-    outputs = kind == QKV_PRODUCT ? QKV_OUTPUTS : is_hidden ? HIDDEN_OUTPUTS : paired ? GATE_OUTPUTS : 16;
-    units = columns / unit_columns;
-    segment = kind != DOWN_PRODUCT ? units : min(units, unit_columns == 32 ? 4 * down_segment : down_segment);
-    int all = divided_up(rows, outputs);
-    tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
-  }
-};
-
 __device__ __forceinline__ int kind_of(int step, int num_layers) { return step == 4 * num_layers ? (int)LM_HEAD : step % 4; }
 
-constexpr int PRODUCTS_AHEAD = 4, PRODUCTS = 8;    // that may be asked for before they are multiplied; that are described
-constexpr int TABLES = 3;                          // of layers: products of three are described or multiplied
+// Sizes of a product, by kind. They are looked up, not known to the compiler, because one copy of the code must serve all products:
+// code that does not fit the instruction cache is fetched again every layer.
+struct Shape {
+  int columns, rows, outputs;                 // outputs: rows of a tile
+  int tiles, further;                         // of every block; so many blocks have one more
+};
+constexpr Shape shape_of(int kind) {
+  const bool is_hidden = kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT;
+  const int columns = kind == OUTPUT_PRODUCT ? QUERY : kind == DOWN_PRODUCT ? INTER : HIDDEN;
+  const int rows = kind == QKV_PRODUCT ? QKV : is_hidden ? HIDDEN : kind == GATE_PRODUCT ? INTER : VOCAB;
+  const int outputs = kind == QKV_PRODUCT ? QKV_OUTPUTS : is_hidden ? HIDDEN_OUTPUTS : kind == GATE_PRODUCT ? GATE_OUTPUTS : 16;
+  const int all = divided_up(rows, outputs);
+  return {columns, rows, outputs, all / BLOCKS, all % BLOCKS};
+}
+__constant__ const Shape SHAPES[] = {shape_of(QKV_PRODUCT), shape_of(OUTPUT_PRODUCT), shape_of(GATE_PRODUCT), shape_of(DOWN_PRODUCT), shape_of(LM_HEAD)};
+
+__device__ __forceinline__ int map_field(int kind) { return kind == QKV_PRODUCT ? QKV_WEIGHT : kind == OUTPUT_PRODUCT ? OUTPUT_WEIGHT : kind == GATE_PRODUCT ? GATE_UP : DOWN; }
+
+// What all threads know of a pass. Each step reads it again, so that it is not kept across calls: registers that do not suffice are
+// kept in local memory, which is far away where shared memory has taken the place of its cache.
+struct PassFacts {
+  int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
+  int shares;                                 // of attention
+  int vocab_rows;                             // of the LM head
+  bool by_words, attends;                     // words: from gate to down; attends: this block, in the ring's memory
+};
+
+// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 64 at
+// a time, or of 128 where a weight has few bits. The tile of a gate is up to 8 rows of gate and as many of up.
+struct Product {
+  int kind;
+  const i64* layer;                           // what is known of it, in shared memory
+  int columns, rows, outputs;
+  int tiles;                                  // of this block: every BLOCKS-th, so that blocks read neighbours together
+
+  __device__ __forceinline__ Product(int kind, const i64* layer, const volatile PassFacts& facts) : kind(kind), layer(layer) {
+    const Shape& shape = SHAPES[kind];
+    columns = shape.columns, rows = shape.rows, outputs = shape.outputs;
+    tiles = shape.tiles + ((int)blockIdx.x < shape.further);
+    if (kind != LM_HEAD) return;
+    rows = facts.vocab_rows;
+    const int all = divided_up(rows, 16);
+    tiles = all / BLOCKS + ((int)blockIdx.x < all % BLOCKS);
+  }
+  __device__ __forceinline__ bool paired() const { return kind == GATE_PRODUCT; }  // both halves have as many rows: gate and up
+  __device__ __forceinline__ bool adds() const { return kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT; }  // to the residual stream
+  __device__ __forceinline__ const u16* bias() const {
+    return kind == QKV_PRODUCT ? (const u16*)layer[QKV_BIAS] : kind == OUTPUT_PRODUCT ? (const u16*)layer[OUTPUT_BIAS] : nullptr;
+  }
+#if PACKED
+  __device__ __forceinline__ const i64* pieces(const i64* lm_head) const { return kind == LM_HEAD ? lm_head : layer + WEIGHTS + kind * PIECES * PIECE_FIELDS; }
+  __device__ __forceinline__ int unit_columns(const i64* pieces) const { return WITH_PLAIN && (int)pieces[PIECE_FORMAT] == PLAIN ? 32 : STEP; }
+  // Units whose inputs are in shared memory together.
+  __device__ __forceinline__ int segment(int unit_columns, int down_segment) const {
+    const int units = columns / unit_columns;
+    return kind != DOWN_PRODUCT ? units : min(units, unit_columns == 32 ? 4 * down_segment : down_segment);
+  }
+#else
+  // A tensor map: see device/tensor_maps.py.
+  __device__ __forceinline__ const void* weight(const void* lm_head) const { return kind == LM_HEAD ? lm_head : (const void*)layer[map_field(kind)]; }
+  __device__ __forceinline__ int units() const { return divided_up(columns, UNIT_COLUMNS); }
+  __device__ __forceinline__ int box_rows() const { return paired() ? 16 : outputs; }
+#endif
+};
+
+constexpr int TABLES = 3;                          // of layers: products of three are asked for or multiplied
 
 static_assert(!PACKED || (BLOCKS % 2 == 0 && INTER % 16 == 0 && VOCAB % 16 == 0), "tiles of a block lie alike in their sixteen rows");
 
 #if PACKED
 #include "packed_units.cuh"
 #else
+constexpr int PRODUCTS_AHEAD = 4;                  // that may be asked for before they are multiplied
+
 // The weights of a product, unit by unit of a warp: it takes every sixteenth of a tile. Which one it begins with goes on from tile to
 // tile, so that all warps have as many.
 struct Stream {
@@ -382,14 +428,14 @@ struct Stream {
   int tiles;                                  // that are left
   int bytes;                                  // of a unit
 
-  __device__ __forceinline__ void open(const volatile Product& product) {
+  __device__ __forceinline__ void open(const Product& product, const void* lm_head) {
     const int outputs = product.outputs;
-    map = product.weight;
-    units = product.units;
+    map = product.weight(lm_head);
+    units = product.units();
     tiles = product.tiles;
     row = (int)blockIdx.x * outputs;
     step = BLOCKS * outputs;
-    bytes = (product.paired ? 16 : outputs) * UNIT_COLUMNS * 2;
+    bytes = product.box_rows() * UNIT_COLUMNS * 2;
     unit = first = this_thread() >> 5;
     skip();
   }
@@ -415,45 +461,44 @@ struct Stream {
 struct Ring {
   Stream stream;
   u32 slots, barriers;                        // of this warp, in shared memory: the first ones
-  u32 pointed;                                // in a slot: the row this lane points at
   int to, from;                               // the slot that is filled next; the one that is multiplied next
   u32 parity;                                 // of the copies into it
   int ahead;                                  // units asked for and not multiplied yet
   int opened;                                 // the step whose product is streamed
 
-  __device__ __forceinline__ Ring(u32 memory, u32 barriers_of_block, const volatile Product& product) {
+  __device__ __forceinline__ Ring(u32 memory, u32 barriers_of_block) {
     from = 0;
     parity = 0;
-    begin(memory, barriers_of_block, 0);
-    stream.open(product);
+    begin(memory, barriers_of_block, -1);
   }
   __device__ __forceinline__ void begin(u32 memory, u32 barriers_of_block, int step) {  // empty, after the product of a step
-    const int warp = this_thread() >> 5, lane = this_thread() & 31;
+    const int warp = this_thread() >> 5;
     slots = memory + warp * UNIT_BYTES;
-    pointed = (lane & 15) * 128 + (lane >> 4 ^ lane & 7) * 16;
     barriers = barriers_of_block + warp * 8;
     to = from;
     ahead = 0;
     opened = step;
     stream.close();
   }
-  __device__ __forceinline__ void fill(const volatile Product* products, int last) {  // last: the step whose product may be opened last
+  // last: the step whose product may be opened last
+  template <typename ProductOf>
+  __device__ __forceinline__ void fill(const ProductOf& product_of, const void* lm_head, int last) {
 #pragma unroll 1
     while (ahead < SLOTS) {
       if (!stream.tiles) {
         if (opened == last) return;
-        stream.open(products[++opened % PRODUCTS]);
+        stream.open(product_of(++opened), lm_head);
         continue;
       }
-      ask_for_box(slots + to * SLOT_BYTES, stream.map, stream.unit * UNIT_COLUMNS, stream.row, barriers + to * (WARPS * 8), stream.bytes);
+      ask_for_boxes(slots + to * SLOT_BYTES, stream.map, stream.unit * BOXES, stream.row, barriers + to * (WARPS * 8), stream.bytes);
       stream.advance();
       to = to == SLOTS - 1 ? 0 : to + 1;
       ++ahead;
     }
   }
-  __device__ __forceinline__ u32 wait() const {  // for the unit that is multiplied next; returns the row this lane points at
+  __device__ __forceinline__ u32 wait() const {  // for the unit that is multiplied next; returns where it is
     wait_for_boxes(barriers + from * (WARPS * 8), parity);
-    return slots + pointed + from * SLOT_BYTES;
+    return slots + from * SLOT_BYTES;
   }
   __device__ __forceinline__ void release() {    // all lanes have read it
     __syncwarp();
@@ -463,51 +508,86 @@ struct Ring {
   }
 };
 
-// Four 8 x 8 matrices, as operands of a product. A lane points at a row: the first eight at those of the first matrix, and so on.
-__device__ __forceinline__ uint4 load_matrices(u32 at) {
-  uint4 v;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
-  return v;
-}
+// The input of a product, by tiles of tokens: where this lane points at in shared memory for the columns of a unit, or where its part
+// lies if it is read in place. Rows that no token has are those of the last one: their sums are not used.
+struct SharedInput {
+  u32 at[TOKEN_TILES];                        // of the first unit
 
-// The input of a product, by tiles of tokens: where this lane points at in shared memory for the columns of the first unit, or where
-// its part lies if it is read in place. Rows that no token has are those of the last one: their sums are not used.
-struct Input {
-  u32 at[TOKEN_TILES];                        // offsets in place
-  const u16* place;                           // null: in shared memory
-
-  __device__ __forceinline__ Input(const u16* x, int stride, int rows, const u16* in_place) {
+  __device__ __forceinline__ SharedInput(const u16* x, int stride, int rows) {
     const int lane = this_thread() & 31;
-    place = in_place;
 #pragma unroll
-    for (int i = 0; i < TOKEN_TILES; ++i) {
-      if (in_place) at[i] = min(i * 8 + (lane >> 2), rows - 1) * INTER + (lane & 3) * 16;
-      else at[i] = (u32)__cvta_generic_to_shared(x) + (min(i * 8 + (lane & 7), rows - 1) * stride + (lane >> 3) * 8) * 2;
-    }
+    for (int i = 0; i < TOKEN_TILES; ++i)
+      at[i] = (u32)__cvta_generic_to_shared(x) + (min(i * 8 + (lane & 7), rows - 1) * stride + (lane >> 3) * 8) * 2;
   }
-  __device__ __forceinline__ void load(uint4 (&x)[TOKEN_TILES][2], int column) const {  // each of 32 columns
+  __device__ __forceinline__ uint4 load(int tile, int column) const { return load_matrices(at[tile] + column * 2); }  // 32 columns
+};
+struct InputInPlace {
+  const u16* first;
+  u32 at[TOKEN_TILES];                        // from there
+
+  __device__ __forceinline__ InputInPlace(const u16* in_place, int rows) {
+    const int lane = this_thread() & 31;
+    first = in_place;
 #pragma unroll
-    for (int tile = 0; tile < TOKEN_TILES; ++tile)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        x[tile][i] = place ? load_shared_by_blocks(place + at[tile] + column + i * 8) : load_matrices(at[tile] + (column + i * 32) * 2);
+    for (int i = 0; i < TOKEN_TILES; ++i) at[i] = min(i * 8 + (lane >> 2), rows - 1) * INTER + (lane & 3) * 16;
+  }
+  __device__ __forceinline__ uint4 load(int tile, int column) const {
+    return load_shared_by_blocks(first + at[tile] + ((column & ~(BOX_COLUMNS - 1)) + (column & BOX_COLUMNS - 1) / 4));
   }
 };
 
-__device__ __forceinline__ void add_unit(const Ring& ring, const Input& input, int column, float (&sums)[TOKEN_TILES][4]) {
-  uint4 x[TOKEN_TILES][2];
-  input.load(x, column);
-  const u32 unit = ring.wait();
-  uint4 weights[4];         // each of 16
+// Where this lane points at in a box of a unit: rows lie as copies spread them over the banks.
+__device__ __forceinline__ u32 pointed(int first_row) {
+  const int lane = this_thread() & 31, row = first_row + (lane & 15);
+  return row * 128 + (lane >> 4 ^ row & 7) * 16;
+}
+struct Pointed {
+  u32 boxes[BOXES];
+
+  __device__ __forceinline__ Pointed(int box_rows) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) weights[i] = load_matrices(unit ^ i * 32);
+    for (int box = 0; box < BOXES; ++box) boxes[box] = pointed(box * box_rows);
+  }
+};
+// Products of a box are two chains of sums, which wait less for each other than one; boxes are added one after the other, whatever
+// the number of tokens.
+template <typename Input>
+__device__ __forceinline__ void add_unit(const Ring& ring, const Input& input, const Pointed& pointed, int column, int columns, float (&sums)[TOKEN_TILES][4]) {
+  constexpr int TOGETHER = TOKEN_TILES == 1 ? BOXES : 1;  // boxes whose operands are in registers at once
+  u32 unit = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int first = 0; first < BOXES; first += TOGETHER) {
+    if (column + first * BOX_COLUMNS >= columns) break;  // the last unit may be a part of one
+    const bool whole = column + (first + TOGETHER) * BOX_COLUMNS <= columns;
+    uint4 x[TOGETHER][TOKEN_TILES][2], weights[TOGETHER][4];  // each of 32 columns; of 16
+#pragma unroll
+    for (int box = 0; box < TOGETHER; ++box)
+#pragma unroll
+      for (int tile = 0; tile < TOKEN_TILES; ++tile)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) x[box][tile][i] = input.load(tile, column + (box && !whole ? 0 : first + box) * BOX_COLUMNS + i * 32);
+    if (!first) unit = ring.wait();
+#pragma unroll
+    for (int box = 0; box < TOGETHER; ++box)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[box][i] = load_matrices(unit + pointed.boxes[first + box] ^ i * 32);
 #pragma unroll
     for (int tile = 0; tile < TOKEN_TILES; ++tile) {
-      const uint4& v = x[tile][i / 2];
-      multiply(sums[tile], weights[i].x, weights[i].y, weights[i].z, weights[i].w, i % 2 ? v.z : v.x, i % 2 ? v.w : v.y);
+      float parts[TOGETHER][2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int box = 0; box < TOGETHER; ++box) {
+          const uint4 &w = weights[box][i], &v = x[box][tile][i / 2];
+          if (i < 2) multiply_first(parts[box][i % 2], w.x, w.y, w.z, w.w, i % 2 ? v.z : v.x, i % 2 ? v.w : v.y);
+          else multiply(parts[box][i % 2], w.x, w.y, w.z, w.w, i % 2 ? v.z : v.x, i % 2 ? v.w : v.y);
+        }
+#pragma unroll
+      for (int box = 0; box < TOGETHER; ++box)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[tile][i] += box && !whole ? 0.f : parts[box][0][i] + parts[box][1][i];
     }
+  }
 }
 #endif
 
@@ -522,6 +602,7 @@ struct SumsLayout {
     shift = TOKEN_TILES > 1 || rows > 4 ? 2 : rows > 2;
     own = quarter >> shift ? 0 : (u32)__cvta_generic_to_shared(joined) + ((thread >> 5) * (SUMS / 4) + ((thread >> 2 & 7) << shift) + quarter) * 16;
   }
+  __device__ __forceinline__ bool has_sums(int tiles) const { return this_thread() < tiles * TOKEN_TILES * 32 << shift; }  // this warp, of so many tiles
   __device__ __forceinline__ int tiles_at_once() const { return (16 >> shift) / TOKEN_TILES; }
   __device__ __forceinline__ int next_row() const { return 4 << shift; }  // threads from a row's sum to that of the next one
   __device__ __forceinline__ u32 place_of(int in_batch, int tokens) const { return own + ((in_batch * TOKEN_TILES + tokens) * 128 << shift); }
@@ -550,13 +631,15 @@ struct SumsLayout {
 // Where the gate's outputs lie that are read in place: of every 64 what a lane multiplies is together, two neighbours of every eight.
 __device__ __forceinline__ int place_of(int row) { return row & ~63 | (row >> 1 & 3) << 4 | (row >> 3 & 7) << 1 | row & 1; }
 
-// Which output the sum is that a thread joins: of `count` tiles from `tile` on.
+// Which output the sum is that a thread joins: of the tiles from `tile` on that are joined together.
 struct Target {
   int token, row;
   bool valid;
 };
-__device__ __forceinline__ Target target_of(const volatile Product& product, const SumsLayout& layout, int tile, int count, int rows) {
-  const int thread = this_thread(), index = thread & 3, lane_row = thread >> (2 + layout.shift), outputs = product.outputs, paired = product.paired;
+__device__ __forceinline__ Target target_of(const Product& product, const SumsLayout& layout, int tile, int rows) {
+  const int thread = this_thread(), index = thread & 3, lane_row = thread >> (2 + layout.shift), outputs = product.outputs;
+  const bool paired = product.paired();
+  const int count = min(product.tiles - tile, layout.tiles_at_once());
   const int in_tile = (lane_row & 7) + (paired ? 0 : index / 2 * 8), in_batch = (lane_row >> 3) / TOKEN_TILES;
   Target target;
   target.token = (lane_row >> 3) % TOKEN_TILES * 8 + (thread >> 2 & (1 << layout.shift) - 1) * 2 + index % 2;
@@ -568,10 +651,11 @@ __device__ __forceinline__ Target target_of(const volatile Product& product, con
 // --- inputs of products -----------------------------------------------------------------------------------------------
 
 // The weights of a norm into shared memory, a product before they are needed.
-__device__ __forceinline__ void fetch_gain(u16* gain, const u16* from) {
+// index: which of `threads` this one is.
+__device__ __forceinline__ void fetch_gain(u16* gain, const u16* from, int index, int threads) {
   const u32 to = (u32)__cvta_generic_to_shared(gain);
 #pragma unroll 1
-  for (int at = this_thread() * 8; at < HIDDEN; at += THREADS * 8) copy_async(to + at * 2, from + at);
+  for (int at = index * 8; at < HIDDEN; at += threads * 8) copy_async(to + at * 2, from + at);
 }
 
 // Where the sums of inputs go that the minimums of packed weights are multiplied by. VALUES: inputs that a thread has.
@@ -586,12 +670,15 @@ __device__ __forceinline__ void keep_sum(float* x_sums, float sum, int row, int 
 __device__ __forceinline__ float sum_of(u32 pair) { return wide_low(pair) + wide_high(pair); }
 __device__ __forceinline__ float sum_of(uint4 v) { return (sum_of(v.x) + sum_of(v.y)) + (sum_of(v.z) + sum_of(v.w)); }
 
+// Of the threads that ask for an input. The first warps join sums, the last one asks for what later steps need: others come first.
+__device__ __forceinline__ int asking_thread() { return (this_thread() + THREADS / 2) & (THREADS - 1); }
+
 // Rows through the root-mean-square norm into shared memory, rounded as transformers rounds them. A warp a row. The rows are
 // those of other blocks, or of the embedding.
 __device__ __forceinline__ void stage_normed(u16* x, int rows, const u16* gain, u16* copy, u16* normed, const u64* hidden, u32 tag,
                                              const u16* embedding, const int* row_tokens, float* x_sums) {
   constexpr int STEPS = (HIDDEN + 255) / 256;
-  const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
+  const int thread = asking_thread(), lane = thread & 31, warp = thread >> 5;
 #pragma unroll 1
   for (int row = warp; row < rows; row += WARPS) {
     uint4 values[STEPS];
@@ -656,7 +743,7 @@ __device__ __forceinline__ void stage_long_normed(u16* x, int rows, const u16* g
                                                   const u16* embedding, const int* row_tokens, float* x_sums) {
   constexpr int PARTS = 4, COLUMNS = (HIDDEN / PARTS + 127) / 128 * 128, STEPS = (COLUMNS + 255) / 256;
   __shared__ float part_squares[MAX_ROWS][PARTS];
-  const int thread = this_thread(), lane = thread & 31, warp = thread >> 5;
+  const int thread = asking_thread(), lane = thread & 31, warp = thread >> 5;
 #pragma unroll 1
   for (int item = warp; item < rows * PARTS; item += WARPS) {
     const int row = item / PARTS, end = min((item % PARTS + 1) * COLUMNS, HIDDEN), first = item % PARTS * COLUMNS + lane * 8;
@@ -725,7 +812,7 @@ __device__ __forceinline__ void stage_long_normed(u16* x, int rows, const u16* g
 // Rows that other blocks hand over, as they are into shared memory. Nobody writes those of nodes that only fill up the pass.
 __device__ __forceinline__ void stage_tagged(u16* x, int rows, int columns, const u64* from, u32 tag, const bool* in_use, float* x_sums) {
 #pragma unroll 1
-  for (int at = this_thread() * 4; at < rows * columns; at += THREADS * 4) {
+  for (int at = asking_thread() * 4; at < rows * columns; at += THREADS * 4) {
     const int row = at / columns;
     Tagged values = {0, 0};
     if (in_use[row]) {
@@ -866,7 +953,7 @@ __device__ __forceinline__ void prefetch_context(const AttentionArgs& args, cons
   }
 }
 
-constexpr int BOX_COLUMNS = 64, BOX_BYTES = CHUNK * BOX_COLUMNS * 2;  // of a copy of keys or values
+constexpr int KV_BOX_COLUMNS = 64, KV_BOX_BYTES = CHUNK * KV_BOX_COLUMNS * 2;  // of keys or values
 constexpr int CHUNK_BYTES = CHUNK * HEAD_DIM * 2;
 
 struct AttentionMemory {                      // begins at a multiple of 1024, and so do its chunks
@@ -874,33 +961,130 @@ struct AttentionMemory {                      // begins at a multiple of 1024, a
   alignas(16) u16 queries[HEAD_ROWS][HEAD_DIM + 8];
   alignas(16) u16 new_keys[MAX_ROWS][HEAD_DIM + 8], new_values[MAX_ROWS][HEAD_DIM + 8];  // of this pass
   int ancestors[MAX_ROWS];
-  float stats[CHUNKS][HEAD_ROWS][2];          // the largest score; the sum of all
-  float2 scales[CHUNKS][HEAD_ROWS];           // of the warp's sums; of the sum of all, scaled
-  float most[HEAD_ROWS];
+  float2 stats[CHUNKS][HEAD_ROWS];            // the largest score; the sum of all
   int last;
 
-  // Neighbouring rows lie in other banks, two columns at a time.
-  __device__ __forceinline__ float* sum(int warp, int row, int column) {
-    return reinterpret_cast<float*>(values[warp]) + row * HEAD_DIM + (column ^ (row & 7) << 1);
+  // Four neighbouring rows lie in other banks, eight columns at a time. column: an even one, of two.
+  __device__ __forceinline__ float2* sums(int warp, int row, int column) {
+    return reinterpret_cast<float2*>(reinterpret_cast<float*>(values[warp]) + row * HEAD_DIM + (column ^ (row & 3) << 3));
   }
 };
 static_assert(HEAD_ROWS * HEAD_DIM * 4 == CHUNK_BYTES && CHUNK_BYTES % 1024 == 0, "sums fit, chunks are aligned");
 
-// One (sequence, key head, tile of nodes, split of the context).
+// Where a warp is in the pass and what it attends to, while it does. Read again where it is needed: registers do not suffice, and
+// local memory is far away where shared memory has taken the place of its cache.
+struct Progress {
+  int step, share;
+  int slot;                                   // of the ring: the one that is multiplied next, …
+  u32 parity;                                 // … and of the copies into it
+  int seq, head, tile, split;                 // of the share
+};
+
+// What is attended to, by what a warp knows of its share.
+struct Attended {
+  int seq, head, split, splits;
+  int first_row, first_node, end_node, nodes_per_tile;
+  bool chain;                                 // else a node off the first chain, alone in its tile
+
+  __device__ __forceinline__ Attended(const volatile Progress& progress, const SeqInfo* infos, int nodes) {
+    seq = progress.seq, head = progress.head, split = progress.split;
+    const int tile = progress.tile;
+    const SeqInfo& info = infos[seq];
+    chain = tile < info.chain_tiles;
+    nodes_per_tile = chain ? NODES_PER_TILE : 1;
+    end_node = chain ? info.chain : info.count;
+    first_node = chain ? tile * NODES_PER_TILE : info.chain + tile - info.chain_tiles;
+    first_row = seq * nodes;
+    splits = divided_up(info.length + info.count, SPLIT);
+  }
+  __device__ __forceinline__ int used_rows() const { return min(nodes_per_tile, end_node - first_node) * GROUP; }
+};
+
+// The sums of a share's warps, and of all splits of the context, first to last. A thread has two neighbouring columns.
+__device__ __forceinline__ void join_warps(const AttentionArgs& args, int layer_index, AttentionMemory& memory, const SeqInfo* infos,
+                                           const volatile Progress& progress) {
+  constexpr int PAIRS = HEAD_DIM / 2;
+  const Attended own(progress, infos, args.nodes);
+  const int head = own.head, splits = own.splits, first_row = own.first_row, first_node = own.first_node, used_rows = own.used_rows();
+  const int warps = min(CHUNKS, divided_up(infos[own.seq].length + infos[own.seq].count - own.split * SPLIT, CHUNK));
+  const u32 tag = args.base + layer_index + 1;
+  auto hand_over = [&](float2 sums, float total, int row, int column) {
+    const i64 at = (i64)(first_row + first_node + row / GROUP) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column;
+    store_tagged(args.attended + at / 2, narrow2(__fdividef(sums.x, total), __fdividef(sums.y, total)), tag);
+  };
+  const i64 item = (i64)((first_row + first_node) * KV_HEADS + head) * args.max_splits;  // one a tile of nodes
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < used_rows * PAIRS; pair += THREADS) {
+    const int row = pair / PAIRS, column = pair % PAIRS * 2;
+    float most = NEGATIVE, total = 0.f;
+#pragma unroll 8
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, memory.stats[w][row].x);
+    float2 sums = make_float2(0.f, 0.f);
+#pragma unroll 8
+    for (int w = 0; w < warps; ++w) {
+      const float2 stats = memory.stats[w][row], part = *memory.sums(w, row, column);
+      const float scale = stats.x == NEGATIVE ? 0.f : __expf(stats.x - most);
+      total = fmaf(stats.y, scale, total);
+      sums.x = fmaf(part.x, scale, sums.x);
+      sums.y = fmaf(part.y, scale, sums.y);
+    }
+    if (splits == 1) {
+      hand_over(sums, total, row, column);
+    } else {
+      const i64 at = (item + own.split) * HEAD_ROWS + row;
+      *reinterpret_cast<float2*>(args.partial + at * HEAD_DIM + column) = sums;
+      if (column == 0) {
+        args.partial_stats[at * 2] = most;
+        args.partial_stats[at * 2 + 1] = total;
+      }
+    }
+  }
+  if (splits > 1) {
+    int* done = args.splits_done + item / args.max_splits;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      memory.last = atomicAdd(done, 1) == splits - 1;
+      if (memory.last) *done = 0;
+      __threadfence();
+    }
+    __syncthreads();
+    if (memory.last) {
+#pragma unroll 1
+      for (int pair = threadIdx.x; pair < used_rows * PAIRS; pair += THREADS) {
+        const int row = pair / PAIRS, column = pair % PAIRS * 2;
+        float most = NEGATIVE, total = 0.f;
+        float2 sums = make_float2(0.f, 0.f);
+#pragma unroll 1
+        for (int s = 0; s < splits; ++s) most = fmaxf(most, load_float(args.partial_stats + ((item + s) * HEAD_ROWS + row) * 2));
+#pragma unroll 1
+        for (int s = 0; s < splits; ++s) {
+          const i64 at = (item + s) * HEAD_ROWS + row;
+          const float m = load_float(args.partial_stats + at * 2), scale = m == NEGATIVE ? 0.f : __expf(m - most);
+          total += load_float(args.partial_stats + at * 2 + 1) * scale;
+          if (scale == 0.f) continue;
+          sums.x += load_float(args.partial + at * HEAD_DIM + column) * scale;
+          sums.y += load_float(args.partial + at * HEAD_DIM + column + 1) * scale;
+        }
+        hand_over(sums, total, row, column);
+      }
+    }
+  }
+  __syncthreads();
+}
+
 __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer, int layer_index, AttentionMemory& memory, const SeqInfo* infos,
-                       const int* depths, const u64* masks, int seq, int head, int tile, int split) {
+                       const int* depths, const u64* masks, const volatile Progress& progress) {
+  const Attended own(progress, infos, args.nodes);
+  const int seq = own.seq, head = own.head, first_row = own.first_row, first_node = own.first_node, end_node = own.end_node, nodes_per_tile = own.nodes_per_tile;
+  const bool chain = own.chain;
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, quarter = lane & 3;
-  int length = infos[seq].length, count = infos[seq].count, end = length + count;
-  bool chain = tile < infos[seq].chain_tiles;
-  int nodes_per_tile = chain ? NODES_PER_TILE : 1, end_node = chain ? infos[seq].chain : count;
-  int first_node = chain ? tile * NODES_PER_TILE : infos[seq].chain + tile - infos[seq].chain_tiles, first_row = seq * args.nodes;
-  int splits = (end + SPLIT - 1) / SPLIT, begin = split * SPLIT;
+  int length = infos[seq].length, count = infos[seq].count, end = length + count, begin = own.split * SPLIT;
   i64 cache_base = (i64)layer_index * args.cache_tokens * KV_STRIDE + head * HEAD_DIM;
   auto block_of = [&](int place) -> i64 {
     int at = seq * args.table_width + place / BLOCK_SIZE;
     return args.table ? args.table[at] : args.blocks[at];
   };
-
   // --- what does not depend on this layer's products: ask for it before waiting
   constexpr int UNITS = HEAD_DIM / 32;        // 16 bytes of a thread in every row
   int start = begin + warp * CHUNK;
@@ -912,9 +1096,9 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     const int token = layer_index * args.cache_tokens + (int)block_of(start) * BLOCK_SIZE + start % BLOCK_SIZE;
     const u32 to = (u32)__cvta_generic_to_shared(memory.keys[warp]), to_values = (u32)__cvta_generic_to_shared(memory.values[warp]);
     announce(barrier, CHUNK_BYTES);
-    for (int i = 0; i < HEAD_DIM / BOX_COLUMNS; ++i) copy_box(to + i * BOX_BYTES, args.key_map, head * HEAD_DIM + i * BOX_COLUMNS, token, barrier);
+    copy_boxes(to, args.key_map, head * (HEAD_DIM / KV_BOX_COLUMNS), token, barrier);
     announce(barrier + 8, CHUNK_BYTES);
-    for (int i = 0; i < HEAD_DIM / BOX_COLUMNS; ++i) copy_box(to_values + i * BOX_BYTES, args.value_map, head * HEAD_DIM + i * BOX_COLUMNS, token, barrier + 8);
+    copy_boxes(to_values, args.value_map, head * (HEAD_DIM / KV_BOX_COLUMNS), token, barrier + 8);
   }
   if (!chain) {
     if (threadIdx.x == 0) {
@@ -926,30 +1110,28 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     }
     __syncthreads();
   }
-  // A thread's columns: 16 neighbours of every 64, as copies spread them over the banks. Tokens of this pass are taken from shared memory.
-  auto column_of = [&](int unit) { return unit / 2 * BOX_COLUMNS + quarter * 16 + unit % 2 * 8; };
-  auto load_rows = [&](uint4 (&parts)[UNITS][4], const u8* chunk, const u16 (&fresh)[MAX_ROWS][HEAD_DIM + 8]) {
-    const u32 at = (u32)__cvta_generic_to_shared(chunk) + group * 128;
+  // Rows of this warp's chunk from `fresh` on are not in the cache. Those that no token has are multiplied by zero: they are numbers.
+  const u32 parity = args.parities[warp];
+  const int fresh = max(length - start, 0);
+  if (warp < warps && fresh < CHUNK) {
+    wait_for_boxes(barrier + 8, parity);
+    for (int i = fresh * 8 + lane; i < CHUNK * 8; i += 32)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = load_16(at + unit / 2 * BOX_BYTES + i * 1024 + ((quarter * 2 + unit % 2) ^ group) * 16);
-    if (start + CHUNK <= length) return;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int place = min(start + i * 8 + group, end - 1) - length;
-      if (place < 0) continue;
+      for (int box = 0; box < HEAD_DIM / KV_BOX_COLUMNS; ++box) *reinterpret_cast<uint4*>(memory.values[warp] + box * KV_BOX_BYTES + i * 16) = make_uint4(0, 0, 0, 0);
+  }
+  // Rows lie in a chunk as copies spread them over the banks.
+  auto place_rows = [&](u8* chunk, const u16 (&rows)[MAX_ROWS][HEAD_DIM + 8]) {  // those of this pass
+    for (int i = fresh * 8 + lane; i < min(CHUNK, end - start) * 8; i += 32) {
+      const int row = i / 8, part = i % 8, place = start + row - length;
       const int node = chain ? place : memory.ancestors[min(place, depths[first_row + first_node])];
 #pragma unroll
-      for (int unit = 0; unit < UNITS; ++unit) parts[unit][i] = *reinterpret_cast<const uint4*>(&fresh[node][column_of(unit)]);
+      for (int box = 0; box < HEAD_DIM / KV_BOX_COLUMNS; ++box)
+        *reinterpret_cast<uint4*>(chunk + box * KV_BOX_BYTES + row * 128 + (part ^ row & 7) * 16) = *reinterpret_cast<const uint4*>(&rows[node][box * KV_BOX_COLUMNS + part * 8]);
     }
   };
+  // A thread's columns of a key: 16 neighbours of every 64.
+  auto column_of = [&](int unit) { return unit / 2 * KV_BOX_COLUMNS + quarter * 16 + unit % 2 * 8; };
   const u32 tag = args.base + layer_index + 1;
-
-  auto hand_over = [&](float value, i64 at) {  // a warp has neighbouring columns of one row
-    const float next = __shfl_down_sync(0xffffffffu, value, 1);
-    if (!(lane & 1)) store_tagged(args.attended + at / 2, narrow2(value, next), tag);
-  };
 
   int limits[2];  // the last position that the two rows of this thread may see
 #pragma unroll
@@ -957,8 +1139,7 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     int row = group + i * 8, node = first_node + row / GROUP;
     limits[i] = row < nodes_per_tile * GROUP && node < end_node ? length + depths[first_row + node] : -1;
   }
-  const int used_rows = min(nodes_per_tile, end_node - first_node) * GROUP;
-  const bool has_high = used_rows > 8;  // rows 8 to 15 of the tile: else half of the work is not done
+  const bool has_high = own.used_rows() > 8;  // rows 8 to 15 of the tile: else half of the work is not done
 
   // --- queries, a warp each
   {
@@ -995,10 +1176,18 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
 
   // --- scores of this warp's chunk
   if (warp < warps) {
-    const u32 parity = args.parities[warp];
-    uint4 keys[UNITS][4];
     wait_for_boxes(barrier, parity);
-    load_rows(keys, memory.keys[warp], memory.new_keys);
+    if (fresh < CHUNK) {
+      place_rows(memory.keys[warp], memory.new_keys);
+      place_rows(memory.values[warp], memory.new_values);
+      __syncwarp();
+    }
+    uint4 keys[UNITS][4];
+    const u32 keys_at = (u32)__cvta_generic_to_shared(memory.keys[warp]) + group * 128;
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) keys[unit][i] = load_16(keys_at + unit / 2 * KV_BOX_BYTES + i * 1024 + ((quarter * 2 + unit % 2) ^ group) * 16);
     float scores[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -1040,9 +1229,14 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
     };
     weigh(0);
     if (has_high) weigh(1);  // else its scores are zero, as its queries are
-    // --- weighted values, 32 columns of the head at a time. The keys are used up: their registers take the values
+    // --- weighted values
     wait_for_boxes(barrier + 8, parity);
-    load_rows(keys, memory.values[warp], memory.new_values);
+    uint4 values[HEAD_DIM / 16][2];           // of 16 columns: what 16 tokens multiply
+    const u32 values_at = (u32)__cvta_generic_to_shared(memory.values[warp]) + (lane & 15) * 128;
+#pragma unroll
+    for (int unit = 0; unit < HEAD_DIM / 16; ++unit)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) values[unit][i] = load_transposed(values_at + unit / 4 * KV_BOX_BYTES + i * 2048 + ((unit % 4 * 2 + (lane >> 4)) ^ lane & 7) * 16);
     __syncwarp();  // sums may follow
     if (lane == 0) args.parities[warp] = parity ^ 1;
     u32 probs[2][4];
@@ -1054,121 +1248,39 @@ __device__ __noinline__ void attend(const AttentionArgs& args, const i64* layer,
       probs[i][3] = narrow2(scores[2 * i + 1][2], scores[2 * i + 1][3]);
     }
 #pragma unroll
-    for (int unit = 0; unit < HEAD_DIM / 32; ++unit) {
-      const uint4(&values)[4] = keys[unit];
-      float out[4][4];
+    for (int unit = 0; unit < HEAD_DIM / 16; ++unit) {
+      float out[2][4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[j][e] = 0.f;
+        for (int j = 0; j < 2; ++j) {
+          const uint4& v = values[unit][i];
+          if (i == 0) multiply_first(out[j], probs[i][0], probs[i][1], probs[i][2], probs[i][3], j ? v.z : v.x, j ? v.w : v.y);
+          else multiply(out[j], probs[i][0], probs[i][1], probs[i][2], probs[i][3], j ? v.z : v.x, j ? v.w : v.y);
+        }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const u32 first[4] = {values[2 * i].x, values[2 * i].y, values[2 * i].z, values[2 * i].w};
-        const u32 second[4] = {values[2 * i + 1].x, values[2 * i + 1].y, values[2 * i + 1].z, values[2 * i + 1].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          multiply(out[j], probs[i][0], probs[i][1], probs[i][2], probs[i][3], transposed(first[j]), transposed(second[j]));
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        int column = column_of(unit) + j * 2;
-        *reinterpret_cast<float2*>(memory.sum(warp, group, column)) = make_float2(out[j][0], out[j][1]);
-        if (has_high) *reinterpret_cast<float2*>(memory.sum(warp, group + 8, column)) = make_float2(out[j][2], out[j][3]);
+      for (int j = 0; j < 2; ++j) {
+        const int column = unit * 16 + j * 8 + quarter * 2;
+        *memory.sums(warp, group, column) = make_float2(out[j][0], out[j][1]);
+        if (has_high) *memory.sums(warp, group + 8, column) = make_float2(out[j][2], out[j][3]);
       }
     }
     if (quarter == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        memory.stats[warp][group + i * 8][0] = most[i];
-        memory.stats[warp][group + i * 8][1] = total[i];
+        memory.stats[warp][group + i * 8] = make_float2(most[i], total[i]);
       }
     }
   }
   __syncthreads();
 
   // --- join the warps, first to last
-  int item = (first_row + first_node) * KV_HEADS + head;  // one a tile of nodes
-  if (threadIdx.x < warps * HEAD_ROWS) {
-    int row = threadIdx.x % HEAD_ROWS;
-    float most = NEGATIVE;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) most = fmaxf(most, memory.stats[w][row][0]);
-    const float* own = memory.stats[threadIdx.x / HEAD_ROWS][row];
-    const float scale = own[0] == NEGATIVE ? 0.f : __expf(own[0] - most);
-    memory.scales[threadIdx.x / HEAD_ROWS][row] = make_float2(scale, own[1] * scale);
-    if (threadIdx.x < HEAD_ROWS) memory.most[row] = most;
-  }
-  __syncthreads();
-#pragma unroll 1
-  for (int element = threadIdx.x; element < used_rows * HEAD_DIM; element += THREADS) {
-    int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-    float most = memory.most[row], total = 0.f, sum = 0.f;
-#pragma unroll 4
-    for (int w = 0; w < warps; ++w) {
-      const float2 scale = memory.scales[w][row];
-      total += scale.y;
-      sum += *memory.sum(w, row, column) * scale.x;
-    }
-    if (splits == 1) {
-      hand_over(__fdividef(sum, total), (i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column);
-    } else {
-      i64 at = (i64)item * args.max_splits + split;
-      args.partial[(at * HEAD_ROWS + row) * HEAD_DIM + column] = sum;
-      if (column == 0) {
-        args.partial_stats[(at * HEAD_ROWS + row) * 2] = most;
-        args.partial_stats[(at * HEAD_ROWS + row) * 2 + 1] = total;
-      }
-    }
-  }
-  if (splits > 1) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      memory.last = atomicAdd(args.splits_done + item, 1) == splits - 1;
-      if (memory.last) args.splits_done[item] = 0;
-      __threadfence();
-    }
-    __syncthreads();
-    if (memory.last) {
-#pragma unroll 1
-      for (int element = threadIdx.x; element < used_rows * HEAD_DIM; element += THREADS) {
-        int row = element / HEAD_DIM, column = element % HEAD_DIM, node = first_node + row / GROUP;
-        float most = NEGATIVE, total = 0.f, sum = 0.f;
-#pragma unroll 1
-        for (int s = 0; s < splits; ++s)
-          most = fmaxf(most, load_float(args.partial_stats + (((i64)item * args.max_splits + s) * HEAD_ROWS + row) * 2));
-#pragma unroll 1
-        for (int s = 0; s < splits; ++s) {
-          i64 at = ((i64)item * args.max_splits + s) * HEAD_ROWS + row;
-          float m = load_float(args.partial_stats + at * 2), scale = m == NEGATIVE ? 0.f : __expf(m - most);
-          total += load_float(args.partial_stats + at * 2 + 1) * scale;
-          if (scale != 0.f) sum += load_float(args.partial + at * HEAD_DIM + column) * scale;
-        }
-        hand_over(__fdividef(sum, total), (i64)(first_row + node) * QUERY + (head * GROUP + row % GROUP) * HEAD_DIM + column);
-      }
-    }
-  }
-  __syncthreads();
+  join_warps(args, layer_index, memory, infos, progress);
 }
 
 // --- the pass -------------------------------------------------------------------------------------------------------------
 
 extern __shared__ __align__(16) unsigned char memory[];
-
-// What all threads know of a pass. Each step reads it again, so that it is not kept across calls: registers that do not suffice are
-// kept in local memory, which is far away where shared memory has taken the place of its cache.
-struct PassFacts {
-  int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
-  int shares;                                 // of attention
-  int vocab_rows;                             // of the LM head
-  bool by_words;                              // from gate to down
-
-  __device__ __forceinline__ bool attends() const volatile { return first_share() < shares; }  // this block; it takes the ring's memory
-};
-// Where a warp is in the pass, while it attends: for the same reason.
-struct Progress {
-  int step, share;
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     const i64* tokens, const i64* lengths, const i64* counts, const i64* depths_, const i64* masks_, const i64* blocks, const i64* layers,
@@ -1187,7 +1299,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
   __shared__ bool in_use[MAX_ROWS];  // rows of nodes that a sequence has
   __shared__ i64 table[TABLES][LAYER_FIELDS];
   __shared__ AttentionArgs args;
-  __shared__ volatile Product products[PRODUCTS];  // of this step and the next ones
   __shared__ int block_table[TABLE_SIZE];
   __shared__ u64 attention_barriers[2 * WARPS];
   __shared__ u32 attention_parities[WARPS];
@@ -1250,76 +1361,104 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     infos[thread].chain_tiles = divided_up(chain, NODES_PER_TILE);
     infos[thread].tiles = infos[thread].chain_tiles + count - chain;
   }
-  fetch_gain(gain, (const u16*)table[0][ATTENTION_NORM]);
+  fetch_gain(gain, (const u16*)table[0][ATTENTION_NORM], thread, THREADS);
   const int last_step = 4 * num_layers;
-  auto describe = [&](int step) {
-    if (step <= last_step) products[step % PRODUCTS].set(kind_of(step, num_layers), table[step / 4 % TABLES], lm_head, facts.vocab_rows, facts.down_segment);
-  };
+  auto product_of = [&](int step) { return Product(kind_of(step, num_layers), table[step / 4 % TABLES], facts); };
   wait_for_copies();
   __syncthreads();
-  if (thread <= PRODUCTS_AHEAD) describe(thread);
   if (thread == THREADS - 1) {
     int all_shares = 0;
     for (int seq = 0; seq < num_seqs; ++seq) all_shares += shares(infos[seq]);
     facts.shares = all_shares;
+    facts.attends = first_share() < all_shares;
   }
   __syncthreads();
 
 #if PACKED
   __shared__ WaitingRoom waiting;
-  waiting.put(0, run_of(products[0], 0, 0));
+  waiting.put(0, first_run_of(product_of(0), lm_head, facts.down_segment));
   __syncthreads();
   Ring ring;
 #else
-  Ring ring((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), products[0]);
+  Ring ring((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers));
+  // Before a step weights are asked for as far ahead as there is room: in a block that attends up to the product before that.
+  auto last_opened = [&](int step) { return min(last_step, facts.attends ? (step + 3) & ~3 : step + PRODUCTS_AHEAD); };
+  auto ask_before = [&](int step) {
+    if (ring.ahead < SLOTS) ring.fill(product_of, lm_head, last_opened(step));
+  };
+  const int maps = min(num_layers, 2) * LM_HEAD;
+  if (thread <= maps) prefetch_map(thread == maps ? lm_head : (const void*)table[thread / LM_HEAD][map_field(thread % LM_HEAD)]);
+  ask_before(0);
 #endif
+  auto wait_for_facts = [] {                  // that were copied for later steps, before the weights of this one
+#if PACKED
+    wait_groups<SLOTS>();
+#else
+    wait_for_copies();
+#endif
+  };
 #pragma unroll 1
   for (int step = 0; step <= last_step; ++step) {
     const int index = step / 4, kind = kind_of(step, num_layers);
     const i64* layer = table[index % TABLES];
     const bool normed = kind == QKV_PRODUCT || kind == GATE_PRODUCT || kind == LM_HEAD;
-    const volatile Product& product = products[step % PRODUCTS];
+    const Product product = product_of(step);
     const int rows = facts.rows;
     const bool by_words = facts.by_words;
     const Flags gates_done = {flags, facts.base};
     const SumsLayout layout(rows, joined);
 
-    // --- ask for weights, and for those of the next norm
-    if (kind == OUTPUT_PRODUCT) fetch_gain(gain, (const u16*)layer[MLP_NORM]);
-    if (kind == DOWN_PRODUCT) fetch_gain(gain, step + 1 == last_step ? final_norm : (const u16*)table[(index + 1) % TABLES][ATTENTION_NORM]);
+    // One warp asks for what later steps need: whoever is to ask for the input first finds nothing else to do.
+    if (this_thread() >= THREADS - 32) {
+      const int lane = this_thread() & 31;
+      if (kind == OUTPUT_PRODUCT) {
+        fetch_gain(gain, (const u16*)layer[MLP_NORM], lane, 32);
+        if (index + 2 < num_layers)
+          for (int i = lane; i < LAYER_FIELDS; i += 32) copy_8((u32)__cvta_generic_to_shared(&table[(index + 2) % TABLES][i]), layers + (i64)(index + 2) * LAYER_FIELDS + i);
+      } else if (kind == DOWN_PRODUCT) {
+        const i64* next = table[(index + 1) % TABLES];
+        fetch_gain(gain, step + 1 == last_step ? final_norm : (const u16*)next[ATTENTION_NORM], lane, 32);
+#if !PACKED
+        if (lane < LM_HEAD && index + 2 < num_layers) prefetch_map((const void*)table[(index + 2) % TABLES][map_field(lane)]);
+#endif
+      }
+    }
 #if PACKED
     end_group();
-    ring.begin_product((u32)__cvta_generic_to_shared(ring_memory), products, waiting, step, last_step);
-#else  // as far ahead as there is room: a block that attends up to the product before that
-    const int last_opened = min(last_step, facts.attends() ? (step + 3) & ~3 : step + PRODUCTS_AHEAD);
-    ring.fill(products, last_opened);
+    ring.begin_product((u32)__cvta_generic_to_shared(ring_memory), product_of, lm_head, facts.down_segment, waiting, step, last_step);
 #endif
     // What is added to the product, a bias and the residual, is there already. It is not touched before it is needed.
-    u16 bias = 0, residual = 0;
-    auto ask_for_added = [&](const Target target) {
-      const u16* biases = product.bias;
-      if (target.valid && biases) bias = biases[target.row];
-      if (target.valid && (kind == OUTPUT_PRODUCT || kind == DOWN_PRODUCT)) {
+    u16 bias = 0;
+    u32 residual = 0;                         // of two neighbours
+    auto ask_for_added = [&](int tile) {      // of the tiles that are joined together next
+      if (!layout.has_sums(min(product.tiles - tile, layout.tiles_at_once()))) return;
+      const Target target = target_of(product, layout, tile, rows);
+      if (!target.valid) return;
+      const u16* biases = product.bias();
+      if (biases) bias = biases[target.row];
+      if (product.adds()) {                   // written by this block, or of the embedding
         const i64 at = (i64)target.token * HIDDEN + target.row;
-        if (step == 1) residual = embedding[(i64)row_tokens[target.token] * HIDDEN + target.row];
-        else residual = value_of(load_word((kind == OUTPUT_PRODUCT ? hidden : between) + at / 2), target.row);  // written by this block
+        if (step == 1) residual = load_pair(embedding + ((i64)row_tokens[target.token] * HIDDEN + (target.row & ~1)));
+        else residual = load_pair((kind == OUTPUT_PRODUCT ? hidden : between) + at / 2);
       }
     };
-    if (kind == OUTPUT_PRODUCT || kind == QKV_PRODUCT || kind == DOWN_PRODUCT) ask_for_added(target_of(product, layout, 0, product.tiles, rows));
-    if (kind == QKV_PRODUCT) prefetch_context(args, infos, num_seqs, index);
-    // --- what later steps need
-    if (thread == THREADS - 32) describe(step + PRODUCTS_AHEAD + 1);
-    if (kind == OUTPUT_PRODUCT && thread < LAYER_FIELDS && index + 2 < num_layers)
-      table[(index + 2) % TABLES][thread] = layers[(i64)(index + 2) * LAYER_FIELDS + thread];
-#if PACKED
-    wait_groups<SLOTS>();  // the gain is there
+    ask_for_added(0);
+    if (kind == QKV_PRODUCT && facts.attends) prefetch_context(args, infos, num_seqs, index);
+#if !PACKED
+    const int units = product.units(), columns = product.columns, opened = last_opened(step);
+    const Pointed pointed(product.box_rows());
+    const SharedInput shared_input(x, columns + X_STRIDE_PAD, rows);
 #endif
     if (kind == DOWN_PRODUCT && !by_words) gates_done.wait(index);
     // --- the input
     const u32 tag = gates_done.base + index + 1;
+#if PACKED
     int stride = product.columns + X_STRIDE_PAD;
+    const i64* pieces = product.pieces(lm_head);
+    const int unit_columns = product.unit_columns(pieces), segment = product.segment(unit_columns, facts.down_segment);
+#endif
     if (!product.tiles && blockIdx.x) {
-      if (!PACKED) wait_for_copies();
+      wait_for_facts();
       __syncthreads();
     } else if (normed) {
       constexpr auto stage_rows = HIDDEN > 2048 ? stage_long_normed : stage_normed;
@@ -1329,7 +1468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       stage_tagged(x, rows, QUERY, attended, tag, in_use, x_sums);
     } else {
 #if PACKED  // segment by segment
-      stride = product.segment * product.unit_columns + X_STRIDE_PAD;
+      stride = segment * unit_columns + X_STRIDE_PAD;
 #else
       if (by_words) stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
 #endif
@@ -1349,37 +1488,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
 #if PACKED
     int begin = 0;  // first unit of the segment; first_unit is less than that
 #else
-    const int units = product.units;
-    const Input input(x, stride, rows, kind == DOWN_PRODUCT && !by_words ? activated : nullptr);
+    auto add_units = [&](const auto& input) { // of a tile
+#pragma unroll 1
+      for (int unit = first_unit; unit < units; unit += WARPS) {
+        add_unit(ring, input, pointed, unit * UNIT_COLUMNS, columns, sums);
+        ring.release();
+        // What others wait for comes first: weights of later products are asked for once the sums are handed over, and where there
+        // are more tokens those in the place of the last unit.
+        if (by_words ? ring.opened == step : unit + WARPS < units || tile + 1 < tiles || kind == GATE_PRODUCT) ring.fill(product_of, lm_head, opened);
+      }
+    };
 #endif
 #pragma unroll 1
     while (tile < tiles) {
 #if PACKED
       if (kind == DOWN_PRODUCT && tile == 0) {
-        const int first = begin * product.unit_columns;
+        const int first = begin * unit_columns;
         if (by_words) stage_long_tagged(x, rows, INTER, activated_words, tag, x_sums);
         else stage(x, rows, min(INTER - first, stride - X_STRIDE_PAD), stride, activated + first, INTER, x_sums);
       }
       if (begin) layout.take(in_batch, sums);  // go on where the segment before this one has ended
-      const int format = product.format_of(((int)blockIdx.x + tile * BLOCKS) * product.outputs), unit_bytes = product.unit_columns * 2;
-      const int all_units = product.units, segment = product.segment, end = min(all_units - begin, segment);  // less begin
-      Unit current(product, x, x_sums, rows, first_unit);
+      const int format = format_of(pieces, ((int)blockIdx.x + tile * BLOCKS) * product.outputs), unit_bytes = unit_columns * 2;
+      const int all_units = product.columns / unit_columns, end = min(all_units - begin, segment);  // less begin
+      Unit current(unit_columns, stride, x, x_sums, rows, first_unit);
 #pragma unroll 1
       for (int unit = first_unit; unit < end; unit += WARPS) {
         ring.wait();
         current.slot = ring.slot;
         current.beside = ring.slot + BESIDE_AT - this_thread() * 16 + (this_thread() >> 5) * BESIDE_BYTES;
         add_unit(format, current, sums);
-        ring.refill(product);
+        ring.refill(product, pieces, segment);
         current.move_on(unit_bytes);
       }
       first_unit = (first_unit - all_units) & (WARPS - 1);
 #else
-#pragma unroll 1
-      for (int unit = first_unit; unit < units; unit += WARPS) {
-        add_unit(ring, input, unit * UNIT_COLUMNS, sums);
-        ring.release();
-        ring.fill(products, last_opened);
+      if (first_unit < units) {
+        if (kind == DOWN_PRODUCT && !by_words) add_units(InputInPlace(activated, rows));
+        else add_units(shared_input);
       }
       first_unit = (first_unit - units) & (WARPS - 1);
 #endif
@@ -1399,31 +1544,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       }
 #endif
       if (++in_batch < layout.tiles_at_once() && tile < tiles) continue;
-      const Target target = target_of(product, layout, tile - in_batch, in_batch, rows);
-      if (!PACKED) wait_for_copies();  // of the gain, long since there
+      const bool joins = layout.has_sums(in_batch);  // this warp
+      const Target target = joins ? target_of(product, layout, tile - in_batch, rows) : Target{0, 0, false};
+      wait_for_facts();  // long since there
       __syncthreads();
-      const float* from = joined + thread;
-      float total = 0.f;
+      if (joins) {
+        const float* from = joined + this_thread();
+        float total = 0.f;
 #pragma unroll
-      for (int warp = 0; warp < WARPS; ++warp) total += from[warp * SUMS];
-      const float up = __shfl_down_sync(0xffffffffu, total, 2);
-      const float gated = __fdividef(total, 1.f + __expf(-total)) * up;
-      const float output = kind == GATE_PRODUCT ? gated : total + (wide(bias) + wide(residual));
-      const float next = __shfl_down_sync(0xffffffffu, output, layout.next_row());
-      if (target.valid) {
-        const i64 token = target.token;
-        const bool first = !(target.row & 1);
-        if (kind == QKV_PRODUCT) { if (first) store_tagged(qkv + (token * QKV + target.row) / 2, narrow2(output, next), tag); }
-        else if (kind == GATE_PRODUCT) {
-          if (!by_words) activated[token * INTER + (PACKED ? target.row : place_of(target.row))] = narrow(output);
-          else if (first) store_tagged(activated_words + (token * INTER + target.row) / 2, narrow2(output, next), tag);
+        for (int warp = 0; warp < WARPS; ++warp) total += from[warp * SUMS];
+        const float up = __shfl_down_sync(0xffffffffu, total, 2);
+        const float gated = __fdividef(total, 1.f + __expf(-total)) * up;
+        const float output = kind == GATE_PRODUCT ? gated : total + (wide(bias) + wide(half_of(residual, target.row)));
+        const float next = __shfl_down_sync(0xffffffffu, output, layout.next_row());
+        if (target.valid) {
+          const i64 token = target.token;
+          const bool first = !(target.row & 1);
+          if (kind == LM_HEAD) {
+            if (want_logits) logits[token * VOCAB + target.row] = total;
+            found.add(total, target.row);
+          } else if (kind == GATE_PRODUCT && !by_words) {
+            activated[token * INTER + (PACKED ? target.row : place_of(target.row))] = narrow(output);
+          } else if (first) {
+            u64* to = kind == QKV_PRODUCT ? qkv : kind == GATE_PRODUCT ? activated_words : kind == OUTPUT_PRODUCT ? between : hidden;
+            store_tagged(to + (token * (kind == QKV_PRODUCT ? QKV : kind == GATE_PRODUCT ? INTER : HIDDEN) + target.row) / 2, narrow2(output, next), tag);
+          }
         }
-        else if (kind == LM_HEAD) {
-          if (want_logits) logits[token * VOCAB + target.row] = total;
-          found.add(total, target.row);
-        } else if (first) store_tagged((kind == OUTPUT_PRODUCT ? between : hidden) + (token * HIDDEN + target.row) / 2, narrow2(output, next), tag);
       }
-      if (tile < tiles) ask_for_added(target_of(product, layout, tile, tiles - tile, rows));
+      if (tile < tiles) ask_for_added(tile);
       in_batch = 0;
       if (tile < tiles || kind == LM_HEAD) __syncthreads();  // else another one comes before sums are overwritten
     }
@@ -1432,25 +1580,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       break;
     }
     if (kind == GATE_PRODUCT && !by_words) gates_done.arrive(index);
-    if (kind != QKV_PRODUCT) continue;
-
     // --- attention: blocks without a share of it go on at once
-    if (!facts.attends()) continue;
+    if (kind != QKV_PRODUCT || !facts.attends) {
+#if !PACKED
+      ask_before(step + 1);
+#endif
+      continue;
+    }
     auto progress = [&]() -> volatile Progress& { return all_progress[this_thread() >> 5]; };
     progress().step = step;
+#if !PACKED
+    progress().slot = ring.from, progress().parity = ring.parity;
+#endif
 #pragma unroll 1
     for (int share = first_share(); share < facts.shares; share = progress().share + BLOCKS) {
       progress().share = share;
       int item = share, seq = 0;
       while (item >= shares(infos[seq])) item -= shares(infos[seq++]);
       const int tiles = infos[seq].tiles, at = progress().step / 4;
-      attend(args, table[at % TABLES], at, attention, infos, depths, masks, seq, item % KV_HEADS, item / KV_HEADS % tiles, item / KV_HEADS / tiles);
+      progress().seq = seq, progress().head = item % KV_HEADS, progress().tile = item / KV_HEADS % tiles, progress().split = item / KV_HEADS / tiles;
+      attend(args, table[at % TABLES], at, attention, infos, depths, masks, progress());
     }
     step = progress().step;
 #if !PACKED  // it is made again, not kept
+    ring.from = progress().slot, ring.parity = progress().parity;
     ring.begin((u32)__cvta_generic_to_shared(ring_memory), (u32)__cvta_generic_to_shared(barriers), step);
     fence_copies();
     __syncthreads();
+    ask_before(step + 1);
 #endif
   }
 

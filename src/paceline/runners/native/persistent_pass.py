@@ -26,7 +26,14 @@ from paceline.layers.attention_triton import TritonBatch
 from paceline.models.config import ArchConfig
 from paceline.models.decoder import DecoderModel
 from paceline.runners.native.kv_cache import KVCache
-from paceline.runners.native.pass_weights import FEATURE_FIELD, PLAIN_WEIGHTS, TILE_ROWS, PassFormats, PassWeights
+from paceline.runners.native.pass_weights import (
+    FEATURE_FIELD,
+    PLAIN_WEIGHTS,
+    TILE_ROWS,
+    WIDE_PLAIN_WEIGHTS,
+    PassFormats,
+    PassWeights,
+)
 
 TOKEN_TILES = (1, 2, 4)  # of eight tokens each: what a kernel is compiled for
 TILE = 8
@@ -186,7 +193,7 @@ class PersistentPass:
             return None
         blocks = multiprocessor_count(kv.device)
         try:
-            weights = PassWeights.of(model, blocks)
+            weights = PassWeights.of(model, blocks, plain_formats(model.config))
         except CompileError:
             return None
         if weights is None or not fits_shapes(model.config, weights.formats, blocks):
@@ -304,7 +311,7 @@ class PersistentPass:
 
 def _cache_map(cache: Tensor) -> MatrixMap:
     layers, tokens, heads, size = cache.shape
-    return MatrixMap(cache.data_ptr(), layers * tokens, heads * size, CHUNK)
+    return MatrixMap(cache.data_ptr(), layers * tokens, heads * size, CHUNK, box_columns=size)
 
 
 # --- which models -----------------------------------------------------------------------------------------------------
@@ -338,6 +345,12 @@ def max_rows(config: ArchConfig, formats: PassFormats = PLAIN_WEIGHTS, blocks: i
     """Tokens of a pass: their hidden states lie in shared memory beside partial sums and a ring of weights."""
     fitting = [tiles for tiles in TOKEN_TILES if formats.fits(config, tiles, blocks)]
     return max((TILE * tiles for tiles in fitting if slots(config, tiles, formats) >= formats.least_slots), default=0)
+
+
+def plain_formats(config: ArchConfig) -> PassFormats:
+    """How weights in bfloat16 are read: by copies of two boxes, unless that leaves no room for as many tokens."""
+    wide = max_rows(config, WIDE_PLAIN_WEIGHTS) == max_rows(config, PLAIN_WEIGHTS)
+    return WIDE_PLAIN_WEIGHTS if wide else PLAIN_WEIGHTS
 
 
 def tiles_of(rows: int) -> int:

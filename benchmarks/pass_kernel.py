@@ -1,6 +1,6 @@
 """Kernel figures: one decode pass over random weights, by shape, weight format and number of tokens. No user's door.
 
-    python benchmarks/pass_kernel.py [--shapes 0.5B 1.5B 7.5B] [--formats bf16 int4 fp8 q4_k_m] [--rows 1 4 6 8 16]
+    python benchmarks/pass_kernel.py [--shapes 135M 0.5B 1.5B 7.5B] [--formats bf16 int4 fp8 q4_k_m] [--rows 1 4 6 8 16]
 
 Prints milliseconds of a replayed graph behind 300 tokens of context, and what part of the card's bandwidth the bytes of
 the weights alone would need.
@@ -48,6 +48,7 @@ class Shape:
 
 
 SHAPES = {
+    "135M": Shape(576, 1536, 9, 3, 64, 30, 49_152),
     "0.5B": Shape(896, 4864, 14, 2, 64, 24, 151_936),
     "1.5B": Shape(1536, 8960, 12, 2, 128, 28, 151_936),
     "7.5B": Shape(4224, 14336, 66, 22, 64, 32, 49_152),

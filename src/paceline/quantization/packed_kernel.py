@@ -285,6 +285,10 @@ def packed_kernel(
     total_up = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     zero = tl.zeros((COLUMNS,), dtype=tl.float32)
     zero_up = zero
+    if ZEROS and GROUP == 0:  # one for all steps
+        zero = tl.load(zeros + scales_at).to(tl.float32)
+        if GATE:
+            zero_up = tl.load(zeros + up_scales_at).to(tl.float32)
     x_sums = tl.zeros((COLUMNS, ROWS), dtype=tl.float32)
     ones = tl.full((COLUMNS, WORDS), 1.0, dtype=dtype)
     for ahead in tl.static_range(PREFETCH):

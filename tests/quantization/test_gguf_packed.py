@@ -82,10 +82,10 @@ def test_packed_blocks_are_those_of_the_gguf_package_to_the_last_bit(kind: str) 
 
 
 @pytest.mark.slow
-def test_what_unpacks_them_compiles_for_a_gpu() -> None:
+def test_what_unpacks_and_multiplies_them_compiles_for_a_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     kinds = ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "Q8_0"]  # one of each way to unpack
-    command = [sys.executable, "-m", "tests.support.compiled_unpacking", *kinds]
+    command = [sys.executable, "-m", "tests.support.compiled_packed", *kinds]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == kinds, done.stderr[-2000:]
 

@@ -1,7 +1,7 @@
 // One pass of a whole decoder over up to 8 * TOKEN_TILES tokens, as one persistent kernel.
 //
 // Shapes are compile-time constants (see persistent_pass.py): HIDDEN, QUERY, HEAD_DIM, KV_HEADS, GROUP, INTER, VOCAB,
-// TOKEN_TILES, BLOCK_SIZE, SPLIT, EPS, SCALE, QK_NORM, SLOTS, QKV_OUTPUTS, HIDDEN_OUTPUTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, and
+// TOKEN_TILES, BLOCK_SIZE, SPLIT, EPS, SCALE, QK_NORM, SLOTS, QKV_OUTPUTS, HIDDEN_OUTPUTS, CONFIDENCE_BINS, CONFIDENCE_EDGES; PACKED, BOXES, and
 // which formats there are: WITH_PLAIN, WITH_INT4, WITH_Q4_K, WITH_Q6_K, WITH_FP8.
 //
 // The grid has one block a multiprocessor. What one block hands to others carries the number of its layer, word by word:
@@ -366,14 +366,14 @@ __device__ __forceinline__ int map_field(int kind) { return kind == QKV_PRODUCT 
 // What all threads know of a pass. Each step reads it again, so that it is not kept across calls: registers that do not suffice are
 // kept in local memory, which is far away where shared memory has taken the place of its cache.
 struct PassFacts {
-  int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of the longest input that fit
+  int rows, base, down_segment;               // base: layers of all launches before; down_segment: units of packed weights whose inputs fit
   int shares;                                 // of attention
   int vocab_rows;                             // of the LM head
   bool by_words, attends;                     // words: from gate to down; attends: this block, in the ring's memory
 };
 
-// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 64 at
-// a time, or of 128 where a weight has few bits. The tile of a gate is up to 8 rows of gate and as many of up.
+// A product x · weightᵀ. A tile is up to 16 rows of the weight; the 16 warps of a block share its columns, a unit of 64
+// or 128 at a time. The tile of a gate is up to 8 rows of gate and as many of up.
 struct Product {
   int kind;
   const i64* layer;                           // what is known of it, in shared memory
@@ -1318,8 +1318,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
     facts.by_words = num_rows * (INTER / 2) <= MOST_WORDS && num_rows * (INTER + WARPS * 128) <= x_limit;
 #if PACKED
     facts.down_segment = (x_limit / num_rows - X_STRIDE_PAD) / (WARPS * STEP) * WARPS;
-#else
-    facts.down_segment = INTER;  // as many as there are
 #endif
   }
   float* joined = reinterpret_cast<float*>(memory);
@@ -1493,8 +1491,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_pass(
       for (int unit = first_unit; unit < units; unit += WARPS) {
         add_unit(ring, input, pointed, unit * UNIT_COLUMNS, columns, sums);
         ring.release();
-        // What others wait for comes first: weights of later products are asked for once the sums are handed over, and where there
-        // are more tokens those in the place of the last unit.
+        // What other blocks wait for comes first: looking up a later product takes longer than a unit, so its weights are asked for
+        // once the sums are handed over. With more tokens memory would stand still; there only the last unit's place waits.
         if (by_words ? ring.opened == step : unit + WARPS < units || tile + 1 < tiles || kind == GATE_PRODUCT) ring.fill(product_of, lm_head, opened);
       }
     };
